@@ -45,6 +45,16 @@ def inner(function: F) -> F:
     return compiled
 
 
+def portable(function: F) -> F:
+    """Lets a function of numbers be called from Python, as it is, and from kernels, compiled."""
+    if not can_compile():
+        return function
+    from numba.extending import register_jitable
+
+    usable: F = register_jitable(error_model="numpy")(function)
+    return usable
+
+
 def kernel(function: Callable[..., None], *parts: ModuleType) -> Callable[..., None]:
     """Returns the function, compiled at its first call or loaded from the cache on disk. Calls
     release the GIL. `parts`: the modules of what it calls, other than its own; of a package, all of

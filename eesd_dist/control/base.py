@@ -15,6 +15,7 @@ from typing import Protocol
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.chain_rule import ChainReport, ChainRule
 from eesd_dist.control.cost import NOMINAL_COST, CostModel
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.tree_growth import TreeGrowth
@@ -98,6 +99,14 @@ class DraftRound(Protocol):
         other controllers draft on this level.
         """
         ...
+
+    def chain_rule(self, *, temperature: float) -> ChainRule | None:
+        """Returns the decisions on the chain of the round's only request as numbers; None if they
+        cannot be made in advance. A drafter that uses it asks neither of the other two, and
+        reports once. `temperature`: of the choice, 0 if it is greedy."""
+        ...
+
+    def report(self, report: ChainReport) -> None: ...
 
 
 class BatchController(Protocol):

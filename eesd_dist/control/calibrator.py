@@ -19,9 +19,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+
+from eesd_dist.control.chain_rule import Doubles, LogOdds
 from eesd_dist.errors import CheckpointError
 from eesd_dist.types import Evidence, Outcome
 
@@ -88,6 +92,20 @@ class Calibrator:
             score += self.logit_top1 * logit(evidence.top1_prob)
         return self.straightened(1.0 / (1.0 + math.exp(-max(min(score, 30.0), -30.0))))
 
+    def at_temperature(self, temperature: float) -> "LogOdds":
+        """Returns the log-odds at one temperature, of a calibrator that does not read top-1
+        probabilities."""
+        assert not self.needs_probs
+        is_greedy = temperature == 0.0
+        return LogOdds(
+            bias=self.bias + (self.greedy if is_greedy else self.temperature * temperature),
+            depth=self.depth,
+            slope=self.log_gap
+            + (self.greedy_log_gap if is_greedy else self.temperature_log_gap * temperature),
+            slope_of_slope=self.log_gap_squared,
+            curve_C2=_array(self.curve),
+        )
+
     def straightened(self, forecast: float) -> float:
         """Returns the curve's value at a forecast of the sigmoid."""
         if not self.curve:
@@ -121,6 +139,11 @@ class Calibrator:
         if not file.exists():
             return Calibrator()
         return _parse(file)
+
+
+@cache
+def _array(curve: tuple[tuple[float, float], ...]) -> Doubles:
+    return np.array(curve, np.float64).reshape(-1, 2)
 
 
 def features(evidence: Evidence) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ from random import Random
 from eesd_dist.control.base import Controller, ControlSetup, RoundLoad
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.chain_rule import ChainReport, ChainRule, of_length
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.tree_growth import TreeGrowth
 from eesd_dist.types import Evidence, Outcome, RequestId
@@ -38,7 +39,8 @@ class OneByOne:
         controllers = {i: self._controllers[i] for i in load.request_ids}
         for controller in controllers.values():
             controller.begin_round()
-        return _Round(controllers, self._setup.trees)
+        longest = self._setup.speculation.max_draft_tokens
+        return _Round(controllers, self._setup.trees, longest=longest)
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
         for outcome in outcomes:
@@ -55,8 +57,11 @@ class OneByOne:
 class _Round:
     """Asks each controller once per level, about the likeliest next token."""
 
-    def __init__(self, controllers: Mapping[RequestId, Controller], trees: TreeGrowth) -> None:
+    def __init__(
+        self, controllers: Mapping[RequestId, Controller], trees: TreeGrowth, *, longest: int
+    ) -> None:
         self._controllers = controllers
+        self._most = longest
         self._trees = trees
         self._answers: dict[RequestId, bool] = {}
         """Answers of this level that needed no evidence."""
@@ -71,6 +76,19 @@ class _Round:
                 controller = self._controllers[offer.request_id]
                 answers[offer.request_id] = controller.keep_drafting(offer.evidence)
         return self._trees.choose(offers, answers)
+
+    def chain_rule(self, *, temperature: float) -> ChainRule | None:
+        """Returns the length of a controller that needs no evidence."""
+        (controller,) = self._controllers.values()
+        if controller.needs_evidence:
+            return None
+        length = 0
+        while length < self._most and controller.keep_drafting(_NOT_COMPUTED):
+            length += 1
+        return of_length(length)
+
+    def report(self, report: ChainReport) -> None:
+        """Does nothing: such a controller learns from verdicts."""
 
     def _may_go_on(self, request_id: RequestId) -> bool:
         controller = self._controllers[request_id]

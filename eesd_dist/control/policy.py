@@ -14,6 +14,7 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.base import BatchController, ControlSetup, DraftRound, RoundLoad
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.chain_rule import ChainReport, ChainRule
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.registry import BatchWide, entry_of
@@ -137,6 +138,19 @@ class DraftPolicy:
                     request_ids=mine, num_requests=count, num_known=known, overlapped=overlapped
                 )
                 self._rounds.append((group, group.begin_round(load)))
+
+    def chain_rule(self, *, temperature: float) -> ChainRule | None:
+        """Returns the decisions of a round with one request in advance, where its controller has
+        them. A drafter that uses them calls `report` once, and asks nothing else in this round."""
+        if len(self._rounds) != 1:
+            return None
+        ((_, round_),) = self._rounds
+        return round_.chain_rule(temperature=temperature)
+
+    def report(self, report: ChainReport) -> None:
+        """Takes what was drafted by the chain rule."""
+        ((_, round_),) = self._rounds
+        round_.report(report)
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> Set[RequestId]:
         """Returns requests with a next guess worth the exit head's time; the other drafts end."""

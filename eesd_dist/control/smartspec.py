@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from eesd_dist.control.base import ControlSetup, RoundLoad
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.chain_rule import ChainReport, ChainRule, of_length
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.tree_growth import TreeGrowth
 from eesd_dist.types import Outcome, RequestId
@@ -92,3 +93,9 @@ class _OneLength:
         goes_on = self._left > 0
         self._left -= goes_on
         return self._trees.choose(offers, {offer.request_id: goes_on for offer in offers})
+
+    def chain_rule(self, *, temperature: float) -> ChainRule | None:
+        return of_length(self._left)
+
+    def report(self, report: ChainReport) -> None:
+        """Does nothing: the length was decided before."""

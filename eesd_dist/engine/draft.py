@@ -13,12 +13,13 @@ on queues, replies, channels or the number of ranks.
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eesd_dist.config import TreeConfig
+from eesd_dist.control.chain_rule import ChainReport, ChainRule, of_length
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft_ranks import DraftCompute
@@ -36,11 +37,15 @@ from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.rejection import draft_sample
-from eesd_dist.sampling.row_rules import RowRule
+from eesd_dist.sampling.row_rules import RowRule, noise_temperature
 from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import TensorGroup
+from eesd_dist.trees import ROOT
 from eesd_dist.types import Evidence, RequestId
+
+if TYPE_CHECKING:
+    from eesd_dist.engine.chain.drafter import ChainDrafter
 
 __all__ = ["Candidate", "DraftRun", "DraftStage", "DraftState", "DraftedRound"]
 
@@ -150,16 +155,24 @@ class DraftStage:
         `overlapped`: another microbatch is being verified at the same time.
         """
         runs = [self._open(item) for item in plan.items]
-        self._run_known(runs)
+        drafting = [run for run in runs if run.item.max_draft > 0 and run.item.is_final]
         if self.head is not None:
-            drafting = [run for run in runs if run.item.max_draft > 0 and run.item.is_final]
             policy.begin_round(
                 [run.request_id for run in drafting],
                 overlapped=overlapped,
                 num_requests=len(runs),
                 num_known=sum(run.item.num_known for run in runs),
             )
-            self._draft_on(drafting, policy)
+        chain = self._chain_for(runs)
+        rule = policy.chain_rule(temperature=_noise(runs[0])) if chain and drafting else None
+        if chain is not None and rule is not None:
+            policy.report(self._draft_chain(runs[0], chain, rule))
+        elif chain is not None and not drafting:
+            self._draft_chain(runs[0], chain, of_length(0))
+        else:
+            self._run_known(runs)
+            if self.head is not None:
+                self._draft_on(drafting, policy)
         pieces = [piece for run in runs for piece in run.rows_TD]
         probs = [row for run in runs for row in run.probs_V]
         return DraftedRound(
@@ -167,6 +180,53 @@ class DraftStage:
             hidden_TD=joined(pieces),
             draft_probs_KV=torch.stack(probs) if probs else None,
         )
+
+    def _chain_for(self, runs: Sequence[DraftRun]) -> "ChainDrafter | None":
+        """Returns the compiled call that can do this round: one known row of one request, whose
+        tokens are chosen among all and have no alternatives."""
+        chain = self._compute.chain
+        if chain is None or len(runs) != 1 or self._rejection or self._log_evidence:
+            return None
+        (run,) = runs
+        is_plain = (
+            run.item.num_known == 1
+            and not run.is_tree
+            and not run.prefetched
+            and run.item.live.request.features is None
+        )
+        if not is_plain:
+            return None
+        rule = self._rule(run, ROOT)
+        return None if rule.edits_logits or rule.is_filtered else chain
+
+    def _draft_chain(self, run: DraftRun, chain: "ChainDrafter", rule: ChainRule) -> ChainReport:
+        """Runs the known row and drafts by the rule, in one call."""
+        item, state = run.item, run.state
+        request, temperature = item.live.request, _noise(run)
+        if state.num_lagging >= _CATCH_UP_ROWS:
+            self._catch_up([run])
+        drafted = chain.draft(
+            item.live.tokens[item.start],
+            at=item.start,
+            pages=item.pages,
+            lagging_MD=joined(state.lagging_TE) if state.lagging_TE else None,
+            rule=rule,
+            most=item.max_draft if item.is_final else 0,
+            seed=request.sampling.seed,
+            temperature=temperature,
+        )
+        report = drafted.report
+        run.take_chain(
+            drafted.tokens[: report.num_drafted],
+            [
+                Evidence(depth=depth, temperature=temperature, gap=gap)
+                for depth, gap in enumerate(drafted.gaps[: report.num_drafted])
+            ],
+            RowSlice.all_of(drafted.hidden_TD),
+        )
+        if request.speculation.mode == "auto":
+            run.note_chain(num_guesses=len(report.means))
+        return report
 
     def _open(self, item: PlanItem) -> DraftRun:
         request_id = item.live.request.request_id
@@ -385,6 +445,8 @@ class DraftStage:
         self, drafted: DraftedRound, policy: DraftPolicy, *, until: Callable[[], bool]
     ) -> None:
         """Drafts past the end of the draft until the verdict arrives, for a single request."""
+        if self._chain_for(drafted.runs) is not None:
+            return  # drafting one token at a time takes longer than the next chain
         while not until():
             runs = self._ahead_room(drafted.runs)
             if len(runs) != 1:
@@ -473,6 +535,11 @@ class DraftStage:
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Does KV moves in the pages of the layers and of the exit head."""
         self._compute.move(moves)
+
+
+def _noise(run: DraftRun) -> float:
+    """Returns the temperature of the request's choices, 0 for greedy ones."""
+    return noise_temperature(run.item.live.request.sampling.temperature)
 
 
 def _rows_to_keep(runs: Sequence[DraftRun]) -> LayerRows | None:

@@ -12,11 +12,12 @@ The order of operations is decided in `draft.py`.
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from eesd_dist.compiled import can_compile
 from eesd_dist.config import Numerics
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
@@ -35,6 +36,9 @@ from eesd_dist.transport.commands import (
 )
 from eesd_dist.transport.contracts import TensorGroup
 
+if TYPE_CHECKING:
+    from eesd_dist.engine.chain.drafter import ChainDrafter
+
 
 class DraftCompute(Protocol):
     """Operations of layers and exit head that drafting needs."""
@@ -45,6 +49,11 @@ class DraftCompute(Protocol):
     def head(self) -> ExitHead | None: ...
     @property
     def group(self) -> TensorGroup: ...
+
+    @property
+    def chain(self) -> "ChainDrafter | None":
+        """Layers and head as one compiled call for a chain; None where there is none."""
+        ...
 
     def run_layers(
         self,
@@ -107,6 +116,7 @@ class OwnShard:
         self._segments: list[RowSegment] = []
         self._rows: RowPlan | None = None
         """Plan of `_segments`, the rows computed last; None before the first rows."""
+        self.chain = chain_of(span, head)
 
     def run_layers(
         self,
@@ -137,6 +147,7 @@ class OwnShard:
         if self.head is not None:
             head.take_pages(self.head)
         self.head = head
+        self.chain = chain_of(self.span, head)
 
     def begin(self) -> None:
         self.span.paged.begin()
@@ -171,12 +182,22 @@ class OwnShard:
         return self._rows
 
 
+def chain_of(span: LlamaSpan, head: ExitHead | None) -> "ChainDrafter | None":
+    """Returns layers and head as one compiled call, where this machine and this stage have it."""
+    if head is None or not can_compile():
+        return None
+    from eesd_dist.engine.chain.drafter import ChainDrafter
+
+    return ChainDrafter.of(span, head)
+
+
 class LeadingShard:
     """Rank 0 of several: sends each operation to the other ranks, then computes its own part."""
 
     def __init__(self, own: OwnShard, commands: CommandSink) -> None:
         self._own = own
         self._commands = commands
+        self.chain = None
         self.begin()
 
     @property

@@ -185,6 +185,29 @@ class DraftRun:
         is_first = self.depth_of(self.frontier[0]) < self.depths[node]
         self.frontier = [node] if is_first else [*self.frontier, node]
 
+    def take_chain(
+        self, tokens: list[int], evidence: list[Evidence], rows_TD: RowSlice
+    ) -> None:
+        """Takes a whole draft: its tokens, and the rows of the last known token and of each."""
+        count = len(tokens)
+        self.rows_TD.append(rows_TD)
+        self.tokens, self.evidence = tokens, evidence
+        self.parents, self.ranks = list(range(ROOT, ROOT + count)), [0] * count
+        self.depths = list(range(1, count + 1))
+        self.frontier = [count - 1]
+
+    def note_chain(self, *, num_guesses: int) -> None:
+        """Marks the rows before each guess as read by the exit head; later ones lag behind."""
+        state, (rows_TD,) = self.state, self.rows_TD
+        if num_guesses:
+            state.lagging_TE.clear()
+            state.exit_len = self.item.start + num_guesses
+        elif not state.lagging_TE:
+            state.exit_len = self.item.start  # a cached prefix has the exit head's rows
+        if num_guesses < rows_TD.count:
+            rest = RowSlice(rows_TD.source, rows_TD.first + num_guesses, rows_TD.end)
+            state.lagging_TE.append(rest)
+
     def append_token(self, token: int, *, parent: int, rank: int = 0) -> None:
         self.tokens.append(token)
         self.parents.append(parent)

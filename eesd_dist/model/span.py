@@ -103,6 +103,11 @@ class LlamaSpan:
             raise ConfigError(f"a span that starts at layer {self.first} has no embedding")
         return functional.embedding(tokens_T, self._embedding_VD).to(self.compute_dtype)
 
+    @property
+    def embedding_VD(self) -> Tensor | None:
+        """In the type of the weights; None for a span that does not start at layer 0."""
+        return self._embedding_VD
+
     def forward(self, hidden_TD: Tensor, rows: RowPlan, *, kept: LayerRows | None = None) -> Tensor:
         """Computes the rows of one round; writes their keys and values."""
         if kept is None:

@@ -24,6 +24,8 @@ _LN2_PER_EXPONENT_BIT = np.float32(0.6931471805599453 / (1 << 23))
 _ARTANH_3, _ARTANH_5 = np.float32(0.666556), np.float32(0.41202915)
 _ZERO, _HALF, _ONE, _TWO = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(2.0)
 _PER_2_32 = np.float32(2.0**-32)
+_GOLDEN_64, _LOW = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xFFFFFFFF)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @inner
@@ -89,6 +91,39 @@ def _first_largest(keys_V: Ints) -> int:
     return at
 
 
+@inner
+def best_two_of_row(
+    logits_V: Floats,
+    divisor: np.float32,
+    words_3: npt.NDArray[np.uint32],
+    ids_V: Ints,
+    scores_V: Floats,
+    lost_V: Floats,
+    keys_V: Ints,
+    mantissas_V: Ints,
+) -> tuple[int, int]:
+    """Returns the columns of the two largest scores: logits, divided and with noise if the divisor
+    is not 0. The last four are memory [V]; the scores stay in theirs.
+
+    Scores are compared as whole numbers of the same order, for which LLVM has vectors.
+    """
+    count = len(ids_V)
+    if divisor > _ZERO:
+        _noise_row(words_3, ids_V, scores_V, lost_V, keys_V, mantissas_V)
+        for v in range(count):
+            scores_V[v] = scores_V[v] + logits_V[v] / divisor
+    else:
+        for v in range(count):
+            scores_V[v] = logits_V[v] + _ZERO  # -0 becomes 0, which is its equal
+    bits_V = scores_V.view(np.int32)
+    for v in range(count):
+        bits = bits_V[v]
+        keys_V[v] = np.int32(bits ^ np.int32(np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
+    first = _first_largest(keys_V)
+    keys_V[first] = np.int32(-(2**31))
+    return first, _first_largest(keys_V)
+
+
 def _best_two(
     logits_SV: Floats,
     divisors_S: Floats,
@@ -97,29 +132,40 @@ def _best_two(
     best_S2: npt.NDArray[np.int64],
     values_S2: Floats,
 ) -> None:
-    """Finds each row's two largest scores: logits, divided and with noise if the divisor is not 0.
-
-    Scores are compared as whole numbers of the same order, for which LLVM has vectors.
-    """
     count = len(ids_V)
     scores_V, lost_V = np.empty(count, np.float32), np.empty(count, np.float32)
     keys_V, mantissas_V = np.empty(count, np.int32), np.empty(count, np.int32)
-    bits_V = scores_V.view(np.int32)
     for row in range(len(logits_SV)):
-        if divisors_S[row] > _ZERO:
-            _noise_row(words_S3[row], ids_V, scores_V, lost_V, keys_V, mantissas_V)
-            for v in range(count):
-                scores_V[v] = scores_V[v] + logits_SV[row, v] / divisors_S[row]
-        else:
-            for v in range(count):
-                scores_V[v] = logits_SV[row, v] + _ZERO  # -0 becomes 0, which is its equal
-        for v in range(count):
-            bits = bits_V[v]
-            keys_V[v] = np.int32(bits ^ np.int32(np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
-        for rank in range(2):
-            at = _first_largest(keys_V)
-            best_S2[row, rank], values_S2[row, rank] = at, scores_V[at]
-            keys_V[at] = np.int32(-(2**31))
+        first, second = best_two_of_row(
+            logits_SV[row],
+            divisors_S[row],
+            words_S3[row],
+            ids_V,
+            scores_V,
+            lost_V,
+            keys_V,
+            mantissas_V,
+        )
+        best_S2[row, 0], best_S2[row, 1] = first, second
+        values_S2[row, 0], values_S2[row, 1] = scores_V[first], scores_V[second]
+
+
+@inner
+def _mix_64(x: np.uint64) -> np.uint64:
+    x = np.uint64(x + _GOLDEN_64)
+    x = np.uint64((x ^ (x >> np.uint64(30))) * _MIX_1)
+    x = np.uint64((x ^ (x >> np.uint64(27))) * _MIX_2)
+    return np.uint64(x ^ (x >> np.uint64(31)))
+
+
+@inner
+def choice_words(mixed_seed: np.uint64, position: int, words_3: npt.NDArray[np.uint32]) -> None:
+    """Fills the words of `noise.key_words` for the choice at a position; `mixed_seed`: of
+    `noise.mixed_seed`."""
+    key = _mix_64(_mix_64(np.uint64(mixed_seed + np.uint64(position))))
+    words_3[0] = np.uint32(key & _LOW)
+    words_3[1] = np.uint32(key >> np.uint64(32))
+    words_3[2] = np.uint32(_mix_64(key) & _LOW)
 
 
 def get_ready() -> None:

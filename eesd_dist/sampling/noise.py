@@ -56,9 +56,12 @@ class Stream(IntEnum):
 
 def noise_key(seed: int, position: int, stream: int = Stream.CHOICE) -> int:
     """Returns 64 well-mixed bits for one row; arguments may be any Python integers."""
-    key = _mix_64(seed)
-    key = _mix_64(key + position)
-    return _mix_64(key + stream)
+    return _mix_64(_mix_64(mixed_seed(seed) + position) + stream)
+
+
+def mixed_seed(seed: int) -> int:
+    """Returns the part of a `noise_key` that is the same at all positions."""
+    return _mix_64(seed)
 
 
 def gumbel(keys: Sequence[int], ids_V: Tensor) -> Tensor:

@@ -15,6 +15,11 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are taken as 0, as in vLLM: dividing by them overflows."""
 
 
+def noise_temperature(temperature: float) -> float:
+    """Returns the temperature; 0 where the choice is greedy and has no noise."""
+    return 0.0 if temperature < GREEDY_BELOW else temperature
+
+
 class RowRule(Value, frozen=True, kw_only=True):
     """The parameters for choosing the token at `position` from its row of logits."""
 
@@ -71,7 +76,7 @@ class RowRule(Value, frozen=True, kw_only=True):
     @property
     def noise_temperature(self) -> float:
         """The temperature; 0 where the choice is greedy and has no noise."""
-        return 0.0 if self.is_greedy else self.temperature
+        return noise_temperature(self.temperature)
 
     @property
     def is_filtered(self) -> bool:

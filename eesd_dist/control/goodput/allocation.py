@@ -56,32 +56,8 @@ class Allocation(NamedTuple):
 
 
 NOTHING = Allocation(frozenset(), 0.0, 0.0)
-_FIRST = frozenset((0,))
 _SURELY = 1e-12
 """Minimum gain in value: of equal prefixes the shorter is taken."""
-
-
-def best_chain(
-    survival: float, expected: float, *, theta: float, levels: int, prices: Prices
-) -> Allocation:
-    """Returns `best_allocation` of one possible token and its successors, each accepted with
-    probability theta, in a quarter of the time."""
-    rate, verify_s, overlapped = prices.rate, prices.verify_s, prices.overlapped
-    drafting, start = prices.drafting_s + prices.first_s[1] - prices.first_s[0], prices.start()
-    step = prices.later_s[1] - prices.later_s[0]
-    best = best_expected = tokens = by_mean = 0.0
-    for size in range(1, levels + 1):
-        verifying = verify_s[size]
-        seconds = max(drafting, verifying) if overlapped else drafting + verifying
-        price = rate * (seconds - start)
-        tokens += survival
-        by_mean += expected
-        if tokens - price > best + _SURELY:
-            best, best_expected = tokens - price, by_mean - price
-        survival *= theta
-        expected *= theta
-        drafting += step
-    return Allocation(_FIRST, best, best_expected) if best else NOTHING
 
 
 def best_allocation(order: Sequence[Entry], prices: Prices) -> Allocation:

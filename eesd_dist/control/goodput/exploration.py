@@ -29,14 +29,13 @@ class Exploration:
         self.drafting = min(self.drafting + _DRAFTING_SHARE * num_requests, ceiling)
         self._looking = min(self._looking + _LOOKING_SHARE * num_requests, ceiling)
 
-    def pay_for_look(self, price: float) -> bool:
+    def may_look(self, price: float) -> bool:
         """Returns whether to look: always if looks have been profitable, else if the budget has
-        `price`, which is then deducted."""
-        if self._look_profit < 0.0:
-            if self._looking < price:
-                return False
-            self._looking -= price
-        return True
+        `price`."""
+        return self._look_profit >= 0.0 or self._looking >= price
 
-    def looked(self, profit: float) -> None:
+    def looked(self, profit: float, *, price: float) -> None:
+        """Pays for one look, and learns what it has gained."""
+        if self._look_profit < 0.0:
+            self._looking -= price
         self._look_profit += (1.0 - _PROFIT_MEMORY) * (profit - self._look_profit)

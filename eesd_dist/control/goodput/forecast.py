@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator, judged_tokens, logit
+from eesd_dist.control.chain_rule import ChainRule
 from eesd_dist.control.goodput.drift import Drift, sigmoid
 from eesd_dist.control.goodput.estimates import RunningMean
 from eesd_dist.control.survival import Node, RankShares, Siblings
@@ -93,10 +94,25 @@ class Forecast:
         mean = sigmoid(score + request.drift.mean)
         std = math.sqrt(request.drift.variance + self._drift.variance)
         drawn = sigmoid(score + request.drift.mean + chance * std)
+        self.see(request, mean)
+        return Siblings(parent=parent, drawn=drawn, expected=mean)
+
+    def see(self, request: RequestForecast, mean: float) -> None:
+        """Adds a guess's forecast to the running means."""
         if self._learns:
             request.running_mean.see(mean)
             self._running_mean.see(mean)
-        return Siblings(parent=parent, drawn=drawn, expected=mean)
+
+    def for_chain(
+        self, rule: ChainRule, request: RequestForecast, *, temperature: float, chance: float
+    ) -> ChainRule:
+        """Returns the rule with the forecast of this request's guesses at a temperature."""
+        std = math.sqrt(request.drift.variance + self._drift.variance)
+        return rule._replace(
+            odds=self._calibrator.at_temperature(temperature),
+            shift=self._drift.mean + request.drift.mean,
+            deviation=chance * std,
+        )
 
     def share_of(self, rank: int) -> float:
         """Returns how often the alternative of this rank is right if all before it are wrong."""

@@ -3,14 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from eesd_dist.control.base import RoundLoad
-from eesd_dist.control.goodput.allocation import (
-    Allocation,
-    Entry,
-    Prices,
-    best_allocation,
-    best_chain,
+from eesd_dist.control.chain_rule import (
+    LOOK,
+    NO,
+    NO_ODDS,
+    PROBE,
+    ChainReport,
+    ChainRule,
+    takes,
+    wants_guess,
 )
+from eesd_dist.control.goodput.allocation import Allocation, Entry, Prices, best_allocation
 from eesd_dist.control.goodput.costs import CostTable
 from eesd_dist.control.goodput.exploration import Exploration
 from eesd_dist.control.goodput.forecast import Forecast, RequestForecast
@@ -84,6 +90,9 @@ class GoodputRound:
         self._look_price = 0.0
         """Price in tokens of this level's guesses that are not expected to pay."""
         setup.exploration.earn(num_requests=load.num_requests, probe_price=self._probe_price)
+        is_alone = load.num_requests == 1 and not load.overlapped
+        self._rule = self._chain_rule() if is_alone else None
+        """Decides if the round has one request, as long as its draft is a chain."""
 
     @property
     def share(self) -> float:
@@ -99,10 +108,39 @@ class GoodputRound:
         """Returns the tokens of one request's share, with one per request of other controllers."""
         return num_accepted + self._load.num_requests / self._num_ours
 
+    def chain_rule(self, *, temperature: float) -> ChainRule | None:
+        """Returns the decisions of the round's only request in advance; None if there are others,
+        or the calibration reads more than the score gap."""
+        forecast = self._setup.forecast
+        if self._rule is None or forecast.needs_probs:
+            return None
+        (draft,) = self._drafts.values()
+        return forecast.for_chain(
+            self._rule, draft.request, temperature=temperature, chance=draft.chance
+        )
+
+    def report(self, report: ChainReport) -> None:
+        """Takes what a drafter did by the chain rule."""
+        assert self._rule is not None
+        (draft,) = self._drafts.values()
+        for mean in report.means:
+            self._setup.forecast.see(draft.request, mean)
+        exploration = self._setup.exploration
+        exploration.drafting -= report.spent + self._probe_price * report.probed
+        for _ in range(report.num_looks):
+            profit = report.looked / report.num_looks
+            exploration.looked(profit, price=self._rule.guess_price)
+        step_s, share = self._costs.step(1), self._costs.guess_share
+        guessing_s = share * step_s * len(report.means)
+        self._drafting_s += guessing_s + (1.0 - share) * step_s * report.num_drafted
+        self._num_drafted += report.num_drafted
+
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
         """Returns the requests to guess for, judged by the running mean of each request."""
         if not request_ids:
             return frozenset()
+        if self._rule is not None and self._num_drafted == self._level:
+            return self._worth_a_guess_alone(self._rule, request_ids)
         drafts = [self._drafts[request_id] for request_id in request_ids]
         expected = [draft.best.expected * draft.mean for draft in drafts]
         wanted = self._worth(request_ids, expected, guess_weight=1.0)
@@ -137,6 +175,36 @@ class GoodputRound:
         )
         return taken
 
+    def _chain_rule(self) -> ChainRule:
+        """Returns the round's rule, without a forecast of guesses."""
+        costs, exploration = self._costs, self._setup.exploration
+        (draft,) = self._drafts.values()
+        longest, known = self._setup.max_draft_tokens, self._load.num_known
+        verify_K = np.array(costs.verify_from(known, longest, 1))
+        step_s, mean = costs.step(1), draft.mean
+        guess_price = self._rate * costs.guess_share * step_s
+        return ChainRule(
+            price_K=self._rate * (verify_K - verify_K[0] + step_s * np.arange(longest + 1)),
+            guess_price=guess_price,
+            mean=mean,
+            hopeful=min(mean + self._setup.forecast.spread, 1.0),
+            looks=exploration.may_look(guess_price),
+            probes=exploration.drafting >= self._probe_price,
+            optimism=exploration.drafting,
+            odds=NO_ODDS,
+            shift=0.0,
+            deviation=0.0,
+        )
+
+    def _worth_a_guess_alone(
+        self, rule: ChainRule, request_ids: Sequence[RequestId]
+    ) -> frozenset[RequestId]:
+        (draft,) = self._drafts.values()
+        answer = wants_guess(rule, self._num_drafted, draft.best.expected)
+        self._is_probe = answer == PROBE
+        self._look_price = rule.guess_price if answer == LOOK else 0.0
+        return frozenset(request_ids) if answer != NO else frozenset()
+
     def _seconds(self, *, level: int = 0) -> float:
         """Returns the seconds of the round so far, or with one more level of `level` tokens."""
         rows = self._load.num_known + self._num_drafted + level
@@ -170,7 +238,7 @@ class GoodputRound:
         if not looked:
             return looked
         price = self._rate * self._costs.guess_share * self._costs.step(len(looked))
-        if not self._setup.exploration.pay_for_look(price):
+        if not self._setup.exploration.may_look(price):
             return frozenset()
         self._look_price = price
         return looked
@@ -187,6 +255,10 @@ class GoodputRound:
         if self._is_probe and self._level == 0:
             exploration.drafting -= self._probe_price
             return [offer.rank == 0 for offer in offers]
+        if self._rule is not None and len(offers) == 1 and self._num_drafted == self._level:
+            taken, value = self._takes_alone(self._rule, nodes[0])
+            self._pay_for_look(value)
+            return [taken]
         ids = [offer.request_id for offer in offers]
         drawn, expected = [node.drawn for node in nodes], [node.expected for node in nodes]
         prices = self._prices(len(offers), given=given, guess_weight=0.0)
@@ -196,10 +268,23 @@ class GoodputRound:
                 best = self._best(ids, expected, expected, prices)
             else:
                 exploration.drafting += best.expected_value
-        if self._look_price:
-            exploration.looked(max(best.expected_value, 0.0) - self._look_price)
-            self._look_price = 0.0
+        self._pay_for_look(best.expected_value)
         return [index in best.owners for index in range(len(offers))]
+
+    def _takes_alone(self, rule: ChainRule, node: Node) -> tuple[bool, float]:
+        """Returns whether to draft the guess, and its value."""
+        exploration = self._setup.exploration
+        taken, spent, value = takes(
+            rule, self._num_drafted, node.drawn, node.expected, exploration.drafting
+        )
+        exploration.drafting -= spent
+        return taken, value
+
+    def _pay_for_look(self, value: float) -> None:
+        if self._look_price:
+            profit = max(value, 0.0) - self._look_price
+            self._setup.exploration.looked(profit, price=self._look_price)
+            self._look_price = 0.0
 
     def _nodes(self, offers: Sequence[Offer]) -> list[Node]:
         """Returns the survival of each offer. A sibling's is that of all before it being wrong, and
@@ -232,8 +317,6 @@ class GoodputRound:
         count = len(drawn)
         levels = min(max(_LOOK_AHEAD // count, 1), self._setup.max_draft_tokens - self._level)
         thetas = [self._drafts[request_id].mean for request_id in request_ids]
-        if count == 1:
-            return best_chain(drawn[0], expected[0], theta=thetas[0], levels=levels, prices=prices)
         order: list[Entry] = []
         for index, (survival, by_mean) in enumerate(zip(drawn, expected, strict=True)):
             for level in range(max(levels, 1)):

@@ -86,6 +86,17 @@ class Norms(NamedTuple):
     """Added to the mean of squares of a head."""
 
 
+class LayersCall(NamedTuple):
+    """What `run_layers` takes that is the same in all calls."""
+
+    geometry: Geometry
+    widths: Widths
+    norms: Norms
+    scratch: Scratch
+    table: npt.NDArray[np.int64]
+    rotation_at: int
+
+
 @inner
 def _angles(
     geometry: Geometry,

@@ -130,6 +130,11 @@ class ExitHead:
         """The head's layer with its pages, for copying pages."""
         return self._layers
 
+    @property
+    def logits_head(self) -> LogitsHead:
+        """The norm and the LM head, or this rank's part of it."""
+        return self._logits_head
+
     def take_pages(self, other: "ExitHead") -> None:
         """Replaces this head's empty keys and values by those of another head."""
         self._layers.take_pages(other._layers)

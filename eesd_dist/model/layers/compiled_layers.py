@@ -1,8 +1,7 @@
 """Layers ready to run in one compiled call per pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from itertools import accumulate
 from typing import Self
 
 import numpy as np
@@ -33,6 +32,7 @@ from eesd_dist.model.cpu.layers import (
     QKV,
     QKV_BIAS,
     WINDOW,
+    LayersCall,
     Norms,
     Scratch,
     Widths,
@@ -46,6 +46,7 @@ from eesd_dist.model.cpu.packed import (
     padded_vector,
     row_bytes,
 )
+from eesd_dist.model.cpu.products import Kind
 from eesd_dist.model.cpu.tiles import BLOCK
 from eesd_dist.model.elementwise import GELU_TANH, SILU
 from eesd_dist.model.kernels import Linear
@@ -158,6 +159,41 @@ class CompiledLayers:
                 after_layer(end // 2, result_TD)
         return result_TD
 
+    @property
+    def kind(self) -> Kind:
+        """The kind of the layers' weights (`tiles`)."""
+        return self._kind
+
+    @property
+    def hidden_size(self) -> int:
+        return self._hidden_size
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has a part of these layers."""
+        return self._group.size == 1
+
+    @property
+    def products_per_row(self) -> int:
+        return self._products_per_row
+
+    def call(self, num_rows: int) -> tuple[LayersCall, Tensor]:
+        """Returns what another kernel needs to run these layers over up to `num_rows` rows, which
+        begin at `scratch.x`, and the memory that it has to keep."""
+        bytes_each = {"x": self._widths.hidden * _FLOAT_BYTES, **self._row_bytes}
+        scratch, size = _laid_out(bytes_each, num_rows, first=0)
+        memory = torch.zeros(size, dtype=torch.uint8)
+        scratch, _ = _laid_out(bytes_each, num_rows, first=memory.data_ptr())
+        call = LayersCall(
+            geometry=self._geometry,
+            widths=self._widths,
+            norms=self._norms,
+            scratch=scratch,
+            table=self._table,
+            rotation_at=self._rotation_at,
+        )
+        return call, memory
+
     def _padded(self, hidden_TD: Tensor) -> Tensor:
         """Returns a copy of the rows with zeros up to a whole block."""
         missing = self._widths.hidden - self._hidden_size
@@ -206,18 +242,15 @@ class CompiledLayers:
         known = self._scratch_of.get(num_rows)
         if known is not None:
             return known._replace(x=x)
-        sizes = {name: -(-num_rows * size // 64) * 64 for name, size in self._row_bytes.items()}
-        if sum(sizes.values()) > len(self._memory):
-            self._memory = torch.zeros(sum(sizes.values()), dtype=torch.uint8)
+        bytes_each = {"x": 0, **self._row_bytes}
+        found, size = _laid_out(bytes_each, num_rows, first=self._memory.data_ptr())
+        if size > len(self._memory):
+            self._memory = torch.zeros(size, dtype=torch.uint8)
             self._scratch_of.clear()
-        starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-        first = self._memory.data_ptr()
-        places: dict[str, int] = {}
-        for name, start in starts.items():
-            places |= {name: first + start, f"{name}_bytes": self._row_bytes[name]}
-        found = Scratch(x=x, x_bytes=self._widths.hidden * _FLOAT_BYTES, **places)
+            found, _ = _laid_out(bytes_each, num_rows, first=self._memory.data_ptr())
+        found = found._replace(x_bytes=self._widths.hidden * _FLOAT_BYTES)
         self._scratch_of[num_rows] = found
-        return found
+        return found._replace(x=x)
 
     def _bytes_of_rows(self, output: PackedProduct) -> dict[str, int]:
         widths = self._widths
@@ -254,6 +287,17 @@ class CompiledLayers:
     def _own(self, x: Tensor) -> int:
         self._owned.append(x)
         return x.data_ptr()
+
+
+def _laid_out(bytes_each: Mapping[str, int], num_rows: int, *, first: int) -> tuple[Scratch, int]:
+    """Returns the places of so many rows of each kind, one kind after the other, and their size in
+    bytes. Each begins at a multiple of a cache line."""
+    places: dict[str, int] = {}
+    size = 0
+    for name, row_size in bytes_each.items():
+        places |= {name: first + size, f"{name}_bytes": row_size}
+        size += -(-num_rows * row_size // 64) * 64
+    return Scratch(**places), size
 
 
 def _packed(product: Linear) -> PackedProduct:

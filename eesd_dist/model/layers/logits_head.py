@@ -1,5 +1,8 @@
 """The norm and the LM head after the last layer, of a target or an exit head."""
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -8,6 +11,22 @@ from eesd_dist.config import Numerics
 from eesd_dist.model.elementwise import soft_capped_rows
 from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
 from eesd_dist.model.layers.norms import RmsNorm
+
+if TYPE_CHECKING:
+    from eesd_dist.model.cpu.packed import PackedProduct
+
+
+@dataclass(frozen=True, slots=True)
+class NormedProduct:
+    """A norm and the LM head as one compiled call."""
+
+    product: "PackedProduct"
+    norm_D: Tensor
+    """Weight of the norm, padded to a block."""
+    floor: float
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self.product.after_norm(x_TD, self.norm_D, self.floor)
 
 
 # Shapes: T rows, D hidden channels, V vocabulary (shard).
@@ -41,6 +60,11 @@ class LogitsHead:
             return logits_TV
         return logits_TV.reshape(*hidden_TD.shape[:-1], logits_TV.shape[-1])
 
+    @property
+    def compiled(self) -> NormedProduct | None:
+        """The whole head as one compiled call; None where there is none."""
+        return None if self._softcap is not None else self._compiled
+
     def _after_norm(self, rows_TD: Tensor) -> Tensor:
         if self._compiled is not None:
             return self._compiled(rows_TD)
@@ -49,7 +73,7 @@ class LogitsHead:
         return self._linear(self._norm(pad_rows(rows_TD, padded)))[:num_rows].float()
 
 
-def _compiled_head(norm: RmsNorm, linear: Linear) -> Linear | None:
+def _compiled_head(norm: RmsNorm, linear: Linear) -> NormedProduct | None:
     """Returns norm and product as one compiled call, if the product is compiled."""
     if not can_compile():
         return None
@@ -57,6 +81,6 @@ def _compiled_head(norm: RmsNorm, linear: Linear) -> Linear | None:
 
     if not isinstance(linear, PackedProduct):
         return None
-    weight_D = padded_vector(norm.scaled_weight_D)
-    linear.after_norm(torch.zeros(1, linear.num_in), weight_D, norm.floor)  # compiles
-    return lambda x_TD: linear.after_norm(x_TD, weight_D, norm.floor)
+    head = NormedProduct(linear, padded_vector(norm.scaled_weight_D), norm.floor)
+    head(torch.zeros(1, linear.num_in))  # compiles
+    return head

@@ -94,6 +94,11 @@ class PagedLayers:
                 after_layer(done, x_TD.narrow(0, 0, rows.num_rows))
         return x_TD.narrow(0, 0, rows.num_rows)
 
+    @property
+    def compiled(self) -> "CompiledLayers | None":
+        """The layers as one compiled call; None where there is none."""
+        return self._compiled
+
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copies slots in every layer, (from, to) each; reads all sources before it writes."""
         if not moves or not self._pages:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eesd_dist.control.goodput.allocation import Entry, Prices, best_allocation, best_chain
+from eesd_dist.control.goodput.allocation import Entry, Prices, best_allocation
 
 chances = st.floats(0.0, 1.0)
 steps = st.lists(st.floats(0.0, 0.4), min_size=9, max_size=9)
@@ -87,25 +87,6 @@ def test_of_several_levels_no_lengths_of_all_requests_earn_more(
         tokens = sum(sum(chain[:k]) for chain, k in zip(survival, lengths, strict=True))
         best = max(best, _value(counts, tokens, prices))
     assert best_allocation(_entries(survival), prices).value == pytest.approx(best, abs=1e-9)
-
-
-@given(chances, chances, steps, steps, st.floats(0.1, 4.0), st.booleans())
-def test_a_chain_alone_gets_the_same_answer_by_the_short_way(
-    first: float, theta: float, level: list[float], rows: list[float], rate: float, overlap: bool
-) -> None:
-    prices = _prices([level[0]] * 9, rows, rate=rate, overlapped=overlap)
-    chain = [first * theta**i for i in range(8)]
-    slow = best_allocation(_entries([chain]), prices)
-    quick = best_chain(first, first, theta=theta, levels=8, prices=prices)
-    assert quick.value == pytest.approx(slow.value, abs=1e-9)
-    assert quick.owners == slow.owners or slow.value < 1e-9
-
-
-def test_a_token_is_taken_for_what_lies_behind_a_step_of_the_cost_table() -> None:
-    rows = [0.6, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    prices = _prices([0.01] * 9, rows)
-    assert best_chain(0.5, 0.5, theta=0.9, levels=1, prices=prices).owners == frozenset()
-    assert best_chain(0.5, 0.5, theta=0.9, levels=4, prices=prices).owners == {0}
 
 
 def test_while_another_microbatch_is_verified_drafting_is_free_up_to_its_verify_time() -> None:

@@ -1,0 +1,185 @@
+"""How far to draft one chain, as numbers: a rule that needs nothing from its controller in between.
+
+A controller that can say in advance how it will decide returns a `ChainRule` at the start of a
+round, and a compiled drafter drafts the whole chain in one call. The functions here are that
+decision, in Python and as parts of a kernel. A rule is constant: what a round teaches is told to
+the controller after it (`ChainReport`).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from eesd_dist.compiled import portable
+
+Doubles = npt.NDArray[np.float64]
+
+SURELY = 1e-12
+"""Minimum gain in value: of equal lengths the shorter is taken."""
+NO, YES, LOOK, PROBE = range(4)
+"""Answers to whether to guess: not; since it is expected to pay; to see whether the next token is
+an easy one; to draft a token that is not expected to pay, for what its verdict teaches."""
+_EDGE = 1e-3
+
+
+class LogOdds(NamedTuple):
+    """A calibration at one temperature: bias + depth * d + (slope + slope_of_slope * x) * x, with d
+    drafted tokens before and x = log(1 + gap); then its curve."""
+
+    bias: float
+    depth: float
+    slope: float
+    slope_of_slope: float
+    curve_C2: Doubles
+    """[C, 2] forecasts and shares; empty: the forecast is not changed."""
+
+
+NO_ODDS = LogOdds(0.0, 0.0, 0.0, 0.0, np.zeros((0, 2)))
+
+
+class ChainRule(NamedTuple):
+    """Decides from the expected value of longer drafts, in tokens, against their price."""
+
+    price_K: Doubles
+    """[K + 1] price in tokens of a draft of k tokens; nothing longer is drafted."""
+    guess_price: float
+    """Part of a token's price that its guess costs."""
+    mean: float
+    """Acceptance of a token before its guess is known."""
+    hopeful: float
+    """The same, a standard deviation higher."""
+    looks: bool
+    probes: bool
+    optimism: float
+    """Tokens that draws above the mean may cost in this round."""
+    odds: LogOdds
+    shift: float
+    """Added to the log-odds of acceptance."""
+    deviation: float
+    """Added for the round's Thompson draw."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainReport:
+    """What a controller learns from the drafting of one chain."""
+
+    means: tuple[float, ...]
+    """Acceptance that the rule gave each guess, in order, the one that ended the draft included."""
+    num_drafted: int
+    num_looks: int
+    looked: float
+    """Value of the looks above their price."""
+    spent: float
+    """Tokens that draws above the mean have cost."""
+    probed: bool
+
+
+@cache
+def of_length(length: int) -> ChainRule:
+    """Returns the rule that drafts so many tokens whatever the guesses are."""
+    return ChainRule(
+        price_K=np.zeros(length + 1),
+        guess_price=0.0,
+        mean=1.0,
+        hopeful=1.0,
+        looks=False,
+        probes=False,
+        optimism=0.0,
+        odds=NO_ODDS,
+        shift=0.0,
+        deviation=0.0,
+    )
+
+
+@portable
+def value_of_longer(
+    rule: ChainRule, num_drafted: int, drawn: float, expected: float, extra: float
+) -> tuple[float, float]:
+    """Returns the best value above its price of drafting on, and its value by the mean; zeros if
+    none is positive.
+
+    `drawn`, `expected`: survival of the next token by the draw and by the mean; `extra`: tokens
+    that the next one costs in addition to its price.
+    """
+    best = best_expected = tokens = by_mean = 0.0
+    paid = rule.price_K[num_drafted] - extra
+    for length in range(num_drafted + 1, len(rule.price_K)):
+        price = rule.price_K[length] - paid
+        tokens += drawn
+        by_mean += expected
+        if tokens - price > best + SURELY:
+            best, best_expected = tokens - price, by_mean - price
+        drawn *= rule.mean
+        expected *= rule.mean
+    return best, best_expected
+
+
+@portable
+def wants_guess(rule: ChainRule, num_drafted: int, survival: float) -> int:
+    """Returns NO, YES, LOOK or PROBE; `survival`: P(all drafted tokens are accepted)."""
+    next_survival = survival * rule.mean
+    if value_of_longer(rule, num_drafted, next_survival, next_survival, 0.0)[0] > 0.0:
+        return YES
+    if rule.looks:
+        # Only an easy token would be drafted. With equal probability of an easy and a hard token,
+        # the easy one has to pay for two guesses.
+        hopeful = survival * rule.hopeful
+        if value_of_longer(rule, num_drafted, hopeful, hopeful, rule.guess_price)[0] > 0.0:
+            return LOOK
+    if rule.probes and num_drafted == 0 and len(rule.price_K) > 1:
+        return PROBE
+    return NO
+
+
+@portable
+def acceptance(rule: ChainRule, num_drafted: int, gap: float) -> tuple[float, float]:
+    """Returns P(the guess is right | all before it are), by the round's draw and by the mean."""
+    odds, x = rule.odds, math.log1p(max(gap, 0.0))
+    score = odds.bias + odds.depth * num_drafted + (odds.slope + odds.slope_of_slope * x) * x
+    p = _straightened(odds.curve_C2, _sigmoid(score))
+    score = math.log(p / (1.0 - p)) + rule.shift
+    return _sigmoid(score + rule.deviation), _sigmoid(score)
+
+
+@portable
+def takes(
+    rule: ChainRule, num_drafted: int, drawn: float, expected: float, optimism: float
+) -> tuple[bool, float, float]:
+    """Returns whether to draft the guess, what of `optimism` that costs, and its value by the mean.
+
+    `drawn`, `expected`: survival of the guess.
+    """
+    value, by_mean = value_of_longer(rule, num_drafted, drawn, expected, -rule.guess_price)
+    if by_mean < 0.0:
+        if -by_mean <= optimism:
+            return True, -by_mean, by_mean
+        value, by_mean = value_of_longer(rule, num_drafted, expected, expected, -rule.guess_price)
+    return value > 0.0, 0.0, by_mean
+
+
+@portable
+def _sigmoid(score: float) -> float:
+    return 1.0 / (1.0 + math.exp(-max(min(score, 30.0), -30.0)))
+
+
+@portable
+def _straightened(curve_C2: Doubles, forecast: float) -> float:
+    """Returns the curve's value at a forecast, within its edges, as `Calibrator.straightened`."""
+    y, last = forecast, len(curve_C2) - 1
+    if last >= 0:
+        right = 0
+        while right <= last and curve_C2[right, 0] <= forecast:
+            right += 1
+        if right == 0 or right > last:
+            y = curve_C2[min(right, last), 1]
+        else:
+            x0, y0 = curve_C2[right - 1, 0], curve_C2[right - 1, 1]
+            x1, y1 = curve_C2[right, 0], curve_C2[right, 1]
+            y = y0 + (y1 - y0) * (forecast - x0) / (x1 - x0)
+    if not y > _EDGE:  # also for nan, from a broken head
+        return _EDGE
+    return min(y, 1.0 - _EDGE)

@@ -1,0 +1,1 @@
+"""Drafting one request's chain in one compiled call on a CPU."""

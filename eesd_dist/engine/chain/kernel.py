@@ -1,0 +1,286 @@
+"""One compiled call for the drafting of one request: layers, exit head, choice and stop rule.
+
+Every step runs one token through the layers and its row through the head, which then guesses the
+next token with the verifier's noise; the rule decides whether to guess and whether to draft. Rows
+are those of `run_layers` and choices those of `draft_choice`, bit for bit.
+
+Every thread of a call runs this function, as `run_layers`; the first one chooses and decides.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import float32
+
+from eesd_dist.compiled import inner, kernel
+from eesd_dist.control import chain_rule
+from eesd_dist.control.chain_rule import LOOK, NO, PROBE, ChainRule, acceptance, takes, wants_guess
+from eesd_dist.model import cpu, kv_layout
+from eesd_dist.model.cpu.lanes import address_of, floats, load, store
+from eesd_dist.model.cpu.layers import LayersCall, Scratch
+from eesd_dist.model.cpu.products import Kind, multiply, norm_row, part_of
+from eesd_dist.model.cpu.threads import wait
+from eesd_dist.model.cpu.tiles import BLOCK
+from eesd_dist.model.kv_layout import LANES, Ints, RowArrays
+from eesd_dist.model.layers.compiled_layers import layers_kernel
+from eesd_dist.sampling import compiled_rule
+from eesd_dist.sampling.compiled_rule import Floats, best_two_of_row, choice_words
+from eesd_dist.sampling.rule import WIDEST_GAP
+
+_FLOAT_BYTES = 4
+_WIDEST_GAP = np.float32(WIDEST_GAP)
+
+# Places in `Drafted.counts`: how many tokens were drafted, how many guesses and looks were made,
+# whether the first token was a probe; what the threads tell each other.
+NUM_DRAFTED, NUM_GUESSES, NUM_LOOKS, PROBED, _GOES_ON = range(5)
+NUM_COUNTS = 5
+# Places in `Drafted.sums`: the value of looks, and what optimism has cost.
+LOOKED, SPENT = range(2)
+NUM_SUMS = 2
+
+_run_layers = layers_kernel()
+
+
+# Shapes: K longest draft, M rows that the head has not read, D padded hidden channels, P positions,
+# V draft vocabulary, W pages.
+class Stage(NamedTuple):
+    """What is the same in all calls: weights, tables and memory."""
+
+    layers: LayersCall
+    head: LayersCall
+    """With memory for M + 1 rows, `scratch.x` included."""
+    norm_at: int
+    """Weight of the norm before the LM head."""
+    floor: np.float32
+    lm_head_at: int
+    lm_head_bias_at: int
+    lm_head_steps: int
+    block_bytes: int
+    embedding_VD: npt.NDArray[np.generic]
+    """float32, or the bits of bfloat16 as uint16."""
+    ids_V: Ints
+    logits_V: Floats
+    """Padded to a block."""
+    scores_V: Floats
+    lost_V: Floats
+    keys_V: Ints
+    mantissas_V: Ints
+    words_3: npt.NDArray[np.uint32]
+
+
+class Chain(NamedTuple):
+    """One request's chain: the token to start with, known or taken, and where its rows go."""
+
+    tables_1W: Ints
+    positions_P: Ints
+    """Consecutive: of the M rows that the head has not read, then of the first token and K more."""
+    zeros_P: Ints
+    no_slots: Ints
+    """Empty."""
+    most: int
+    divisor: np.float32
+    """Temperature of the choice; 0: greedy."""
+    mixed_seed: np.uint64
+    num_lagging: int
+    """M; their inputs are the first rows of the head's memory."""
+
+
+class Drafted(NamedTuple):
+    """Results."""
+
+    tokens_K1: npt.NDArray[np.int64]
+    """The first token, then the drafted ones, then the guess that was not taken."""
+    hidden_at: int
+    """[K + 1, D] rows after the layers."""
+    gaps_K: Floats
+    means_K: npt.NDArray[np.float64]
+    """Acceptance of each guess by the rule's mean."""
+    counts: npt.NDArray[np.int64]
+    sums: npt.NDArray[np.float64]
+
+
+@inner
+def _at(scratch: Scratch, x: int) -> Scratch:
+    return Scratch(
+        x,
+        scratch.x_bytes,
+        scratch.inputs,
+        scratch.inputs_bytes,
+        scratch.wide,
+        scratch.wide_bytes,
+        scratch.added,
+        scratch.added_bytes,
+        scratch.angles,
+        scratch.angles_bytes,
+    )
+
+
+@inner
+def _rows(chain: Chain, first: int, count: int) -> RowArrays:
+    end = first + count
+    zeros_R, position_R = chain.zeros_P[:count], chain.positions_P[first:end]
+    in_order_R = chain.positions_P[first + 1 : end + 1]
+    return RowArrays(
+        chain.tables_1W, zeros_R, position_R, position_R, in_order_R, zeros_R, chain.no_slots
+    )
+
+
+@inner
+def _embed(row_D: npt.NDArray[np.generic], x_at: int, width: int) -> None:
+    x, bits = floats(x_at), floats(x_at).view(np.uint32)
+    for d in range(len(row_D)):
+        if row_D.itemsize == 2:
+            bits[d] = np.uint32(np.uint32(row_D[d]) << np.uint32(16))
+        else:
+            x[d] = row_D[d]
+    for d in range(len(row_D), width):
+        x[d] = float32(0.0)
+
+
+@inner
+def _logits(
+    kind: Kind,
+    stage: Stage,
+    x_at: int,
+    counters: npt.NDArray[np.int64],
+    part: int,
+    num_parts: int,
+) -> None:
+    scratch, width = stage.head.scratch, stage.head.widths.hidden
+    if part == 0:
+        norm_row(kind, x_at, width, stage.floor, stage.norm_at, scratch.inputs)
+    wait(counters, num_parts)
+    num_blocks = len(stage.logits_V) // BLOCK
+    first, end = part_of(num_blocks, part, num_parts)
+    multiply(
+        kind,
+        stage.lm_head_at,
+        stage.block_bytes,
+        stage.lm_head_steps,
+        scratch.inputs,
+        scratch.inputs_bytes,
+        address_of(stage.logits_V),
+        len(stage.logits_V) * _FLOAT_BYTES,
+        1,
+        stage.lm_head_bias_at,
+        first,
+        end,
+    )
+    wait(counters, num_parts)
+
+
+@inner
+def _choose(stage: Stage, chain: Chain, drafted: Drafted, num_drafted: int, at: int) -> np.float32:
+    """Stores the guess after the row at place `at`, and its gap, which it returns."""
+    choice_words(chain.mixed_seed, chain.positions_P[at] + 1, stage.words_3)
+    best, second = best_two_of_row(
+        stage.logits_V[: len(stage.ids_V)],
+        chain.divisor,
+        stage.words_3,
+        stage.ids_V,
+        stage.scores_V,
+        stage.lost_V,
+        stage.keys_V,
+        stage.mantissas_V,
+    )
+    gap = min(float32(stage.scores_V[best] - stage.scores_V[second]), _WIDEST_GAP)
+    drafted.tokens_K1[num_drafted + 1] = stage.ids_V[best]
+    drafted.gaps_K[num_drafted] = gap
+    return gap
+
+
+def draft_chain(
+    kind: Kind,
+    stage: Stage,
+    chain: Chain,
+    rule: ChainRule,
+    drafted: Drafted,
+    counters: npt.NDArray[np.int64],
+    part: int,
+    num_parts: int,
+) -> None:
+    """Drafts until the rule stops, at most `chain.most` tokens."""
+    width, x_bytes = stage.layers.widths.hidden, stage.layers.scratch.x_bytes
+    counts, head_x = drafted.counts, stage.head.scratch.x
+    survival = drawn_survival = 1.0
+    num_lagging, num_drafted = chain.num_lagging, 0
+    at, last_at, wanted = num_lagging, head_x, NO
+    is_guess = False
+    # Not constants, for which Numba would compile the layers once more.
+    never, always = chain.most < -1, chain.most >= -1
+    while chain.most >= 0:
+        x_at = drafted.hidden_at + num_drafted * x_bytes
+        # One place that runs layers: each is compiled again.
+        if is_guess:
+            call, rows_at = stage.head, head_x
+            rows = _rows(chain, at - num_lagging, num_lagging + 1)
+        else:
+            call, rows_at, rows = stage.layers, x_at, _rows(chain, at, 1)
+            if part == 0:
+                _embed(stage.embedding_VD[drafted.tokens_K1[num_drafted]], x_at, width)
+            wait(counters, num_parts)
+        _run_layers(
+            kind,
+            call.geometry,
+            call.widths,
+            call.norms,
+            _at(call.scratch, rows_at),
+            call.table,
+            rows,
+            call.rotation_at,
+            np.int64(0),
+            2 * len(call.table),
+            never,
+            always,
+            counters,
+            part,
+            num_parts,
+        )
+        wait(counters, num_parts)
+        if not is_guess:
+            if num_drafted == chain.most:
+                break
+            last_at = head_x + num_lagging * x_bytes
+            if part == 0:
+                wanted = wants_guess(rule, num_drafted, survival)
+                counts[_GOES_ON] = wanted != NO
+                for d in range(0, width, LANES):
+                    store(last_at, d, load(x_at, d))
+            wait(counters, num_parts)
+            if counts[_GOES_ON] == 0:
+                break
+            is_guess = True
+            continue
+        _logits(kind, stage, last_at, counters, part, num_parts)
+        if part == 0:
+            gap = _choose(stage, chain, drafted, num_drafted, at)
+            drawn, mean = acceptance(rule, num_drafted, gap)
+            drawn_survival *= drawn
+            survival *= mean
+            drafted.means_K[num_drafted] = mean
+            left = rule.optimism - drafted.sums[SPENT]
+            taken, spent, value = takes(rule, num_drafted, drawn_survival, survival, left)
+            if wanted == PROBE:
+                taken, spent = True, 0.0
+                counts[PROBED] = 1
+            if wanted == LOOK:
+                counts[NUM_LOOKS] += 1
+                drafted.sums[LOOKED] += max(value, 0.0) - rule.guess_price
+            drafted.sums[SPENT] += spent
+            counts[NUM_GUESSES] += 1
+            counts[NUM_DRAFTED] += taken
+            counts[_GOES_ON] = taken
+        wait(counters, num_parts)
+        if counts[_GOES_ON] == 0:
+            break
+        num_lagging, is_guess = 0, False
+        num_drafted += 1
+        at += 1
+
+
+@cache
+def chain_kernel() -> Callable[..., None]:
+    return kernel(draft_chain, cpu, kv_layout, compiled_rule, chain_rule)
