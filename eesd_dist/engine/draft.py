@@ -37,15 +37,14 @@ from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.rejection import draft_sample
-from eesd_dist.sampling.row_rules import RowRule, noise_temperature
+from eesd_dist.sampling.row_rules import RowRule, chooses_by_score, noise_temperature
 from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.trees import ROOT
 from eesd_dist.types import Evidence, RequestId
 
 if TYPE_CHECKING:
-    from eesd_dist.engine.chain.drafter import ChainDrafter
+    from eesd_dist.engine.compiled.drafter import ChainDrafter
 
 __all__ = ["Candidate", "DraftRun", "DraftStage", "DraftState", "DraftedRound"]
 
@@ -194,10 +193,9 @@ class DraftStage:
             and not run.prefetched
             and run.item.live.request.features is None
         )
-        if not is_plain:
-            return None
-        rule = self._rule(run, ROOT)
-        return None if rule.edits_logits or rule.is_filtered else chain
+        live = run.item.live
+        by_score = chooses_by_score(live.request.sampling, num_generated=live.num_generated)
+        return chain if is_plain and by_score else None
 
     def _draft_chain(self, run: DraftRun, chain: "ChainDrafter", rule: ChainRule) -> ChainReport:
         """Runs the known row and drafts by the rule, in one call."""

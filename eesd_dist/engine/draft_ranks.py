@@ -37,7 +37,7 @@ from eesd_dist.transport.commands import (
 from eesd_dist.transport.contracts import TensorGroup
 
 if TYPE_CHECKING:
-    from eesd_dist.engine.chain.drafter import ChainDrafter
+    from eesd_dist.engine.compiled.drafter import ChainDrafter
 
 
 class DraftCompute(Protocol):
@@ -186,7 +186,7 @@ def chain_of(span: LlamaSpan, head: ExitHead | None) -> "ChainDrafter | None":
     """Returns layers and head as one compiled call, where this machine and this stage have it."""
     if head is None or not can_compile():
         return None
-    from eesd_dist.engine.chain.drafter import ChainDrafter
+    from eesd_dist.engine.compiled.drafter import ChainDrafter
 
     return ChainDrafter.of(span, head)
 

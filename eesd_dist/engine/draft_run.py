@@ -185,9 +185,7 @@ class DraftRun:
         is_first = self.depth_of(self.frontier[0]) < self.depths[node]
         self.frontier = [node] if is_first else [*self.frontier, node]
 
-    def take_chain(
-        self, tokens: list[int], evidence: list[Evidence], rows_TD: RowSlice
-    ) -> None:
+    def take_chain(self, tokens: list[int], evidence: list[Evidence], rows_TD: RowSlice) -> None:
         """Takes a whole draft: its tokens, and the rows of the last known token and of each."""
         count = len(tokens)
         self.rows_TD.append(rows_TD)

@@ -8,13 +8,14 @@ parameters. It does not depend on requests, queues or controllers.
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from eesd_dist.compiled import can_compile
 from eesd_dist.config import Numerics
 from eesd_dist.engine.recording.row_features import features_of
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
@@ -22,7 +23,7 @@ from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.model.parallel import joined_over_ranks
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.rejection import reject_all
-from eesd_dist.sampling.row_rules import RowRule, rules_of
+from eesd_dist.sampling.row_rules import RowRule, chooses_by_score, rules_of
 from eesd_dist.sampling.rule import choose
 from eesd_dist.transport.channel import follow_round, share_close, share_round
 from eesd_dist.transport.contracts import (
@@ -35,6 +36,9 @@ from eesd_dist.transport.contracts import (
 from eesd_dist.transport.group import ProcessGroup, finish_all
 from eesd_dist.transport.group_handles import GroupHandle
 from eesd_dist.transport.memory import Round
+
+if TYPE_CHECKING:
+    from eesd_dist.engine.compiled.verifier import Verifier
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
 _NO_FLOATS = np.zeros(0, dtype=np.float32)
@@ -57,6 +61,7 @@ class VerifyStage:
         self._page_size = page_size
         self._device = device
         self._numerics: Numerics = numerics
+        self._verifier = verifier_of(span)
 
     @torch.inference_mode()
     def verify(
@@ -65,6 +70,9 @@ class VerifyStage:
         """Returns the target's token after each sampled row; all ranks return the same."""
         started = time.perf_counter()
         self.span.move(header.kv_moves)
+        if self._verifier is not None and _is_plain(header):
+            tokens_S = self._verifier.verify(header.segments, hidden_TD)
+            return _reply(header, tokens_S, took_s=time.perf_counter() - started)
         rows = RowPlan.build(
             [
                 RowSegment(start=s.start, num_rows=s.num_rows, pages=s.pages, parents=s.parents)
@@ -102,17 +110,7 @@ class VerifyStage:
     ) -> VerifyReply:
         sampled = sampled_rows(header.segments)
         if not sampled:
-            took_s = time.perf_counter() - started
-            return VerifyReply(
-                round_id=header.round_id,
-                tokens=_NO_INTS,
-                accepted=_NO_INTS,
-                logprobs=_NO_FLOATS,
-                top_ids=np.zeros((0, 0), dtype=np.int32),
-                top_logprobs=np.zeros((0, 0), dtype=np.float32),
-                verify_s=took_s,
-                received_to_sent_s=took_s,
-            )
+            return _reply(header, _NO_INTS, took_s=time.perf_counter() - started)
         if len(sampled) < hidden_TD.shape[0]:
             hidden_TD = hidden_TD[torch.tensor(sampled, device=hidden_TD.device)]
         logits_SV = self.span.logits(hidden_TD)
@@ -166,6 +164,49 @@ class VerifyStage:
             accepted[first:end] = 1
             first += len(draft) + 1
         return _Judged(tokens, accepted)
+
+
+def verifier_of(span: LlamaSpan) -> "Verifier | None":
+    """Returns the stage as one compiled call, where this machine and this span have it."""
+    if not can_compile():
+        return None
+    from eesd_dist.engine.compiled.verifier import Verifier
+
+    return Verifier.of(span)
+
+
+def _is_plain(header: RoundHeader) -> bool:
+    """Returns whether all tokens are chosen by their scores alone, and nothing else is reported."""
+    if header.wants_rejection or header.exits or header.top_k:
+        return False
+    return all(
+        segment.top_logprobs is None
+        and chooses_by_score(
+            segment,
+            num_generated=segment.start
+            + segment.num_rows
+            + 1
+            - segment.num_sampled
+            - segment.num_prompt,
+        )
+        for segment in header.segments
+    )
+
+
+def _reply(
+    header: RoundHeader, tokens_S: "np.typing.NDArray[np.int32]", *, took_s: float
+) -> VerifyReply:
+    """Returns a reply without log-probabilities."""
+    return VerifyReply(
+        round_id=header.round_id,
+        tokens=tokens_S,
+        accepted=_NO_INTS,
+        logprobs=_NO_FLOATS,
+        top_ids=np.zeros((len(tokens_S), 0), dtype=np.int32),
+        top_logprobs=np.zeros((len(tokens_S), 0), dtype=np.float32),
+        verify_s=took_s,
+        received_to_sent_s=took_s,
+    )
 
 
 class _Judged(NamedTuple):

@@ -108,6 +108,11 @@ class LlamaSpan:
         """In the type of the weights; None for a span that does not start at layer 0."""
         return self._embedding_VD
 
+    @property
+    def logits_head(self) -> LogitsHead | None:
+        """None for a span that does not end with the last layer."""
+        return self._head
+
     def forward(self, hidden_TD: Tensor, rows: RowPlan, *, kept: LayerRows | None = None) -> Tensor:
         """Computes the rows of one round; writes their keys and values."""
         if kept is None:

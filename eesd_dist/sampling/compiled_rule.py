@@ -92,7 +92,7 @@ def _first_largest(keys_V: Ints) -> int:
 
 
 @inner
-def best_two_of_row(
+def _score_row(
     logits_V: Floats,
     divisor: np.float32,
     words_3: npt.NDArray[np.uint32],
@@ -101,12 +101,9 @@ def best_two_of_row(
     lost_V: Floats,
     keys_V: Ints,
     mantissas_V: Ints,
-) -> tuple[int, int]:
-    """Returns the columns of the two largest scores: logits, divided and with noise if the divisor
-    is not 0. The last four are memory [V]; the scores stay in theirs.
-
-    Scores are compared as whole numbers of the same order, for which LLVM has vectors.
-    """
+) -> None:
+    """Fills the scores: logits, divided and with noise if the divisor is not 0; and the keys, whole
+    numbers of the same order, for which LLVM has vectors."""
     count = len(ids_V)
     if divisor > _ZERO:
         _noise_row(words_3, ids_V, scores_V, lost_V, keys_V, mantissas_V)
@@ -119,6 +116,39 @@ def best_two_of_row(
     for v in range(count):
         bits = bits_V[v]
         keys_V[v] = np.int32(bits ^ np.int32(np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
+
+
+@inner
+def best_of_row(
+    logits_V: Floats,
+    divisor: np.float32,
+    words_3: npt.NDArray[np.uint32],
+    ids_V: Ints,
+    scores_V: Floats,
+    lost_V: Floats,
+    keys_V: Ints,
+    mantissas_V: Ints,
+) -> int:
+    """Returns the column of the largest score, of equal ones the first: logits, divided and with
+    noise if the divisor is not 0. The last four are memory [V]."""
+    _score_row(logits_V, divisor, words_3, ids_V, scores_V, lost_V, keys_V, mantissas_V)
+    return _first_largest(keys_V)
+
+
+@inner
+def best_two_of_row(
+    logits_V: Floats,
+    divisor: np.float32,
+    words_3: npt.NDArray[np.uint32],
+    ids_V: Ints,
+    scores_V: Floats,
+    lost_V: Floats,
+    keys_V: Ints,
+    mantissas_V: Ints,
+) -> tuple[int, int]:
+    """Returns the columns of the two largest scores, as `best_of_row`; the scores stay in their
+    memory."""
+    _score_row(logits_V, divisor, words_3, ids_V, scores_V, lost_V, keys_V, mantissas_V)
     first = _first_largest(keys_V)
     keys_V[first] = np.int32(-(2**31))
     return first, _first_largest(keys_V)

@@ -5,7 +5,7 @@ penalties mean the same with speculation on and off. `processors` and `rule` app
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Protocol, Self
 
 from eesd_dist.transport.contracts import Segment
 from eesd_dist.trees import depths_of, path_to
@@ -103,6 +103,47 @@ class RowRule(Value, frozen=True, kw_only=True):
         return bool(self.logit_bias) or bool(self.forbidden) or self.needs_history
 
 
+class ChoiceParams(Protocol):
+    """Parameters of a request's choices, of `SamplingParams` or a `Segment`."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+    @property
+    def logit_bias(self) -> Sequence[tuple[int, float]]: ...
+
+
+def chooses_by_score(params: ChoiceParams, *, num_generated: int) -> bool:
+    """Returns whether choices after so many generated tokens are made among all tokens, by logits
+    and noise alone: no token is filtered or has its logit changed."""
+    return (
+        (
+            params.temperature < GREEDY_BELOW
+            or (params.top_p >= 1.0 and params.top_k <= 0 and params.min_p <= 0.0)
+        )
+        and not params.logit_bias
+        and not (params.stop_token_ids and num_generated < params.min_tokens)
+        and params.repetition_penalty == 1.0
+        and params.presence_penalty == 0.0
+        and params.frequency_penalty == 0.0
+    )
+
+
 def rules_of(segment: Segment) -> list[RowRule]:
     """Returns one rule per sampled row of a segment, in row order."""
     needs_history = (
@@ -110,7 +151,7 @@ def rules_of(segment: Segment) -> list[RowRule]:
         or segment.presence_penalty != 0.0
         or segment.frequency_penalty != 0.0
     )
-    positions = _positions_after(segment)
+    positions = positions_after(segment)
     return [
         RowRule(
             seed=segment.seed,
@@ -133,7 +174,7 @@ def rules_of(segment: Segment) -> list[RowRule]:
     ]
 
 
-def _positions_after(segment: Segment) -> list[int]:
+def positions_after(segment: Segment) -> list[int]:
     """Returns the position of the token that follows each row."""
     num_known = segment.num_known
     after_known = [segment.start + row + 1 for row in range(num_known)]

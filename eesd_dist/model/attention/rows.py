@@ -34,7 +34,7 @@ class RowPlan:
     ) -> None:
         self.page_size = page_size
         self.device = device
-        self.arrays = _arrays_of(segments)
+        self.arrays = row_arrays(segments)
         self.num_rows = len(self.arrays.position_R)
         self.num_padded = padded_rows(self.num_rows, numerics=numerics, device=device)
 
@@ -79,7 +79,8 @@ class DeviceRows:
         """Slot in that page."""
 
 
-def _arrays_of(segments: Sequence[RowSegment]) -> RowArrays:
+def row_arrays(segments: Sequence[RowSegment]) -> RowArrays:
+    """Returns the rows of all segments in order."""
     if len(segments) == 1 and not segments[0].parents:
         return _chain(segments[0])
     tables_BW = _tables([PageTable.of(segment.pages).array for segment in segments])

@@ -1,5 +1,7 @@
 """The product with a packed weight, and a norm before it: parts of the compiled calls."""
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 from numba import float32
@@ -103,3 +105,34 @@ def add_normed_row(x_at: int, added_at: int, width: int, floor: np.float32, weig
     for at in range(0, width, LANES):
         y = mul(mul(load(added_at, at), inverse), load(weight_at, at))
         store(x_at, at, add(load(x_at, at), y))
+
+
+class LmHead(NamedTuple):
+    """A norm and the LM head after it, as `multiply` takes them."""
+
+    norm_at: int
+    floor: np.float32
+    weights: int
+    block_bytes: int
+    num_steps: int
+    bias: int
+    width: int
+    """Of the rows, padded to a block."""
+
+
+@inner
+def norm_rows(
+    kind: Kind,
+    head: LmHead,
+    x_at: int,
+    x_bytes: int,
+    inputs: int,
+    input_bytes: int,
+    rows: npt.NDArray[np.int32],
+    first: int,
+    end: int,
+) -> None:
+    """Writes the normed rows `rows[first:end]` of x as inputs `first` to `end` of the product."""
+    for at in range(first, end):
+        source, target = x_at + rows[at] * x_bytes, inputs + at * input_bytes
+        norm_row(kind, source, head.width, head.floor, head.norm_at, target)

@@ -177,14 +177,28 @@ class CompiledLayers:
     def products_per_row(self) -> int:
         return self._products_per_row
 
+    @property
+    def width(self) -> int:
+        """Numbers in a row as kernels take them: `hidden_size`, padded to a block."""
+        return self._widths.hidden
+
     def call(self, num_rows: int) -> tuple[LayersCall, Tensor]:
-        """Returns what another kernel needs to run these layers over up to `num_rows` rows, which
-        begin at `scratch.x`, and the memory that it has to keep."""
-        bytes_each = {"x": self._widths.hidden * _FLOAT_BYTES, **self._row_bytes}
-        scratch, size = _laid_out(bytes_each, num_rows, first=0)
+        """Returns what another kernel needs to run these layers over up to `num_rows` rows, and the
+        memory of the call, which has to be kept. It begins with the rows, at `scratch.x`."""
+        bytes_each = {"x": self.width * _FLOAT_BYTES, **self._row_bytes}
+        _, size = _laid_out(bytes_each, num_rows, first=0)
         memory = torch.zeros(size, dtype=torch.uint8)
         scratch, _ = _laid_out(bytes_each, num_rows, first=memory.data_ptr())
-        call = LayersCall(
+        return self._call(scratch), memory
+
+    def call_over(self, hidden_TD: Tensor) -> tuple[LayersCall, Tensor]:
+        """Returns what another kernel needs to run these layers over copies of these rows, and the
+        copies. The call uses the memory of `forward`."""
+        x_TD = self._padded(hidden_TD)
+        return self._call(self._scratch(x_TD)), x_TD
+
+    def _call(self, scratch: Scratch) -> LayersCall:
+        return LayersCall(
             geometry=self._geometry,
             widths=self._widths,
             norms=self._norms,
@@ -192,7 +206,6 @@ class CompiledLayers:
             table=self._table,
             rotation_at=self._rotation_at,
         )
-        return call, memory
 
     def _padded(self, hidden_TD: Tensor) -> Tensor:
         """Returns a copy of the rows with zeros up to a whole block."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from eesd_dist.model.layers.norms import RmsNorm
 
 if TYPE_CHECKING:
     from eesd_dist.model.cpu.packed import PackedProduct
+    from eesd_dist.model.cpu.products import LmHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,22 @@ class NormedProduct:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return self.product.after_norm(x_TD, self.norm_D, self.floor)
+
+    @property
+    def call(self) -> "LmHead":
+        """What another kernel needs to run it; this object owns the memory."""
+        from eesd_dist.model.cpu.products import LmHead
+
+        product = self.product
+        return LmHead(
+            norm_at=self.norm_D.data_ptr(),
+            floor=np.float32(self.floor),
+            weights=product.address,
+            block_bytes=product.block_bytes,
+            num_steps=product.num_steps,
+            bias=product.bias_address,
+            width=len(self.norm_D),
+        )
 
 
 # Shapes: T rows, D hidden channels, V vocabulary (shard).

@@ -21,7 +21,7 @@ from eesd_dist.control.chain_rule import LOOK, NO, PROBE, ChainRule, acceptance,
 from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.cpu.lanes import address_of, floats, load, store
 from eesd_dist.model.cpu.layers import LayersCall, Scratch
-from eesd_dist.model.cpu.products import Kind, multiply, norm_row, part_of
+from eesd_dist.model.cpu.products import Kind, LmHead, multiply, norm_row, part_of
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.cpu.tiles import BLOCK
 from eesd_dist.model.kv_layout import LANES, Ints, RowArrays
@@ -52,13 +52,7 @@ class Stage(NamedTuple):
     layers: LayersCall
     head: LayersCall
     """With memory for M + 1 rows, `scratch.x` included."""
-    norm_at: int
-    """Weight of the norm before the LM head."""
-    floor: np.float32
-    lm_head_at: int
-    lm_head_bias_at: int
-    lm_head_steps: int
-    block_bytes: int
+    lm_head: LmHead
     embedding_VD: npt.NDArray[np.generic]
     """float32, or the bits of bfloat16 as uint16."""
     ids_V: Ints
@@ -149,23 +143,22 @@ def _logits(
     part: int,
     num_parts: int,
 ) -> None:
-    scratch, width = stage.head.scratch, stage.head.widths.hidden
+    lm_head, scratch = stage.lm_head, stage.head.scratch
     if part == 0:
-        norm_row(kind, x_at, width, stage.floor, stage.norm_at, scratch.inputs)
+        norm_row(kind, x_at, lm_head.width, lm_head.floor, lm_head.norm_at, scratch.inputs)
     wait(counters, num_parts)
-    num_blocks = len(stage.logits_V) // BLOCK
-    first, end = part_of(num_blocks, part, num_parts)
+    first, end = part_of(len(stage.logits_V) // BLOCK, part, num_parts)
     multiply(
         kind,
-        stage.lm_head_at,
-        stage.block_bytes,
-        stage.lm_head_steps,
+        lm_head.weights,
+        lm_head.block_bytes,
+        lm_head.num_steps,
         scratch.inputs,
         scratch.inputs_bytes,
         address_of(stage.logits_V),
         len(stage.logits_V) * _FLOAT_BYTES,
         1,
-        stage.lm_head_bias_at,
+        lm_head.bias,
         first,
         end,
     )

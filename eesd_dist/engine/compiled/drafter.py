@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.control.chain_rule import ChainReport, ChainRule, of_length
-from eesd_dist.engine.chain.kernel import (
+from eesd_dist.engine.compiled.draft_kernel import (
     LOOKED,
     NUM_COUNTS,
     NUM_DRAFTED,
@@ -25,7 +25,6 @@ from eesd_dist.engine.chain.kernel import (
 )
 from eesd_dist.model.cpu.calls import call_in_threads, threads_for
 from eesd_dist.model.cpu.packed import in_blocks
-from eesd_dist.model.cpu.tiles import BLOCK
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.page_table import NO_PAGES, PageTable
@@ -65,28 +64,21 @@ class ChainDrafter:
         assert head_layer is not None
         assert lm_head is not None
         assert embedding_VD is not None
-        product = lm_head.product
-        num_tokens, width = product.num_out, in_blocks(layers.hidden_size)
-        self._hidden_size, self._width = layers.hidden_size, width
+        num_tokens = lm_head.product.num_out
+        self._hidden_size, self._width = layers.hidden_size, layers.width
         self._kind = layers.kind
         self._owned = (lm_head, embedding_VD)
         layers_call, self._memory = layers.call(1)
         head_call, self._head_memory = head_layer.call(MOST_LAGGING + 1)
-        size = (MOST_LAGGING + 1) * width * _FLOAT_BYTES
-        first = head_call.scratch.x - self._head_memory.data_ptr()
-        self._lagging_MD = self._head_memory[first : first + size].view(torch.float32)
-        self._lagging_MD = self._lagging_MD.view(-1, width)[:, : self._hidden_size]
+        size = (MOST_LAGGING + 1) * self._width * _FLOAT_BYTES
+        head_rows = self._head_memory[:size].view(torch.float32).view(-1, self._width)
+        self._lagging_MD = head_rows[:, : self._hidden_size]
         ids_V = torch.arange(num_tokens) if head.vocab_ids is None else head.vocab_ids
         self._num_threads = threads_for(layers.products_per_row)
         self._stage = Stage(
             layers=layers_call,
             head=head_call,
-            norm_at=lm_head.norm_D.data_ptr(),
-            floor=np.float32(lm_head.floor),
-            lm_head_at=product.address,
-            lm_head_bias_at=product.bias_address,
-            lm_head_steps=product.num_steps,
-            block_bytes=product.num_steps * BLOCK * product.weight_bytes,
+            lm_head=lm_head.call,
             embedding_VD=_bits(embedding_VD),
             ids_V=ids_V.to(torch.int32).numpy().copy(),
             logits_V=np.zeros(in_blocks(num_tokens), np.float32),
@@ -211,5 +203,3 @@ def _bits(embedding_VD: Tensor) -> npt.NDArray[np.generic]:
     if embedding_VD.dtype == torch.float32:
         return embedding_VD.detach().contiguous().numpy()
     return embedding_VD.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
-
-

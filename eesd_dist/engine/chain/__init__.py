@@ -1,1 +1,0 @@
-"""Drafting one request's chain in one compiled call on a CPU."""
