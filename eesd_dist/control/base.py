@@ -131,6 +131,10 @@ class BatchController(Protocol):
         """Learns from verdicts of (part of) a round, including other controllers' requests."""
         ...
 
+    def take_cost(self, cost: CostModel) -> None:
+        """Decides by these costs from the next round on."""
+        ...
+
     def recalibrate(self, calibrator: Calibrator, beliefs: Mapping[RequestId, Belief]) -> None:
         """Switches to another exit head. `beliefs`: those of all its requests, unchanged."""
         ...

@@ -103,7 +103,7 @@ class Calibrator:
             slope=self.log_gap
             + (self.greedy_log_gap if is_greedy else self.temperature_log_gap * temperature),
             slope_of_slope=self.log_gap_squared,
-            curve_C2=_array(self.curve),
+            curve=_array(self.curve),
         )
 
     def straightened(self, forecast: float) -> float:

@@ -34,7 +34,7 @@ class LogOdds(NamedTuple):
     depth: float
     slope: float
     slope_of_slope: float
-    curve_C2: Doubles
+    curve: Doubles
     """[C, 2] forecasts and shares; empty: the forecast is not changed."""
 
 
@@ -44,7 +44,7 @@ NO_ODDS = LogOdds(0.0, 0.0, 0.0, 0.0, np.zeros((0, 2)))
 class ChainRule(NamedTuple):
     """Decides from the expected value of longer drafts, in tokens, against their price."""
 
-    price_K: Doubles
+    prices: Doubles
     """[K + 1] price in tokens of a draft of k tokens; nothing longer is drafted."""
     guess_price: float
     """Part of a token's price that its guess costs."""
@@ -82,7 +82,7 @@ class ChainReport:
 def of_length(length: int) -> ChainRule:
     """Returns the rule that drafts so many tokens whatever the guesses are."""
     return ChainRule(
-        price_K=np.zeros(length + 1),
+        prices=np.zeros(length + 1),
         guess_price=0.0,
         mean=1.0,
         hopeful=1.0,
@@ -93,6 +93,10 @@ def of_length(length: int) -> ChainRule:
         shift=0.0,
         deviation=0.0,
     )
+
+
+REFUSAL = of_length(1)._replace(prices=np.array([0.0, 0.5]), shift=-30.0)
+"""Guesses one token and takes none, whatever it is."""
 
 
 @portable
@@ -106,9 +110,9 @@ def value_of_longer(
     that the next one costs in addition to its price.
     """
     best = best_expected = tokens = by_mean = 0.0
-    paid = rule.price_K[num_drafted] - extra
-    for length in range(num_drafted + 1, len(rule.price_K)):
-        price = rule.price_K[length] - paid
+    paid = rule.prices[num_drafted] - extra
+    for length in range(num_drafted + 1, len(rule.prices)):
+        price = rule.prices[length] - paid
         tokens += drawn
         by_mean += expected
         if tokens - price > best + SURELY:
@@ -130,7 +134,7 @@ def wants_guess(rule: ChainRule, num_drafted: int, survival: float) -> int:
         hopeful = survival * rule.hopeful
         if value_of_longer(rule, num_drafted, hopeful, hopeful, rule.guess_price)[0] > 0.0:
             return LOOK
-    if rule.probes and num_drafted == 0 and len(rule.price_K) > 1:
+    if rule.probes and num_drafted == 0 and len(rule.prices) > 1:
         return PROBE
     return NO
 
@@ -140,7 +144,7 @@ def acceptance(rule: ChainRule, num_drafted: int, gap: float) -> tuple[float, fl
     """Returns P(the guess is right | all before it are), by the round's draw and by the mean."""
     odds, x = rule.odds, math.log1p(max(gap, 0.0))
     score = odds.bias + odds.depth * num_drafted + (odds.slope + odds.slope_of_slope * x) * x
-    p = _straightened(odds.curve_C2, _sigmoid(score))
+    p = _straightened(odds.curve, _sigmoid(score))
     score = math.log(p / (1.0 - p)) + rule.shift
     return _sigmoid(score + rule.deviation), _sigmoid(score)
 
@@ -167,18 +171,18 @@ def _sigmoid(score: float) -> float:
 
 
 @portable
-def _straightened(curve_C2: Doubles, forecast: float) -> float:
+def _straightened(curve: Doubles, forecast: float) -> float:
     """Returns the curve's value at a forecast, within its edges, as `Calibrator.straightened`."""
-    y, last = forecast, len(curve_C2) - 1
+    y, last = forecast, len(curve) - 1
     if last >= 0:
         right = 0
-        while right <= last and curve_C2[right, 0] <= forecast:
+        while right <= last and curve[right, 0] <= forecast:
             right += 1
         if right == 0 or right > last:
-            y = curve_C2[min(right, last), 1]
+            y = curve[min(right, last), 1]
         else:
-            x0, y0 = curve_C2[right - 1, 0], curve_C2[right - 1, 1]
-            x1, y1 = curve_C2[right, 0], curve_C2[right, 1]
+            x0, y0 = curve[right - 1, 0], curve[right - 1, 1]
+            x1, y1 = curve[right, 0], curve[right, 1]
             y = y0 + (y1 - y0) * (forecast - x0) / (x1 - x0)
     if not y > _EDGE:  # also for nan, from a broken head
         return _EDGE

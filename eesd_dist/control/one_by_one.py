@@ -8,6 +8,7 @@ from eesd_dist.control.base import Controller, ControlSetup, RoundLoad
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.chain_rule import ChainReport, ChainRule, of_length
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.tree_growth import TreeGrowth
 from eesd_dist.types import Evidence, Outcome, RequestId
@@ -47,6 +48,10 @@ class OneByOne:
             controller = self._controllers.get(outcome.request_id)
             if controller is not None:
                 controller.observe(outcome)
+
+    def take_cost(self, cost: CostModel) -> None:
+        """Sets the costs for requests admitted from now on."""
+        self._setup = replace(self._setup, cost=cost)
 
     def recalibrate(self, calibrator: Calibrator, beliefs: Mapping[RequestId, Belief]) -> None:
         self._setup = replace(self._setup, calibrator=calibrator)

@@ -16,6 +16,7 @@ from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.chain_rule import ChainReport, ChainRule
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.learnt_cost import LearntCost, RoundCost
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.registry import BatchWide, entry_of
 from eesd_dist.control.tree_growth import TreeGrowth
@@ -51,6 +52,7 @@ class DraftPolicy:
         self._setup = ControlSetup(
             speculation=speculation, cost=cost, calibrator=calibrator, trees=trees
         )
+        self._learnt = LearntCost(cost) if cost is not None and speculation.learn else None
         self._groups: dict[str, BatchController] = {}
         """Built when a request first names them, and kept with their state. Replaced and never
         mutated, since another thread may be iterating."""
@@ -60,7 +62,16 @@ class DraftPolicy:
 
     @property
     def cost(self) -> CostModel | None:
+        """The costs that decide now: the start-up profile, corrected by the rounds since."""
         return self._setup.cost
+
+    def observe_cost(self, cost: RoundCost) -> None:
+        """Learns from a finished round without prefill, unless `speculation.learn` is off."""
+        if self._learnt is None or not self._learnt.observe(cost):
+            return
+        self._setup = replace(self._setup, cost=self._learnt.model)
+        for group in self._groups.values():
+            group.take_cost(self._learnt.model)
 
     def admit(self, request_id: RequestId, name: str | None, belief: Belief) -> None:
         """Adds a request with an initial belief; `name` None is the service's default controller.

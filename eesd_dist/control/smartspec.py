@@ -19,6 +19,7 @@ from eesd_dist.control.base import ControlSetup, RoundLoad
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.chain_rule import ChainReport, ChainRule, of_length
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.tree_growth import TreeGrowth
 from eesd_dist.types import Outcome, RequestId
@@ -55,6 +56,9 @@ class SmartSpec:
             self._acceptance = self._acceptance.scaled(self._discount)
         for outcome in mine:
             self._acceptance = self._acceptance.after(outcome)
+
+    def take_cost(self, cost: CostModel) -> None:
+        self._cost = cost
 
     def recalibrate(self, calibrator: Calibrator, beliefs: Mapping[RequestId, Belief]) -> None:
         """Does nothing: the moving average adapts to another exit head."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
+from eesd_dist.control.learnt_cost import RoundCost
 from eesd_dist.control.overlap_policy import OverlapPolicy
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.acceptance import Accepted, accepted_drafts
@@ -283,6 +284,8 @@ class EngineCore:
             features = self._features.finished(emissions, waiting.drafted.runs)
             self._requests.committed(waiting.plan.items, emissions, outcomes)
         stats = self._meter.finished(waiting, reply, outcomes=outcomes, emissions=emissions)
+        if not stats.num_prefill_rows:
+            self._policy.observe_cost(_cost_of(stats))
         return StepResult(
             emissions=tuple(emissions),
             rounds=(stats,),
@@ -309,6 +312,16 @@ class EngineCore:
         self._draft.move(moves)
         self._headers.settle(reply.round_id, moves)
         return accepted
+
+
+def _cost_of(stats: RoundStats) -> RoundCost:
+    return RoundCost(
+        levels=stats.drafted_by_position,
+        num_rows=stats.num_rows,
+        num_requests=stats.num_requests,
+        verify_s=stats.verify_s,
+        other_s=stats.plan_s + stats.draft_s + stats.transfer_s + stats.commit_s + stats.other_s,
+    )
 
 
 def _feature_limits(draft: DraftStage) -> FeatureLimits:

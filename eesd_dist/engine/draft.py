@@ -29,6 +29,7 @@ from eesd_dist.engine.draft_run import (
     DraftState,
     RowSlice,
     joined,
+    one_slice,
     roll_back,
 )
 from eesd_dist.model.attention.rows import RowSegment
@@ -114,6 +115,11 @@ class DraftStage:
     def group(self) -> TensorGroup:
         """The ranks of this stage."""
         return self._compute.group
+
+    @property
+    def chain(self) -> "ChainDrafter | None":
+        """The drafting of one request's chain as one compiled call; None where there is none."""
+        return self._compute.chain
 
     def swap_head(self, head: ExitHead) -> None:
         """Replaces the exit head between two rounds. The new head takes over the old one's keys and
@@ -207,7 +213,7 @@ class DraftStage:
             item.live.tokens[item.start],
             at=item.start,
             pages=item.pages,
-            lagging_MD=joined(state.lagging_TE) if state.lagging_TE else None,
+            lagging=one_slice(state.lagging_TE) if state.lagging_TE else None,
             rule=rule,
             most=item.max_draft if item.is_final else 0,
             seed=request.sampling.seed,

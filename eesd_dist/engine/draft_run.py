@@ -47,6 +47,15 @@ class RowSlice(Value, frozen=True, eq=False):
 
 def joined(slices: Sequence[RowSlice]) -> Tensor:
     """Returns all rows in order; without a copy if they are side by side in one tensor."""
+    rows = one_slice(slices)
+    is_whole = rows.first == 0 and rows.end == rows.source.shape[0]
+    return rows.source if is_whole else rows.tensor
+
+
+def one_slice(slices: Sequence[RowSlice]) -> RowSlice:
+    """Returns all rows in order as one slice, as `joined`."""
+    if len(slices) == 1:
+        return slices[0]
     merged: list[RowSlice] = []
     for piece in slices:
         last = merged[-1] if merged else None
@@ -54,8 +63,10 @@ def joined(slices: Sequence[RowSlice]) -> Tensor:
             merged[-1] = RowSlice(last.source, last.first, piece.end)
         else:
             merged.append(piece)
-    if len(merged) == 1:
-        return merged[0].tensor
+    return merged[0] if len(merged) == 1 else RowSlice.all_of(_copied(merged))
+
+
+def _copied(merged: Sequence[RowSlice]) -> Tensor:
     sources = {id(piece.source): piece.source for piece in merged}
     if len(merged) <= _FEW * len(sources):
         return torch.cat([piece.tensor for piece in merged])

@@ -15,6 +15,7 @@ import torch
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
+from eesd_dist.control.chain_rule import REFUSAL, of_length
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.isotonic import isotonic
 from eesd_dist.control.policy import DraftPolicy
@@ -70,7 +71,7 @@ def measure_cost(
     steps_s = isotonic(
         [max(d - k, 0.0) / max(length, 1) for d, k in zip(drafts_s, known_s, strict=True)]
     )
-    guess_s = bench.refused_s() - known_s[0]
+    guess_s = bench.guess_s()
     return CostModel(
         draft_step_s=steps_s[0],
         round_s=known_s[0],
@@ -123,19 +124,30 @@ class _Bench:
         return max(self.verify_s([1] * num) - verify_s[num - 1], 0.0) / (num - 1)
 
     def draft_s(self, num: int, *, length: int) -> float:
-        """Measures known rows and drafts of `length` tokens, with evidence, of `num` requests."""
-        return _usual(partial(self._draft, num, length, 0.0))
+        """Measures known rows and drafts of `length` tokens of `num` requests."""
+        fixed = SpeculationConfig(controller="fixed", fixed_length=length)
+        return _usual(partial(self._draft, num, length, fixed))
 
-    def refused_s(self) -> float:
-        """Measures a first guess that is not taken."""
-        return _usual(partial(self._draft, 1, 1, 1.0))
-
-    def _draft(self, num: int, length: int, threshold: float) -> None:
-        policy = DraftPolicy(
-            speculation=SpeculationConfig(controller="threshold", threshold=threshold),
-            cost=None,
-            calibrator=None,
+    def guess_s(self) -> float:
+        """Measures a guess that is not taken."""
+        chain = self.draft.chain
+        if chain is None:
+            refused = SpeculationConfig(controller="threshold", threshold=1.0)
+            return _usual(partial(self._draft, 1, 1, refused)) - self.draft_s(1, length=0)
+        run = partial(
+            chain.draft,
+            0,
+            at=self.kv_range.start,
+            pages=self.kv_range.pages,
+            lagging=None,
+            most=1,
+            seed=0,
+            temperature=0.0,
         )
+        return _usual(partial(run, rule=REFUSAL)) - _usual(partial(run, rule=of_length(0)))
+
+    def _draft(self, num: int, length: int, speculation: SpeculationConfig) -> None:
+        policy = DraftPolicy(speculation=speculation, cost=None, calibrator=None)
         items = tuple(self._item(f"rehearsal-{i}", length) for i in range(num))
         for item in items:
             policy.admit(item.live.request_id, None, Belief())
@@ -180,7 +192,7 @@ class _Bench:
         self.channel.receive()
 
 
-def _usual(run: Callable[[], None]) -> float:
+def _usual(run: Callable[[], object]) -> float:
     """Returns the lower quartile of a run's time in seconds."""
     took: list[float] = []
     began = time.perf_counter()

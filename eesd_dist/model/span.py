@@ -104,8 +104,8 @@ class LlamaSpan:
         return functional.embedding(tokens_T, self._embedding_VD).to(self.compute_dtype)
 
     @property
-    def embedding_VD(self) -> Tensor | None:
-        """In the type of the weights; None for a span that does not start at layer 0."""
+    def embedding(self) -> Tensor | None:
+        """[V, D] in the type of the weights; None for a span that does not start at layer 0."""
         return self._embedding_VD
 
     @property

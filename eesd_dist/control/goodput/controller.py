@@ -1,12 +1,13 @@
 """The `goodput` controller: decides the drafts of all its requests in one engine together."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from eesd_dist.control.base import ControlSetup, RoundLoad
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.goodput.costs import CostTable
 from eesd_dist.control.goodput.estimates import PromiseRatio
 from eesd_dist.control.goodput.exploration import Exploration
@@ -49,6 +50,9 @@ class Goodput:
 
     def end(self, request_id: RequestId) -> None:
         self._requests.pop(request_id, None)
+
+    def take_cost(self, cost: CostModel) -> None:
+        self._rounds = replace(self._rounds, costs=CostTable(cost))
 
     def recalibrate(self, calibrator: Calibrator, beliefs: Mapping[RequestId, Belief]) -> None:
         requests = list(self._requests.values())  # other threads may be admitting

@@ -180,11 +180,11 @@ class GoodputRound:
         costs, exploration = self._costs, self._setup.exploration
         (draft,) = self._drafts.values()
         longest, known = self._setup.max_draft_tokens, self._load.num_known
-        verify_K = np.array(costs.verify_from(known, longest, 1))
+        verify_s = np.array(costs.verify_from(known, longest, 1))
         step_s, mean = costs.step(1), draft.mean
         guess_price = self._rate * costs.guess_share * step_s
         return ChainRule(
-            price_K=self._rate * (verify_K - verify_K[0] + step_s * np.arange(longest + 1)),
+            prices=self._rate * (verify_s - verify_s[0] + step_s * np.arange(longest + 1)),
             guess_price=guess_price,
             mean=mean,
             hopeful=min(mean + self._setup.forecast.spread, 1.0),

@@ -44,14 +44,20 @@ NUM_SUMS = 2
 _run_layers = layers_kernel()
 
 
-# Shapes: K longest draft, M rows that the head has not read, D padded hidden channels, P positions,
-# V draft vocabulary, W pages.
+# Shapes: K longest draft, M rows that the head has not read, D padded hidden channels, P positions
+# in memory, V draft vocabulary, W pages.
 class Stage(NamedTuple):
     """What is the same in all calls: weights, tables and memory."""
 
     layers: LayersCall
     head: LayersCall
     """With memory for M + 1 rows, `scratch.x` included."""
+    hidden_bytes: int
+    """Of a row between the stages, which is not padded."""
+    positions_P: Ints
+    zeros_P: Ints
+    no_slots: Ints
+    """Empty."""
     lm_head: LmHead
     embedding_VD: npt.NDArray[np.generic]
     """float32, or the bits of bfloat16 as uint16."""
@@ -69,17 +75,18 @@ class Chain(NamedTuple):
     """One request's chain: the token to start with, known or taken, and where its rows go."""
 
     tables_1W: Ints
-    positions_P: Ints
-    """Consecutive: of the M rows that the head has not read, then of the first token and K more."""
-    zeros_P: Ints
-    no_slots: Ints
-    """Empty."""
+    position: int
+    """Of the first token."""
     most: int
+    """Tokens to draft; -1: only compile."""
     divisor: np.float32
     """Temperature of the choice; 0: greedy."""
     mixed_seed: np.uint64
     num_lagging: int
-    """M; their inputs are the first rows of the head's memory."""
+    """Rows before the first token's that the head has not read."""
+    lagging_at: int
+    lagging_bytes: int
+    """Where they are, and the distance between them."""
 
 
 class Drafted(NamedTuple):
@@ -87,7 +94,7 @@ class Drafted(NamedTuple):
 
     tokens_K1: npt.NDArray[np.int64]
     """The first token, then the drafted ones, then the guess that was not taken."""
-    hidden_at: int
+    hidden_KD: Floats
     """[K + 1, D] rows after the layers."""
     gaps_K: Floats
     means_K: npt.NDArray[np.float64]
@@ -113,13 +120,31 @@ def _at(scratch: Scratch, x: int) -> Scratch:
 
 
 @inner
-def _rows(chain: Chain, first: int, count: int) -> RowArrays:
+def _rows(stage: Stage, chain: Chain, first: int, count: int) -> RowArrays:
     end = first + count
-    zeros_R, position_R = chain.zeros_P[:count], chain.positions_P[first:end]
-    in_order_R = chain.positions_P[first + 1 : end + 1]
+    zeros_R, position_R = stage.zeros_P[:count], stage.positions_P[first:end]
+    in_order_R = stage.positions_P[first + 1 : end + 1]
     return RowArrays(
-        chain.tables_1W, zeros_R, position_R, position_R, in_order_R, zeros_R, chain.no_slots
+        chain.tables_1W, zeros_R, position_R, position_R, in_order_R, zeros_R, stage.no_slots
     )
+
+
+@inner
+def _begin(stage: Stage, chain: Chain, drafted: Drafted, width: int) -> None:
+    """Lays out the positions, and the rows that the head has not read."""
+    first = chain.position - chain.num_lagging
+    for at in range(chain.num_lagging + chain.most + 2):
+        stage.positions_P[at] = first + at
+    for row in range(chain.num_lagging):
+        source = floats(chain.lagging_at + row * chain.lagging_bytes)
+        target = floats(stage.head.scratch.x + row * stage.head.scratch.x_bytes)
+        num_channels = stage.hidden_bytes // _FLOAT_BYTES
+        for d in range(num_channels):
+            target[d] = source[d]
+        for d in range(num_channels, width):
+            target[d] = float32(0.0)
+    drafted.counts[:] = 0
+    drafted.sums[:] = 0.0
 
 
 @inner
@@ -166,9 +191,9 @@ def _logits(
 
 
 @inner
-def _choose(stage: Stage, chain: Chain, drafted: Drafted, num_drafted: int, at: int) -> np.float32:
+def _choose(stage: Stage, chain: Chain, drafted: Drafted, num_drafted: int, at: int) -> float:
     """Stores the guess after the row at place `at`, and its gap, which it returns."""
-    choice_words(chain.mixed_seed, chain.positions_P[at] + 1, stage.words_3)
+    choice_words(chain.mixed_seed, stage.positions_P[at] + 1, stage.words_3)
     best, second = best_two_of_row(
         stage.logits_V[: len(stage.ids_V)],
         chain.divisor,
@@ -182,7 +207,7 @@ def _choose(stage: Stage, chain: Chain, drafted: Drafted, num_drafted: int, at: 
     gap = min(float32(stage.scores_V[best] - stage.scores_V[second]), _WIDEST_GAP)
     drafted.tokens_K1[num_drafted + 1] = stage.ids_V[best]
     drafted.gaps_K[num_drafted] = gap
-    return gap
+    return float(gap)
 
 
 def draft_chain(
@@ -201,17 +226,19 @@ def draft_chain(
     survival = drawn_survival = 1.0
     num_lagging, num_drafted = chain.num_lagging, 0
     at, last_at, wanted = num_lagging, head_x, NO
+    if part == 0:
+        _begin(stage, chain, drafted, width)
     is_guess = False
     # Not constants, for which Numba would compile the layers once more.
     never, always = chain.most < -1, chain.most >= -1
     while chain.most >= 0:
-        x_at = drafted.hidden_at + num_drafted * x_bytes
+        x_at = address_of(drafted.hidden_KD) + num_drafted * x_bytes
         # One place that runs layers: each is compiled again.
         if is_guess:
             call, rows_at = stage.head, head_x
-            rows = _rows(chain, at - num_lagging, num_lagging + 1)
+            rows = _rows(stage, chain, at - num_lagging, num_lagging + 1)
         else:
-            call, rows_at, rows = stage.layers, x_at, _rows(chain, at, 1)
+            call, rows_at, rows = stage.layers, x_at, _rows(stage, chain, at, 1)
             if part == 0:
                 _embed(stage.embedding_VD[drafted.tokens_K1[num_drafted]], x_at, width)
             wait(counters, num_parts)

@@ -23,17 +23,21 @@ from eesd_dist.engine.compiled.draft_kernel import (
     Stage,
     chain_kernel,
 )
+from eesd_dist.engine.draft_run import RowSlice
+from eesd_dist.model.attention.rows import one_table
 from eesd_dist.model.cpu.calls import call_in_threads, threads_for
 from eesd_dist.model.cpu.packed import in_blocks
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.page_table import NO_PAGES, PageTable
+from eesd_dist.sampling.compiled_rule import Floats
 from eesd_dist.sampling.noise import mixed_seed
 
 MOST_LAGGING = 32
 """Rows that the exit head may lag behind at the start of a chain."""
+LONGEST = 256
+"""Tokens in a chain."""
 _FLOAT_BYTES = 4
-_NO_SLOTS = np.zeros(0, np.int32)
 
 
 # Shapes: T rows, M rows that the head has not read, D hidden channels, V draft vocabulary.
@@ -59,7 +63,7 @@ class ChainDrafter:
 
     def __init__(self, span: LlamaSpan, head: ExitHead) -> None:
         layers, head_layer = span.paged.compiled, head.paged.compiled
-        lm_head, embedding_VD = head.logits_head.compiled, span.embedding_VD
+        lm_head, embedding_VD = head.logits_head.compiled, span.embedding
         assert layers is not None
         assert head_layer is not None
         assert lm_head is not None
@@ -70,14 +74,15 @@ class ChainDrafter:
         self._owned = (lm_head, embedding_VD)
         layers_call, self._memory = layers.call(1)
         head_call, self._head_memory = head_layer.call(MOST_LAGGING + 1)
-        size = (MOST_LAGGING + 1) * self._width * _FLOAT_BYTES
-        head_rows = self._head_memory[:size].view(torch.float32).view(-1, self._width)
-        self._lagging_MD = head_rows[:, : self._hidden_size]
         ids_V = torch.arange(num_tokens) if head.vocab_ids is None else head.vocab_ids
         self._num_threads = threads_for(layers.products_per_row)
         self._stage = Stage(
             layers=layers_call,
             head=head_call,
+            hidden_bytes=self._hidden_size * _FLOAT_BYTES,
+            positions_P=np.zeros(MOST_LAGGING + LONGEST + 2, np.int32),
+            zeros_P=np.zeros(MOST_LAGGING + LONGEST + 2, np.int32),
+            no_slots=np.zeros(0, np.int32),
             lm_head=lm_head.call,
             embedding_VD=_bits(embedding_VD),
             ids_V=ids_V.to(torch.int32).numpy().copy(),
@@ -88,14 +93,20 @@ class ChainDrafter:
             mantissas_V=np.zeros(num_tokens, np.int32),
             words_3=np.zeros(3, np.uint32),
         )
-        self._get_ready()
+        self._tokens_K1 = np.zeros(LONGEST + 1, np.int64)
+        self._gaps_K = np.zeros(LONGEST, np.float32)
+        self._means_K = np.zeros(LONGEST)
+        self._counts = np.zeros(NUM_COUNTS, np.int64)
+        self._sums = np.zeros(NUM_SUMS)
+        nothing = np.zeros((0, self._width), np.float32)
+        self._run(_chain(NO_PAGES, position=0, most=-1), of_length(0), nothing)  # compiles
 
     @classmethod
     def of(cls, span: LlamaSpan, head: ExitHead) -> Self | None:
         """Returns None for a stage that has no such kernel: products that are not compiled, parts
         of a head, a head that reads the embedding or caps its logits, float16."""
         layers, head_layer = span.paged.compiled, head.paged.compiled
-        lm_head, embedding_VD = head.logits_head.compiled, span.embedding_VD
+        lm_head, embedding_VD = head.logits_head.compiled, span.embedding
         if layers is None or head_layer is None or lm_head is None or embedding_VD is None:
             return None
         fits = (
@@ -114,7 +125,7 @@ class ChainDrafter:
         *,
         at: int,
         pages: PageTable,
-        lagging_MD: Tensor | None,
+        lagging: RowSlice | None,
         rule: ChainRule,
         most: int,
         seed: int,
@@ -122,81 +133,75 @@ class ChainDrafter:
     ) -> DraftedChain:
         """Runs a token at position `at`, and drafts at most `most` tokens after it.
 
-        `lagging_MD`: the head's inputs of the rows before it that the head has not read yet, at
-        most MOST_LAGGING; None: there are none. `temperature`: 0 for a greedy choice.
+        `lagging`: the head's inputs of the rows before it that the head has not read yet, at most
+        MOST_LAGGING; None: there are none. `temperature`: 0 for a greedy choice.
         """
-        num_lagging = 0
-        if lagging_MD is not None:
-            num_lagging = lagging_MD.shape[0]
-            self._lagging_MD[:num_lagging] = lagging_MD
-        positions_P = np.arange(at - num_lagging, at + most + 2, dtype=np.int32)
-        chain = Chain(
-            tables_1W=np.array(pages.array, ndmin=2),
-            positions_P=positions_P,
-            zeros_P=np.zeros_like(positions_P),
-            no_slots=_NO_SLOTS,
-            most=most,
+        most = min(most, LONGEST)
+        self._tokens_K1[0] = token
+        hidden_KD = np.empty((most + 1, self._width), np.float32)
+        chain = _chain(pages, position=at, most=most)._replace(
             divisor=np.float32(temperature),
             mixed_seed=np.uint64(mixed_seed(seed) if temperature else 0),
-            num_lagging=num_lagging,
         )
-        hidden_TD = torch.empty(most + 1, self._width)
-        drafted = Drafted(
-            tokens_K1=np.array([token] * (most + 1), np.int64),
-            hidden_at=hidden_TD.data_ptr(),
-            gaps_K=np.empty(most, np.float32),
-            means_K=np.empty(most),
-            counts=np.zeros(NUM_COUNTS, np.int64),
-            sums=np.zeros(NUM_SUMS),
-        )
-        self._run(chain, rule, drafted)
-        return self._results(hidden_TD, drafted)
+        if lagging is not None:
+            chain = _with_lagging(chain, lagging)
+        self._run(chain, rule, hidden_KD)
+        return self._results(hidden_KD)
 
-    def _run(self, chain: Chain, rule: ChainRule, drafted: Drafted) -> None:
+    def _run(self, chain: Chain, rule: ChainRule, hidden_KD: Floats) -> None:
+        drafted = Drafted(
+            tokens_K1=self._tokens_K1,
+            hidden_KD=hidden_KD,
+            gaps_K=self._gaps_K,
+            means_K=self._means_K,
+            counts=self._counts,
+            sums=self._sums,
+        )
         call_in_threads(
             chain_kernel(), self._num_threads, self._kind, self._stage, chain, rule, drafted
         )
 
-    def _results(self, hidden_TD: Tensor, drafted: Drafted) -> DraftedChain:
-        counts: list[int] = drafted.counts.tolist()
-        looked, spent = drafted.sums.tolist()
+    def _results(self, hidden_KD: Floats) -> DraftedChain:
+        counts: list[int] = self._counts.tolist()
         num_drafted, num_guesses = counts[NUM_DRAFTED], counts[NUM_GUESSES]
         report = ChainReport(
-            means=tuple(drafted.means_K[:num_guesses].tolist()),
+            means=tuple(self._means_K[:num_guesses].tolist()),
             num_drafted=num_drafted,
             num_looks=counts[NUM_LOOKS],
-            looked=looked,
-            spent=spent,
+            looked=float(self._sums[LOOKED]),
+            spent=float(self._sums[SPENT]),
             probed=counts[PROBED] > 0,
         )
         return DraftedChain(
-            hidden_TD=hidden_TD[: num_drafted + 1, : self._hidden_size],
-            tokens=drafted.tokens_K1[1 : num_guesses + 1].tolist(),
-            gaps=drafted.gaps_K[:num_guesses].tolist(),
+            hidden_TD=torch.from_numpy(hidden_KD[: num_drafted + 1, : self._hidden_size]),
+            tokens=self._tokens_K1[1 : num_guesses + 1].tolist(),
+            gaps=self._gaps_K[:num_guesses].tolist(),
             report=report,
         )
 
-    def _get_ready(self) -> None:
-        """Compiles the kernel or loads it, so that no request waits for it: no token is run."""
-        nothing = Drafted(
-            tokens_K1=np.zeros(0, np.int64),
-            hidden_at=0,
-            gaps_K=np.zeros(0, np.float32),
-            means_K=np.zeros(0),
-            counts=np.zeros(NUM_COUNTS, np.int64),
-            sums=np.zeros(NUM_SUMS),
-        )
-        chain = Chain(
-            tables_1W=np.array(NO_PAGES.array, ndmin=2),
-            positions_P=np.zeros(1, np.int32),
-            zeros_P=np.zeros(1, np.int32),
-            no_slots=_NO_SLOTS,
-            most=-1,
-            divisor=np.float32(0.0),
-            mixed_seed=np.uint64(0),
-            num_lagging=0,
-        )
-        self._run(chain, of_length(0), nothing)
+
+def _chain(pages: PageTable, *, position: int, most: int) -> Chain:
+    """Returns a greedy chain without rows that lag behind."""
+    return Chain(
+        tables_1W=one_table(pages),
+        position=position,
+        most=most,
+        divisor=np.float32(0.0),
+        mixed_seed=np.uint64(0),
+        num_lagging=0,
+        lagging_at=0,
+        lagging_bytes=0,
+    )
+
+
+def _with_lagging(chain: Chain, lagging: RowSlice) -> Chain:
+    source = lagging.source
+    distance = source.stride(0) * _FLOAT_BYTES
+    return chain._replace(
+        num_lagging=lagging.count,
+        lagging_at=source.data_ptr() + lagging.first * distance,
+        lagging_bytes=distance,
+    )
 
 
 def _bits(embedding_VD: Tensor) -> npt.NDArray[np.generic]:

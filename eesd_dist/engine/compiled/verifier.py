@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eesd_dist.engine.compiled.verify_kernel import NUM_ROWS, Choices, Memory, verify_kernel
+from eesd_dist.engine.compiled.verify_kernel import NUM_ROWS, Choices, Memory, Source, verify_kernel
 from eesd_dist.model.attention.rows import RowSegment, row_arrays
 from eesd_dist.model.cpu.calls import call_in_threads, threads_for
 from eesd_dist.model.cpu.packed import in_blocks
@@ -18,7 +18,7 @@ from eesd_dist.sampling.noise import mixed_seed
 from eesd_dist.sampling.row_rules import noise_temperature, positions_after
 from eesd_dist.transport.contracts import Segment
 
-_NO_INTS = np.zeros(0, np.int32)
+_FLOAT_BYTES = 4
 
 
 # Shapes: T rows, D hidden channels, S sampled rows, V vocabulary.
@@ -74,17 +74,24 @@ class Verifier:
         return choices.tokens_S
 
     def _run(self, hidden_TD: Tensor, rows: RowArrays, choices: Choices) -> None:
-        call, _x_TD = self._layers.call_over(hidden_TD)  # kept until the call is done
+        if hidden_TD.dtype != torch.float32 or hidden_TD.stride(1) != 1:
+            hidden_TD = hidden_TD.to(torch.float32, memory_format=torch.contiguous_format)
+        source = Source(
+            rows_at=hidden_TD.data_ptr(),
+            row_bytes=hidden_TD.stride(0) * _FLOAT_BYTES,
+            hidden_size=self._layers.hidden_size,
+        )
         num_threads = threads_for(len(hidden_TD) * self._layers.products_per_row)
         call_in_threads(
             verify_kernel(),
             num_threads,
             self._layers.kind,
-            call,
+            self._layers.call_over(len(hidden_TD)),
             self._lm_head,
             self._ids_V,
             self._memory(num_threads),
             rows,
+            source,
             choices,
         )
 

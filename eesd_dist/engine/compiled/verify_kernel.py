@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba import float32
 
 from eesd_dist.compiled import inner, kernel
 from eesd_dist.model import cpu, kv_layout
-from eesd_dist.model.cpu.lanes import address_of
-from eesd_dist.model.cpu.layers import LayersCall
+from eesd_dist.model.cpu.lanes import address_of, floats
+from eesd_dist.model.cpu.layers import LayersCall, Scratch
 from eesd_dist.model.cpu.products import Kind, LmHead, multiply, norm_rows, part_of
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.cpu.tiles import BLOCK, MOST_ROWS
@@ -43,6 +44,15 @@ class Memory(NamedTuple):
     words_P3: npt.NDArray[np.uint32]
 
 
+class Source(NamedTuple):
+    """The rows to verify, in memory that is not changed."""
+
+    rows_at: int
+    row_bytes: int
+    """Distance of two rows."""
+    hidden_size: int
+
+
 class Choices(NamedTuple):
     """How to choose a token after each sampled row, and the tokens."""
 
@@ -54,6 +64,17 @@ class Choices(NamedTuple):
     positions_S: Ints
     """Of the tokens to be chosen."""
     tokens_S: Ints
+
+
+@inner
+def _copy(source: Source, scratch: Scratch, width: int, first: int, end: int) -> None:
+    for row in range(first, end):
+        x = floats(source.rows_at + row * source.row_bytes)
+        y = floats(scratch.x + row * scratch.x_bytes)
+        for d in range(source.hidden_size):
+            y[d] = x[d]
+        for d in range(source.hidden_size, width):
+            y[d] = float32(0.0)
 
 
 @inner
@@ -82,18 +103,22 @@ def verify_rows(
     ids_V: Ints,
     memory: Memory,
     rows: RowArrays,
+    source: Source,
     choices: Choices,
     counters: npt.NDArray[np.int64],
     part: int,
     num_parts: int,
 ) -> None:
-    """Runs the rows in `layers.scratch.x` and fills `choices.tokens_S`."""
+    """Runs the rows and fills `choices.tokens_S`."""
     num_rows, num_sampled = len(rows.position_R), len(choices.rows_S)
     if num_rows == 0:
         return
     # Not constants, for which Numba would compile the layers once more.
     never, always = num_rows < 0, num_rows >= 0
     scratch = layers.scratch
+    first_row, end_row = part_of(num_rows, part, num_parts)
+    _copy(source, scratch, layers.widths.hidden, first_row, end_row)
+    wait(counters, num_parts)
     _run_layers(
         kind,
         layers.geometry,

@@ -124,8 +124,7 @@ def _chain(segment: RowSegment) -> RowArrays:
     position_R = np.arange(segment.start, segment.start + num_rows, dtype=np.int32)
     zeros_R = np.zeros(num_rows, np.int32)
     return RowArrays(
-        # A copy: Numba compiles once more for arrays that cannot be written to.
-        tables_BW=np.array(PageTable.of(segment.pages).array, ndmin=2),
+        tables_BW=one_table(PageTable.of(segment.pages)),
         table_R=zeros_R,
         position_R=position_R,
         kv_slot_R=position_R,
@@ -133,6 +132,13 @@ def _chain(segment: RowSegment) -> RowArrays:
         branch_R=zeros_R,
         branch_slots=NO_ROWS.branch_slots,
     )
+
+
+def one_table(pages: PageTable) -> Ints:
+    """Returns the table [1, W]. Arrays that cannot be written to are copied: Numba would compile
+    once more for them."""
+    array = pages.array
+    return (array if array.flags.writeable else array.copy()).reshape(1, -1)
 
 
 def _tables(pages: Sequence[Ints]) -> Ints:

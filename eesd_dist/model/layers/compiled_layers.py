@@ -106,7 +106,7 @@ class CompiledLayers:
         self._scratch_of: dict[int, Scratch] = {}
         """By number of rows, in the present memory."""
         # Compiled while weights are loaded, not by the first request.
-        self._run(NO_ROWS, self._scratch(torch.zeros(0, 1)), 0, 0, False, False)
+        self._run(NO_ROWS, self._scratch(0), 0, 0, False, False)
 
     @classmethod
     def of(
@@ -143,7 +143,7 @@ class CompiledLayers:
         result_TD = x_TD if is_whole else x_TD.narrow(1, 0, self._hidden_size)
         is_alone, end_half = self._group.size == 1, 2 * len(self._layers)
         halves = 1 if not is_alone else end_half if after_layer is None else 2
-        scratch = self._scratch(x_TD)
+        scratch = self._scratch(len(x_TD))._replace(x=x_TD.data_ptr())
         run = partial(self._run, rows.arrays, scratch)
         is_pending = False
         for first in range(0, end_half, halves):
@@ -185,17 +185,15 @@ class CompiledLayers:
     def call(self, num_rows: int) -> tuple[LayersCall, Tensor]:
         """Returns what another kernel needs to run these layers over up to `num_rows` rows, and the
         memory of the call, which has to be kept. It begins with the rows, at `scratch.x`."""
-        bytes_each = {"x": self.width * _FLOAT_BYTES, **self._row_bytes}
-        _, size = _laid_out(bytes_each, num_rows, first=0)
+        _, size = _laid_out(self._row_bytes, num_rows, first=0)
         memory = torch.zeros(size, dtype=torch.uint8)
-        scratch, _ = _laid_out(bytes_each, num_rows, first=memory.data_ptr())
+        scratch, _ = _laid_out(self._row_bytes, num_rows, first=memory.data_ptr())
         return self._call(scratch), memory
 
-    def call_over(self, hidden_TD: Tensor) -> tuple[LayersCall, Tensor]:
-        """Returns what another kernel needs to run these layers over copies of these rows, and the
-        copies. The call uses the memory of `forward`."""
-        x_TD = self._padded(hidden_TD)
-        return self._call(self._scratch(x_TD)), x_TD
+    def call_over(self, num_rows: int) -> LayersCall:
+        """Returns what another kernel needs to run these layers over so many rows, at `scratch.x`.
+        The call uses the memory of `forward`."""
+        return self._call(self._scratch(num_rows))
 
     def _call(self, scratch: Scratch) -> LayersCall:
         return LayersCall(
@@ -249,27 +247,25 @@ class CompiledLayers:
         if total_TD.data_ptr() != mine_TD.data_ptr():
             mine_TD.copy_(total_TD)
 
-    def _scratch(self, x_TD: Tensor) -> Scratch:
-        """Returns memory for these rows."""
-        num_rows, x = len(x_TD), x_TD.data_ptr()
+    def _scratch(self, num_rows: int) -> Scratch:
+        """Returns memory for so many rows."""
         known = self._scratch_of.get(num_rows)
         if known is not None:
-            return known._replace(x=x)
-        bytes_each = {"x": 0, **self._row_bytes}
-        found, size = _laid_out(bytes_each, num_rows, first=self._memory.data_ptr())
+            return known
+        found, size = _laid_out(self._row_bytes, num_rows, first=self._memory.data_ptr())
         if size > len(self._memory):
             self._memory = torch.zeros(size, dtype=torch.uint8)
             self._scratch_of.clear()
-            found, _ = _laid_out(bytes_each, num_rows, first=self._memory.data_ptr())
-        found = found._replace(x_bytes=self._widths.hidden * _FLOAT_BYTES)
+            found, _ = _laid_out(self._row_bytes, num_rows, first=self._memory.data_ptr())
         self._scratch_of[num_rows] = found
-        return found._replace(x=x)
+        return found
 
     def _bytes_of_rows(self, output: PackedProduct) -> dict[str, int]:
         widths = self._widths
         inputs = max(self._hidden_size, output.num_in, widths.channels)
         wide = max(widths.heads, 2 * widths.channels) + BLOCK
         return {
+            "x": widths.hidden * _FLOAT_BYTES,
             "inputs": row_bytes(inputs, bytes_each=widths.bytes_per_input),
             "wide": row_bytes(wide, bytes_each=_FLOAT_BYTES),
             "added": widths.hidden * _FLOAT_BYTES,

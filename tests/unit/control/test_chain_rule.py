@@ -28,7 +28,7 @@ steps = st.lists(st.floats(0.0, 0.4), min_size=8, max_size=8)
 
 def _rule(prices: list[float], **changes: object) -> ChainRule:
     rule = ChainRule(
-        price_K=np.array([0.0, *prices]).cumsum(),
+        prices=np.array([0.0, *prices]).cumsum(),
         guess_price=0.0,
         mean=0.8,
         hopeful=0.95,

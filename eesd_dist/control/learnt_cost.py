@@ -1,0 +1,126 @@
+"""Costs as the rounds of this process show them, with the start-up profile as the prior.
+
+A profile is measured in seconds on an idle machine: one noisy sample, with everything in the
+processor's caches. A round's own statistics correct it for as long as the process lives. Drafting
+and verifying are each a line over the profile's figure, seconds = ratio * profile + extra, tracked
+by a Kalman filter whose state drifts (a random walk); a time far from the forecast counts as one at
+the edge, so that a disturbance moves little and is forgotten. Independent of clocks and requests.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from eesd_dist.control.cost import CostModel
+
+_RATIO_STD = 0.3
+_EXTRA_STD = 0.3
+"""Of the prior, the second one as a share of the profile's smallest time."""
+_DRIFT_ROUNDS = 200
+"""After so many rounds without news the prior's uncertainty is reached again."""
+_NOISE = 0.15
+"""Standard deviation of a round's time, as a share of the forecast."""
+_EDGE = 2.0
+"""Standard deviations beyond which a time says no more."""
+_CHANGE = 0.03
+"""Relative change of a usual round's time that makes a new model worth its making."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundCost:
+    """What a finished round tells of its costs."""
+
+    levels: Sequence[int]
+    """Tokens drafted at each depth, over all requests."""
+    num_rows: int
+    num_requests: int
+    verify_s: float
+    other_s: float
+    """The rest of the round: drafting, planning, transfer, commit."""
+
+
+class Line:
+    """seconds = ratio * profile + extra, as far as it is known."""
+
+    def __init__(self, *, smallest_s: float) -> None:
+        self.ratio, self.extra = 1.0, 0.0
+        self._floor = smallest_s
+        self._widest = (_RATIO_STD**2, (_EXTRA_STD * smallest_s) ** 2)
+        self._var_ratio, self._var_extra = self._widest
+        self._covariance = 0.0
+
+    def at(self, profile_s: float) -> float:
+        return self.ratio * profile_s + self.extra
+
+    def observe(self, profile_s: float, seconds: float) -> None:
+        """Updates with one measurement of what the profile forecasts as `profile_s`."""
+        self._widen()
+        forecast = self.at(profile_s)
+        gain_ratio = self._var_ratio * profile_s + self._covariance
+        gain_extra = self._covariance * profile_s + self._var_extra
+        spread = gain_ratio * profile_s + gain_extra
+        noise = (_NOISE * (abs(forecast) + self._floor)) ** 2
+        edge = _EDGE * math.sqrt(noise + spread)
+        off = min(max(seconds - forecast, -edge), edge) / (spread + noise)
+        self.ratio = max(self.ratio + gain_ratio * off, 0.05)
+        self.extra += gain_extra * off
+        self._var_ratio -= gain_ratio * gain_ratio / (spread + noise)
+        self._covariance -= gain_ratio * gain_extra / (spread + noise)
+        self._var_extra -= gain_extra * gain_extra / (spread + noise)
+
+    def _widen(self) -> None:
+        """Increases the uncertainty, up to the prior's."""
+        ratio, extra = self._widest
+        self._var_ratio = min(self._var_ratio + ratio / _DRIFT_ROUNDS, ratio)
+        self._var_extra = min(self._var_extra + extra / _DRIFT_ROUNDS, extra)
+        most = 0.99 * math.sqrt(self._var_ratio * self._var_extra)
+        self._covariance = min(max(self._covariance, -most), most)
+
+
+class LearntCost:
+    """The cost model of one engine."""
+
+    def __init__(self, profile: CostModel) -> None:
+        self._profile = profile
+        self._drafting = Line(smallest_s=profile.round_s or profile.verify_s[0])
+        self._verifying = Line(smallest_s=profile.verify_s[0])
+        self.model = profile
+        """The costs as learnt, renewed when a round's time has changed noticeably."""
+
+    def observe(self, cost: RoundCost) -> bool:
+        """Learns from a round without prefill; returns whether `model` is a new one."""
+        profile = self._profile
+        levels_s = sum(map(profile.draft_batch, cost.levels))
+        known_s = profile.known_batch(cost.num_requests)
+        self._drafting.observe(levels_s, cost.other_s - known_s)
+        self._verifying.observe(
+            profile.verify_batch(cost.num_rows, cost.num_requests), cost.verify_s
+        )
+        learnt = self._learnt()
+        for length in (0, 4):
+            before, after = self.model.seconds(length), learnt.seconds(length)
+            if abs(after - before) > _CHANGE * before:
+                self.model = learnt
+                return True
+        return False
+
+    def _learnt(self) -> CostModel:
+        profile, drafting, verifying = self._profile, self._drafting, self._verifying
+        extra = drafting.extra
+        return replace(
+            profile,
+            draft_step_s=drafting.ratio * profile.draft_step_s,
+            guess_s=drafting.ratio * profile.guess_s,
+            draft_rows_s=_scaled(profile.draft_rows_s, drafting.ratio, 0.0),
+            round_s=max(profile.round_s + extra, 0.0),
+            known_rows_s=_scaled(profile.known_rows_s, 1.0, extra),
+            verify_s=tuple(max(verifying.at(seconds), 1e-9) for seconds in profile.verify_s),
+            request_s=verifying.ratio * profile.request_s,
+            verify_rows_s=_scaled(profile.verify_rows_s, verifying.ratio, verifying.extra),
+        )
+
+
+def _scaled(
+    points: Sequence[tuple[int, float]], ratio: float, extra: float
+) -> tuple[tuple[int, float], ...]:
+    return tuple((count, max(ratio * seconds + extra, 0.0)) for count, seconds in points)
