@@ -166,6 +166,10 @@ class SpeculationConfig(Section):
     draft_ahead: bool = True
     """Whether drafting continues past the last drafted token while one microbatch is verified."""
 
+    prompt_lookup: bool = True
+    """Whether `goodput` may draft what followed the text's last tokens where they stood before, in
+    the prompt or the text, instead of the exit head's tokens."""
+
     tree: TreeConfig = TreeConfig()
     """Alternatives to the exit head's first choices."""
 

@@ -181,13 +181,18 @@ class Outcome(Value, frozen=True, kw_only=True):
     num_drafted: int
     num_accepted: int
     evidence: tuple[Evidence, ...] = ()
-    """One per drafted token of a chain, in order; empty for a tree, where branches have it."""
+    """One per token of a chain that the exit head drafted, in order; empty for a tree, where
+    branches have it."""
+    is_lookup: bool = False
+    """Whether the tokens were found by prompt lookup: the exit head was not asked."""
     branches: tuple[Branch, ...] = ()
     """For a tree: the nodes on the verified path with drafted children, from the root on."""
 
     @property
     def num_first_accepted(self) -> int:
         """How often the exit head's first choice was accepted."""
+        if self.is_lookup:
+            return 0
         if self.branches:
             return sum(branch.chosen_rank == 0 for branch in self.branches)
         return self.num_accepted
@@ -195,6 +200,8 @@ class Outcome(Value, frozen=True, kw_only=True):
     @property
     def num_first_rejected(self) -> int:
         """How often it was rejected; tokens after a rejected one are not judged."""
+        if self.is_lookup:
+            return 0
         if self.branches:
             return sum(branch.chosen_rank != 0 for branch in self.branches)
         return int(self.num_accepted < self.num_drafted)
@@ -286,6 +293,9 @@ class RoundStats:
     num_drafted: int
     num_accepted: int
     num_emitted: int
+    num_lookup_drafted: int
+    """Of the drafted tokens, those found by prompt lookup."""
+    num_lookup_accepted: int
     plan_s: float
     draft_s: float
     transfer_s: float

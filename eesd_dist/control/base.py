@@ -19,7 +19,7 @@ from eesd_dist.control.chain_rule import ChainReport, ChainRule
 from eesd_dist.control.cost import NOMINAL_COST, CostModel
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.tree_growth import TreeGrowth
-from eesd_dist.types import Evidence, Outcome, RequestId
+from eesd_dist.types import Evidence, Outcome, RequestId, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,7 @@ class Controller(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundLoad:
+class RoundLoad(Value, frozen=True, kw_only=True):
     """Load of a round that is about to be drafted."""
 
     request_ids: tuple[RequestId, ...]
@@ -98,6 +97,12 @@ class DraftRound(Protocol):
         Called on every level of the round, also without offers. `given`: number of tokens that
         other controllers draft on this level.
         """
+        ...
+
+    def lookup_length(self, request_id: RequestId, *, context: int, most: int) -> int:
+        """Returns how many tokens found by prompt lookup to draft for a request, at most `most`; 0:
+        the exit head drafts. Called before the first level. `context`: tokens that agree before the
+        earlier occurrence."""
         ...
 
     def chain_rule(self, *, temperature: float) -> ChainRule | None:

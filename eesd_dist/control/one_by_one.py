@@ -82,6 +82,9 @@ class _Round:
                 answers[offer.request_id] = controller.keep_drafting(offer.evidence)
         return self._trees.choose(offers, answers)
 
+    def lookup_length(self, request_id: RequestId, *, context: int, most: int) -> int:
+        return 0
+
     def chain_rule(self, *, temperature: float) -> ChainRule | None:
         """Returns the length of a controller that needs no evidence."""
         (controller,) = self._controllers.values()

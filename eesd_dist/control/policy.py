@@ -150,6 +150,16 @@ class DraftPolicy:
                 )
                 self._rounds.append((group, group.begin_round(load)))
 
+    def lookup_length(self, request_id: RequestId, *, context: int, most: int) -> int:
+        """Returns how many tokens found by prompt lookup to draft for a request of this round, at
+        most `most`; 0: the exit head drafts. `context`: tokens that agree before the earlier
+        occurrence. Called before anything else is asked in a round."""
+        if not self._setup.speculation.prompt_lookup:
+            return 0
+        group = self._requests[request_id].group
+        (round_,) = (round_ for mine, round_ in self._rounds if mine is group)
+        return round_.lookup_length(request_id, context=context, most=most)
+
     def chain_rule(self, *, temperature: float) -> ChainRule | None:
         """Returns the decisions of a round with one request in advance, where its controller has
         them. A drafter that uses them calls `report` once, and asks nothing else in this round."""

@@ -98,6 +98,9 @@ class _OneLength:
         self._left -= goes_on
         return self._trees.choose(offers, {offer.request_id: goes_on for offer in offers})
 
+    def lookup_length(self, request_id: RequestId, *, context: int, most: int) -> int:
+        return 0
+
     def chain_rule(self, *, temperature: float) -> ChainRule | None:
         return of_length(self._left)
 

@@ -39,6 +39,7 @@ class Accepted(Value, frozen=True, kw_only=True):
             num_drafted=len(run.tokens),
             num_accepted=len(self.path),
             evidence=() if run.is_tree else tuple(run.evidence),
+            is_lookup=run.is_lookup,
             branches=_branches(run, self.path) if run.is_tree else (),
         )
 

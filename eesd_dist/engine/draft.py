@@ -24,6 +24,7 @@ from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft_ranks import DraftCompute
 from eesd_dist.engine.draft_run import (
+    MOST_GIVEN,
     Candidate,
     DraftRun,
     DraftState,
@@ -168,6 +169,9 @@ class DraftStage:
                 num_requests=len(runs),
                 num_known=sum(run.item.num_known for run in runs),
             )
+            for run in drafting:
+                self._look_up(run, policy)
+            drafting = [run for run in drafting if not run.is_lookup]
         chain = self._chain_for(runs)
         rule = policy.chain_rule(temperature=_noise(runs[0])) if chain and drafting else None
         if chain is not None and rule is not None:
@@ -203,6 +207,17 @@ class DraftStage:
         by_score = chooses_by_score(live.request.sampling, num_generated=live.num_generated)
         return chain if is_plain and by_score else None
 
+    def _look_up(self, run: DraftRun, policy: DraftPolicy) -> None:
+        """Drafts what followed the text's last tokens before, where that promises more."""
+        if run.is_tree or run.prefetched or self._rejection:
+            return
+        found = run.state.ngrams.match(run.item.live.tokens, min(run.item.max_draft, MOST_GIVEN))
+        if found is None:
+            return
+        length = policy.lookup_length(run.request_id, context=found.context, most=len(found.tokens))
+        if length:
+            run.look_up(found.tokens[:length])
+
     def _draft_chain(self, run: DraftRun, chain: "ChainDrafter", rule: ChainRule) -> ChainReport:
         """Runs the known row and drafts by the rule, in one call."""
         item, state = run.item, run.state
@@ -211,6 +226,7 @@ class DraftStage:
             self._catch_up([run])
         drafted = chain.draft(
             item.live.tokens[item.start],
+            given=run.tokens,
             at=item.start,
             pages=item.pages,
             lagging=one_slice(state.lagging_TE) if state.lagging_TE else None,
@@ -219,15 +235,15 @@ class DraftStage:
             seed=request.sampling.seed,
             temperature=temperature,
         )
-        report = drafted.report
-        run.take_chain(
-            drafted.tokens[: report.num_drafted],
-            [
+        report, rows_TD = drafted.report, RowSlice.all_of(drafted.hidden_TD)
+        if run.is_lookup:
+            run.rows_TD.append(rows_TD)
+        else:
+            evidence = [
                 Evidence(depth=depth, temperature=temperature, gap=gap)
                 for depth, gap in enumerate(drafted.gaps[: report.num_drafted])
-            ],
-            RowSlice.all_of(drafted.hidden_TD),
-        )
+            ]
+            run.take_chain(drafted.tokens[: report.num_drafted], evidence, rows_TD)
         if request.speculation.mode == "auto":
             run.note_chain(num_guesses=len(report.means))
         return report
@@ -264,18 +280,24 @@ class DraftStage:
         for run in fresh:
             item = run.item
             tokens.extend(item.live.tokens[item.start : item.start + item.num_known])
+            tokens.extend(run.tokens)
         kept = _rows_to_keep(fresh)
         hidden_TD, input_TE = self._compute.run_layers(
             tokens,
-            [RowSegment(run.item.start, run.item.num_known, run.item.pages) for run in fresh],
+            [
+                RowSegment(run.item.start, run.item.num_known + len(run.tokens), run.item.pages)
+                for run in fresh
+            ],
             kept=kept,
         )
         at = 0
         for run in fresh:
-            end = at + run.item.num_known
+            num_known = run.item.num_known
+            end = at + num_known + len(run.tokens)
             run.rows_TD.append(RowSlice(hidden_TD, at, end))
             if kept is not None:
-                run.kept_TD = {layer: x_TD[at:end] for layer, x_TD in kept.rows.items()}
+                rows = slice(at, at + num_known)
+                run.kept_TD = {layer: x_TD[rows] for layer, x_TD in kept.rows.items()}
             if run.item.live.request.speculation.mode == "auto":
                 self._note_lagging(run, RowSlice(input_TE, at, end))
             at = end
@@ -287,7 +309,8 @@ class DraftStage:
         if not state.lagging_TE and state.exit_len < item.start:
             state.exit_len = item.start  # prefix from the page cache, with the exit head's rows
         state.lagging_TE.append(input_TE)
-        if state.num_lagging >= _CATCH_UP_ROWS and not (item.is_final and item.max_draft > 0):
+        drafts = item.is_final and item.max_draft > 0 and not run.is_lookup
+        if state.num_lagging >= _CATCH_UP_ROWS and not drafts:
             self._catch_up([run])
 
     def _catch_up(self, runs: list[DraftRun]) -> None:
@@ -456,7 +479,7 @@ class DraftStage:
             if len(runs) != 1:
                 break
             (run,) = runs
-            if run.is_tree:  # its verdict may fall on any branch
+            if run.is_tree or run.is_lookup:  # a tree's verdict may fall on any branch
                 break
             if len(run.state.ahead) > run.item.max_draft:
                 break

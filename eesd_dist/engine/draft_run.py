@@ -14,12 +14,15 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from eesd_dist.engine.ngrams import NgramIndex
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.page_table import NO_PAGES, PageTable
 from eesd_dist.schedule.scheduler import PlanItem
 from eesd_dist.trees import ROOT, is_chain, path_to
 from eesd_dist.types import Evidence, RequestId, Value
 
+MOST_GIVEN = 32
+"""Maximum tokens of one prompt lookup."""
 _FEW = 3
 """With more slices of each tensor, one gathering copy is faster than a copy of each."""
 
@@ -106,6 +109,8 @@ class DraftState:
     """Number of positions with valid keys and values of the exit head."""
     lagging_TE: list[RowSlice] = field(default_factory=list)
     """Inputs that the exit head has not read yet, from position exit_len on."""
+    ngrams: NgramIndex = field(default_factory=NgramIndex)
+    """Of its tokens."""
     ahead_from: int = 0
     ahead_pages: PageTable = NO_PAGES
     """The page table that `ahead` was computed in; with another one it is invalid."""
@@ -141,6 +146,8 @@ class DraftRun:
     evidence: list[Evidence] = field(default_factory=list)
     probs_V: list[Tensor] = field(default_factory=list)
     prefetched: deque[Candidate] = field(default_factory=deque)
+    is_lookup: bool = False
+    """Whether its tokens were found by prompt lookup, and are computed with the known rows."""
     frontier: list[int] = field(default_factory=lambda: [ROOT])
     """The newest tokens, which the next guesses follow."""
     exit_AD: RowSlice | None = None
@@ -198,9 +205,18 @@ class DraftRun:
 
     def take_chain(self, tokens: list[int], evidence: list[Evidence], rows_TD: RowSlice) -> None:
         """Takes a whole draft: its tokens, and the rows of the last known token and of each."""
-        count = len(tokens)
         self.rows_TD.append(rows_TD)
-        self.tokens, self.evidence = tokens, evidence
+        self._set_tokens(tokens)
+        self.evidence = evidence
+
+    def look_up(self, tokens: Sequence[int]) -> None:
+        """Drafts tokens found by prompt lookup."""
+        self.is_lookup = True
+        self._set_tokens(list(tokens))
+
+    def _set_tokens(self, tokens: list[int]) -> None:
+        count = len(tokens)
+        self.tokens = tokens
         self.parents, self.ranks = list(range(ROOT, ROOT + count)), [0] * count
         self.depths = list(range(1, count + 1))
         self.frontier = [count - 1]

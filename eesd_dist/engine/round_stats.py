@@ -122,6 +122,8 @@ class RoundMeter:
             num_prefill_rows=sum(i.num_known for i in items if i.num_known > 1 or not i.is_final),
             num_drafted=sum(o.num_drafted for o in outcomes),
             num_accepted=sum(o.num_accepted for o in outcomes),
+            num_lookup_drafted=sum(o.num_drafted for o in outcomes if o.is_lookup),
+            num_lookup_accepted=sum(o.num_accepted for o in outcomes if o.is_lookup),
             num_emitted=sum(len(e.tokens) for e in emissions),
             plan_s=waiting.plan_s,
             draft_s=waiting.draft_s,

@@ -1,7 +1,7 @@
 """The `goodput` controller: decides the drafts of all its requests in one engine together."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from eesd_dist.control.base import ControlSetup, RoundLoad
@@ -12,6 +12,7 @@ from eesd_dist.control.goodput.costs import CostTable
 from eesd_dist.control.goodput.estimates import PromiseRatio
 from eesd_dist.control.goodput.exploration import Exploration
 from eesd_dist.control.goodput.forecast import Forecast, RequestForecast
+from eesd_dist.control.goodput.lookup import RequestSources, Sources
 from eesd_dist.control.goodput.round import Draft, GoodputRound, RoundSetup
 from eesd_dist.types import Outcome, RequestId
 
@@ -20,6 +21,7 @@ from eesd_dist.types import Outcome, RequestId
 class _Request:
     rng: Random
     forecast: RequestForecast
+    sources: RequestSources = field(default_factory=RequestSources)
     round: GoodputRound | None = None
     """The round of its next verdict."""
 
@@ -34,6 +36,7 @@ class Goodput:
             costs=CostTable(setup.assumed_cost),
             forecast=self._forecast,
             exploration=Exploration(),
+            sources=Sources(),
             max_draft_tokens=setup.speculation.max_draft_tokens,
         )
         self._promises = PromiseRatio()
@@ -62,7 +65,12 @@ class Goodput:
         requests = {request_id: self._requests[request_id] for request_id in load.request_ids}
         self._forecast.begin_round([request.forecast for request in requests.values()])
         drafts = {
-            request_id: Draft(request=request.forecast, chance=request.rng.gauss(0.0, 1.0))
+            request_id: Draft(
+                request=request.forecast,
+                chance=request.rng.gauss(0.0, 1.0),
+                sources=request.sources,
+                rng=request.rng,
+            )
             for request_id, request in requests.items()
         }
         round_ = GoodputRound(self._rounds, load, drafts, promise_ratio=self._promises.value)
@@ -75,8 +83,13 @@ class Goodput:
             request = self._requests.get(outcome.request_id)
             if request is None:
                 continue
-            self._forecast.observe(request.forecast, outcome)
             round_, request.round = request.round, None
+            means = round_.means_of(outcome.request_id) if round_ is not None else ()
+            self._forecast.observe(request.forecast, outcome, means)
+            if outcome.is_lookup:
+                self._rounds.sources.observe_lookup(request.sources, outcome)
+            elif round_ is not None:
+                self._rounds.sources.observe_head(request.sources, round_.head_gain(outcome))
             if round_ is not None:
                 self._promises.observe(
                     came=round_.yielded(outcome.num_accepted),

@@ -1,5 +1,8 @@
 """Caches the cost model as tables by count."""
 
+import numpy as np
+
+from eesd_dist.control.chain_rule import Doubles
 from eesd_dist.control.cost import CostModel
 
 
@@ -11,7 +14,19 @@ class CostTable:
         self._steps = [0.0]
         self._rows = [0.0]
         self._known: dict[int, float] = {}
+        self._chains: dict[int, tuple[list[float], Doubles]] = {}
         self.guess_share = cost.guess_batch(1) / cost.draft_step_s if cost.draft_step_s else 0.0
+
+    def chain(self, known: int, longest: int) -> tuple[list[float], Doubles]:
+        """Returns the seconds of a round of one request with 0 to `longest` drafted tokens, and how
+        much longer it takes for each than without a draft."""
+        found = self._chains.get(known)
+        if found is None or len(found[0]) <= longest:
+            step_s, verify_s = self.step(1), self.verify_from(known, longest, 1)
+            first_s = self.known(known)
+            seconds = [first_s + count * step_s + v for count, v in enumerate(verify_s)]
+            found = self._chains[known] = seconds, np.array(seconds) - seconds[0]
+        return found
 
     def known(self, rows: int) -> float:
         if rows not in self._known:

@@ -9,7 +9,7 @@ best), since a request's counts add little to the evidence.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from eesd_dist.control.belief import Belief
@@ -118,10 +118,24 @@ class Forecast:
         """Returns how often the alternative of this rank is right if all before it are wrong."""
         return self._ranks.of(rank)
 
-    def observe(self, request: RequestForecast, outcome: Outcome) -> None:
+    def observe(
+        self, request: RequestForecast, outcome: Outcome, means: Sequence[float] = ()
+    ) -> None:
+        """Learns from a verdict. `means`: the forecast of each guess by the chain rule, if it made
+        them: the drifts have not changed since."""
+        if means:
+            shift = self._drift.mean + request.drift.mean
+            for depth, mean in enumerate(
+                means[: min(outcome.num_accepted + 1, outcome.num_drafted)]
+            ):
+                self._learn(request, logit(mean) - shift, depth < outcome.num_accepted)
+            return
         for evidence, accepted in judged_tokens([outcome]):
-            score = logit(self._calibrator.probability(evidence))
-            pool = self._drift.mean
-            self._drift.observe(score + request.drift.mean, accepted=accepted)
-            request.drift.observe(score + pool, accepted=accepted)
+            self._learn(request, logit(self._calibrator.probability(evidence)), accepted)
         self._ranks.observe(outcome)
+
+    def _learn(self, request: RequestForecast, score: float, accepted: bool) -> None:
+        """Updates both drifts with one judged token; `score`: its calibrated log-odds."""
+        pool = self._drift.mean
+        self._drift.observe(score + request.drift.mean, accepted=accepted)
+        request.drift.observe(score + pool, accepted=accepted)

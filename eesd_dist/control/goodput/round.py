@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
+from random import Random
 
 from eesd_dist.control.base import RoundLoad
 from eesd_dist.control.chain_rule import (
@@ -20,13 +19,17 @@ from eesd_dist.control.goodput.allocation import Allocation, Entry, Prices, best
 from eesd_dist.control.goodput.costs import CostTable
 from eesd_dist.control.goodput.exploration import Exploration
 from eesd_dist.control.goodput.forecast import Forecast, RequestForecast
+from eesd_dist.control.goodput.lookup import RequestSources, Sources
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.survival import ROOT, Node, Siblings
-from eesd_dist.types import RequestId
+from eesd_dist.types import Outcome, RequestId
 
 _LOOK_AHEAD = 16
 """Maximum possible tokens considered at a level, including later levels: a small batch needs the
 look-ahead to get past steps of the cost table, a large one has enough rows of other requests."""
+_LOOKUP_STEPS, _LOOKUP_ROW_STEPS = 0.2, 0.1
+"""What a lookup and each of its tokens cost to draft, in draft steps: its rows run through the
+layers together, without the exit head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,7 @@ class RoundSetup:
     costs: CostTable
     forecast: Forecast
     exploration: Exploration
+    sources: Sources
     max_draft_tokens: int
 
 
@@ -46,6 +50,11 @@ class Draft:
     request: RequestForecast
     chance: float
     """The round's Thompson draw, in standard deviations."""
+    sources: RequestSources
+    rng: Random
+    """The request's."""
+    means: tuple[float, ...] = ()
+    """Forecast of each guess that was made by the chain rule."""
     nodes: list[Node] = field(default_factory=list)
     """Survival of the drafted tokens, in the order they were taken."""
     best: Node = ROOT
@@ -78,9 +87,12 @@ class GoodputRound:
         self._num_ours = len(drafts)
         self._drafting_s = self._costs.known(load.num_known)
         self._num_drafted = 0
+        self._num_looked_up = 0
+        """Rows of tokens found by prompt lookup."""
         self._level = 0
+        is_alone = load.num_requests == 1 and not load.overlapped
         plain = load.num_requests / self._seconds()
-        self._promise = self._best_promise(plain)
+        self._promise = self._best_chain() if is_alone else self._best_promise(plain)
         self._rate = max(self._promise * promise_ratio, plain)
         """Value of a second, in tokens."""
         probe_s = self._seconds(level=self._num_ours) - self._seconds()
@@ -90,7 +102,6 @@ class GoodputRound:
         self._look_price = 0.0
         """Price in tokens of this level's guesses that are not expected to pay."""
         setup.exploration.earn(num_requests=load.num_requests, probe_price=self._probe_price)
-        is_alone = load.num_requests == 1 and not load.overlapped
         self._rule = self._chain_rule() if is_alone else None
         """Decides if the round has one request, as long as its draft is a chain."""
 
@@ -104,9 +115,37 @@ class GoodputRound:
         """Expected tokens of one request's share of the round."""
         return self._promise * self._seconds() / self._num_ours
 
+    def means_of(self, request_id: RequestId) -> tuple[float, ...]:
+        """Returns the forecasts of the request's guesses, where the chain rule made them."""
+        return self._drafts[request_id].means
+
     def yielded(self, num_accepted: int) -> float:
         """Returns the tokens of one request's share, with one per request of other controllers."""
         return num_accepted + self._load.num_requests / self._num_ours
+
+    def lookup_length(self, request_id: RequestId, *, context: int, most: int) -> int:
+        costs, load, draft = self._costs, self._load, self._drafts[request_id]
+        rows = load.num_known + self._num_looked_up
+        verify_s = costs.verify_from(rows, most, load.num_requests)
+        step_s = costs.step(1)
+        prices = [
+            self._rate
+            * (seconds - verify_s[0] + (_LOOKUP_STEPS + _LOOKUP_ROW_STEPS * count) * step_s)
+            for count, seconds in enumerate(verify_s)
+        ]
+        length = self._setup.sources.length(draft.sources, context, prices, draft.rng)
+        self._num_looked_up += length
+        return length
+
+    def head_gain(self, outcome: Outcome) -> float:
+        """Returns the tokens of a draft of the exit head above the price of its seconds, as if it
+        had been the round's only draft."""
+        costs, load, count = self._costs, self._load, outcome.num_drafted
+        verify_s = costs.verify_from(load.num_known, count, load.num_requests)
+        seconds = (
+            verify_s[count] - verify_s[0] + count * costs.step(self._num_ours) / self._num_ours
+        )
+        return outcome.num_accepted - self._rate * seconds
 
     def chain_rule(self, *, temperature: float) -> ChainRule | None:
         """Returns the decisions of the round's only request in advance; None if there are others,
@@ -123,6 +162,7 @@ class GoodputRound:
         """Takes what a drafter did by the chain rule."""
         assert self._rule is not None
         (draft,) = self._drafts.values()
+        draft.means = report.means
         for mean in report.means:
             self._setup.forecast.see(draft.request, mean)
         exploration = self._setup.exploration
@@ -179,12 +219,11 @@ class GoodputRound:
         """Returns the round's rule, without a forecast of guesses."""
         costs, exploration = self._costs, self._setup.exploration
         (draft,) = self._drafts.values()
-        longest, known = self._setup.max_draft_tokens, self._load.num_known
-        verify_s = np.array(costs.verify_from(known, longest, 1))
-        step_s, mean = costs.step(1), draft.mean
-        guess_price = self._rate * costs.guess_share * step_s
+        _, longer_s = costs.chain(self._load.num_known, self._setup.max_draft_tokens)
+        mean = draft.mean
+        guess_price = self._rate * costs.guess_share * costs.step(1)
         return ChainRule(
-            prices=self._rate * (verify_s - verify_s[0] + step_s * np.arange(longest + 1)),
+            prices=self._rate * longer_s,
             guess_price=guess_price,
             mean=mean,
             hopeful=min(mean + self._setup.forecast.spread, 1.0),
@@ -207,7 +246,7 @@ class GoodputRound:
 
     def _seconds(self, *, level: int = 0) -> float:
         """Returns the seconds of the round so far, or with one more level of `level` tokens."""
-        rows = self._load.num_known + self._num_drafted + level
+        rows = self._load.num_known + self._num_looked_up + self._num_drafted + level
         verifying = self._costs.verify(rows, self._load.num_requests)
         return self._both(self._drafting_s + self._costs.step(level), verifying)
 
@@ -215,6 +254,17 @@ class GoodputRound:
         if self._load.overlapped:
             return max(drafting_s, verifying_s)
         return drafting_s + verifying_s
+
+    def _best_chain(self) -> float:
+        """Returns `_best_promise` of a round with one request."""
+        (draft,) = self._drafts.values()
+        seconds_of, _ = self._costs.chain(self._load.num_known, self._setup.max_draft_tokens)
+        theta, best, tokens, survival = draft.mean, 0.0, 0.0, 1.0
+        for seconds in seconds_of:
+            tokens += survival
+            survival *= theta
+            best = max(best, tokens / seconds)
+        return best
 
     def _best_promise(self, plain: float) -> float:
         """Returns tokens per second of the mean request at the best common length, so that the
@@ -332,7 +382,7 @@ class GoodputRound:
         costs, load = self._costs, self._load
         steps = costs.steps(given + count)
         part = 1.0 - costs.guess_share * (1.0 - guess_weight)
-        rows = load.num_known + self._num_drafted + given
+        rows = load.num_known + self._num_looked_up + self._num_drafted + given
         most = count * max(_LOOK_AHEAD // count, 1)
         return Prices(
             rate=self._rate,

@@ -77,6 +77,8 @@ class Chain(NamedTuple):
     tables_1W: Ints
     position: int
     """Of the first token."""
+    num_given: int
+    """Drafted tokens that are known already; the exit head then drafts none."""
     most: int
     """Tokens to draft; -1: only compile."""
     divisor: np.float32
@@ -133,7 +135,7 @@ def _rows(stage: Stage, chain: Chain, first: int, count: int) -> RowArrays:
 def _begin(stage: Stage, chain: Chain, drafted: Drafted, width: int) -> None:
     """Lays out the positions, and the rows that the head has not read."""
     first = chain.position - chain.num_lagging
-    for at in range(chain.num_lagging + chain.most + 2):
+    for at in range(chain.num_lagging + chain.num_given + chain.most + 2):
         stage.positions_P[at] = first + at
     for row in range(chain.num_lagging):
         source = floats(chain.lagging_at + row * chain.lagging_bytes)
@@ -238,9 +240,12 @@ def draft_chain(
             call, rows_at = stage.head, head_x
             rows = _rows(stage, chain, at - num_lagging, num_lagging + 1)
         else:
-            call, rows_at, rows = stage.layers, x_at, _rows(stage, chain, at, 1)
+            num_rows = 1 + chain.num_given
+            call, rows_at, rows = stage.layers, x_at, _rows(stage, chain, at, num_rows)
             if part == 0:
-                _embed(stage.embedding_VD[drafted.tokens_K1[num_drafted]], x_at, width)
+                for row in range(num_rows):
+                    token = drafted.tokens_K1[num_drafted + row]
+                    _embed(stage.embedding_VD[token], x_at + row * x_bytes, width)
             wait(counters, num_parts)
         _run_layers(
             kind,
@@ -261,7 +266,7 @@ def draft_chain(
         )
         wait(counters, num_parts)
         if not is_guess:
-            if num_drafted == chain.most:
+            if chain.num_given > 0 or num_drafted == chain.most:
                 break
             last_at = head_x + num_lagging * x_bytes
             if part == 0:

@@ -1,5 +1,6 @@
 """Drafts one request's chain in one compiled call, for a stage of one rank on a CPU."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -23,7 +24,7 @@ from eesd_dist.engine.compiled.draft_kernel import (
     Stage,
     chain_kernel,
 )
-from eesd_dist.engine.draft_run import RowSlice
+from eesd_dist.engine.draft_run import MOST_GIVEN, RowSlice
 from eesd_dist.model.attention.rows import one_table
 from eesd_dist.model.cpu.calls import call_in_threads, threads_for
 from eesd_dist.model.cpu.packed import in_blocks
@@ -72,7 +73,7 @@ class ChainDrafter:
         self._hidden_size, self._width = layers.hidden_size, layers.width
         self._kind = layers.kind
         self._owned = (lm_head, embedding_VD)
-        layers_call, self._memory = layers.call(1)
+        layers_call, self._memory = layers.call(1 + MOST_GIVEN)
         head_call, self._head_memory = head_layer.call(MOST_LAGGING + 1)
         ids_V = torch.arange(num_tokens) if head.vocab_ids is None else head.vocab_ids
         self._num_threads = threads_for(layers.products_per_row)
@@ -123,6 +124,7 @@ class ChainDrafter:
         self,
         token: int,
         *,
+        given: Sequence[int] = (),
         at: int,
         pages: PageTable,
         lagging: RowSlice | None,
@@ -133,20 +135,24 @@ class ChainDrafter:
     ) -> DraftedChain:
         """Runs a token at position `at`, and drafts at most `most` tokens after it.
 
+        `given`: tokens after it, at most MOST_GIVEN, that are drafted instead of the exit head's.
         `lagging`: the head's inputs of the rows before it that the head has not read yet, at most
         MOST_LAGGING; None: there are none. `temperature`: 0 for a greedy choice.
         """
-        most = min(most, LONGEST)
+        num_given = len(given)
+        most = num_given or min(most, LONGEST)
         self._tokens_K1[0] = token
+        self._tokens_K1[1 : 1 + num_given] = given
         hidden_KD = np.empty((most + 1, self._width), np.float32)
         chain = _chain(pages, position=at, most=most)._replace(
+            num_given=num_given,
             divisor=np.float32(temperature),
             mixed_seed=np.uint64(mixed_seed(seed) if temperature else 0),
         )
         if lagging is not None:
             chain = _with_lagging(chain, lagging)
         self._run(chain, rule, hidden_KD)
-        return self._results(hidden_KD)
+        return self._results(hidden_KD, num_given)
 
     def _run(self, chain: Chain, rule: ChainRule, hidden_KD: Floats) -> None:
         drafted = Drafted(
@@ -161,7 +167,7 @@ class ChainDrafter:
             chain_kernel(), self._num_threads, self._kind, self._stage, chain, rule, drafted
         )
 
-    def _results(self, hidden_KD: Floats) -> DraftedChain:
+    def _results(self, hidden_KD: Floats, num_given: int) -> DraftedChain:
         counts: list[int] = self._counts.tolist()
         num_drafted, num_guesses = counts[NUM_DRAFTED], counts[NUM_GUESSES]
         report = ChainReport(
@@ -173,7 +179,9 @@ class ChainDrafter:
             probed=counts[PROBED] > 0,
         )
         return DraftedChain(
-            hidden_TD=torch.from_numpy(hidden_KD[: num_drafted + 1, : self._hidden_size]),
+            hidden_TD=torch.from_numpy(
+                hidden_KD[: num_drafted + num_given + 1, : self._hidden_size]
+            ),
             tokens=self._tokens_K1[1 : num_guesses + 1].tolist(),
             gaps=self._gaps_K[:num_guesses].tolist(),
             report=report,
@@ -185,6 +193,7 @@ def _chain(pages: PageTable, *, position: int, most: int) -> Chain:
     return Chain(
         tables_1W=one_table(pages),
         position=position,
+        num_given=0,
         most=most,
         divisor=np.float32(0.0),
         mixed_seed=np.uint64(0),

@@ -1,0 +1,83 @@
+"""Prompt lookup: what followed an earlier occurrence of a text's last tokens.
+
+Texts repeat themselves and their prompts: names, quotations, code. The tokens after the earlier
+occurrence are a draft that costs no model (prompt lookup decoding, Saxena 2023; in vLLM the n-gram
+method). Every pair of tokens is kept with the place of the same pair before it, as LZ77 compressors
+do, so that reading a token and finding its earlier occurrences take constant time. Independent of
+tensors and requests.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from eesd_dist.types import TokenId
+
+MOST_CONTEXT = 12
+"""Tokens that are compared before an occurrence; two are always equal."""
+_CANDIDATES = 8
+"""Earlier occurrences of the last pair that are compared, the latest first."""
+_READ_AT_ONCE = 2048
+"""Tokens read at a time: about half a millisecond. A longer prompt is read over several rounds."""
+_NOWHERE = -1
+
+
+class Match(NamedTuple):
+    """An earlier occurrence of the text's last tokens."""
+
+    context: int
+    """How many tokens before it agree, 2 to MOST_CONTEXT."""
+    tokens: list[TokenId]
+    """What followed it."""
+
+
+class NgramIndex:
+    """The pairs of one text, which only grows."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[TokenId, TokenId], int] = {}
+        """The latest place of each pair: that of its second token."""
+        self._before: list[int] = [_NOWHERE]
+        """For every place, the place of the same pair before it."""
+
+    def match(self, tokens: Sequence[TokenId], limit: int) -> Match | None:
+        """Returns the occurrence with the longest context, of equal ones the latest, and at most
+        `limit` tokens after it; None if there is none, or the text is not read to its end yet.
+
+        `tokens`: the text; that of the last call, and more.
+        """
+        before, last = self._before, self._last
+        for place in range(len(before), min(len(tokens), len(before) + _READ_AT_ONCE)):
+            pair = tokens[place - 1], tokens[place]
+            before.append(last.get(pair, _NOWHERE))
+            last[pair] = place
+        if len(before) != len(tokens) or limit < 1:
+            return None
+        best, best_context, place = _NOWHERE, 0, before[-1]
+        for _ in range(_CANDIDATES):
+            if place == _NOWHERE or best_context == MOST_CONTEXT:
+                break
+            context = self._context(tokens, place)
+            if context > best_context:
+                best, best_context = place, context
+            place = before[place]
+        if best == _NOWHERE:
+            return None
+        return Match(best_context, _following(tokens, best + 1, limit))
+
+    def _context(self, tokens: Sequence[TokenId], place: int) -> int:
+        """Returns how many tokens up to `place` equal the last ones of the text."""
+        end, context = len(tokens) - 1, 2
+        most = min(MOST_CONTEXT, place + 1)
+        while context < most and tokens[place - context] == tokens[end - context]:
+            context += 1
+        return context
+
+
+def _following(tokens: Sequence[TokenId], first: int, limit: int) -> list[TokenId]:
+    """Returns the tokens from a place on; at the end of the text they begin again, since there a
+    text that repeats itself goes on so."""
+    found = list(tokens[first : first + limit])
+    period = len(tokens) - first
+    while len(found) < limit:
+        found.append(found[-period])
+    return found
