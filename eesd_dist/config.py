@@ -166,6 +166,9 @@ class SpeculationConfig(Section):
     draft_ahead: bool = True
     """Whether drafting continues past the last drafted token while one microbatch is verified."""
 
+    learn_costs: bool = True
+    """Whether the seconds of finished rounds correct the start-up profile."""
+
     prompt_lookup: bool = True
     """Whether `goodput` may draft what followed the text's last tokens where they stood before, in
     the prompt or the text, instead of the exit head's tokens."""

@@ -293,9 +293,6 @@ class RoundStats:
     num_drafted: int
     num_accepted: int
     num_emitted: int
-    num_lookup_drafted: int
-    """Of the drafted tokens, those found by prompt lookup."""
-    num_lookup_accepted: int
     plan_s: float
     draft_s: float
     transfer_s: float
@@ -304,6 +301,9 @@ class RoundStats:
     """Time on verify rank 0, including its waits for the other ranks."""
     commit_s: float
     started_unix_s: float
+    num_lookup_drafted: int = 0
+    """Of the drafted tokens, those found by prompt lookup."""
+    num_lookup_accepted: int = 0
     sent_bytes: int = 0
     """To verify rank 0: header and hidden states."""
     received_bytes: int = 0

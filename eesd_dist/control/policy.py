@@ -52,7 +52,8 @@ class DraftPolicy:
         self._setup = ControlSetup(
             speculation=speculation, cost=cost, calibrator=calibrator, trees=trees
         )
-        self._learnt = LearntCost(cost) if cost is not None and speculation.learn else None
+        learns = speculation.learn and speculation.learn_costs
+        self._learnt = LearntCost(cost) if cost is not None and learns else None
         self._groups: dict[str, BatchController] = {}
         """Built when a request first names them, and kept with their state. Replaced and never
         mutated, since another thread may be iterating."""
@@ -66,7 +67,7 @@ class DraftPolicy:
         return self._setup.cost
 
     def observe_cost(self, cost: RoundCost) -> None:
-        """Learns from a finished round without prefill, unless `speculation.learn` is off."""
+        """Learns from a finished round without prefill, unless that is switched off."""
         if self._learnt is None or not self._learnt.observe(cost):
             return
         self._setup = replace(self._setup, cost=self._learnt.model)

@@ -89,6 +89,12 @@ class ServiceMetrics:
         self._drafts = self._counter("spec_decode_num_drafts", "Drafts verified.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Of those, accepted.")
+        self._looked_up = self._counter(
+            "spec_decode_num_lookup_draft_tokens", "Tokens drafted by prompt lookup."
+        )
+        self._looked_up_accepted = self._counter(
+            "spec_decode_num_lookup_accepted_tokens", "Of those, accepted."
+        )
         self._accepted_at = self._labelled_counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted, by draft position.", "position"
         )
@@ -128,6 +134,8 @@ class ServiceMetrics:
         self._drafts.inc(_num_drafts(stats))
         self._drafted.inc(stats.num_drafted)
         self._accepted.inc(stats.num_accepted)
+        self._looked_up.inc(stats.num_lookup_drafted)
+        self._looked_up_accepted.inc(stats.num_lookup_accepted)
         for position, count in enumerate(stats.accepted_by_position):
             self._accepted_at.labels(self._model_name, str(position)).inc(count)
         for stage in STAGES:

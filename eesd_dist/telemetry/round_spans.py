@@ -94,6 +94,7 @@ class RoundSpans:
             names.NUM_ROWS: stats.num_rows,
             names.PREFILL_ROWS: stats.num_prefill_rows,
             names.DRAFT_TOKENS: stats.num_drafted,
+            names.LOOKUP_TOKENS: stats.num_lookup_drafted,
             names.ACCEPTED_TOKENS: stats.num_accepted,
             names.EMITTED_TOKENS: stats.num_emitted,
         }
@@ -136,7 +137,14 @@ def _stages(stats: RoundStats) -> tuple[tuple[str, float, Attributes], ...]:
     """Returns name, seconds and attributes of each stage, in order."""
     return (
         (names.SPAN_PLAN, stats.plan_s, {}),
-        (names.SPAN_DRAFT, stats.draft_s, {names.DRAFT_TOKENS: stats.num_drafted}),
+        (
+            names.SPAN_DRAFT,
+            stats.draft_s,
+            {
+                names.DRAFT_TOKENS: stats.num_drafted,
+                names.LOOKUP_TOKENS: stats.num_lookup_drafted,
+            },
+        ),
         (
             names.SPAN_TRANSFER,
             stats.queued_s + stats.transfer_s,

@@ -69,7 +69,7 @@ def draw_setup(
         num_pages=max(num_needed, _likely(rng, pages)),
         prefix_caching=rng.random() < (0.75 if is_alone else 0.9),
         scheduler=SchedulerConfig(
-            max_running=_likely(rng, {1: 1, 2: 1, 3: 2, 4: 2, 6: 3, 8: 3, 12: 3, 16: 3}),
+            max_running=_likely(rng, {1: 4, 2: 1, 3: 2, 4: 2, 6: 3, 8: 3, 12: 3, 16: 3}),
             max_waiting=10_000,
             token_budget=_likely(rng, {2: 1, 8: 2, 16: 3, 40: 4, 64: 4, 256: 4, 512: 4}),
             prefill_chunk=_likely(rng, {1: 1, 3: 1, 5: 2, 16: 4, 24: 4, 64: 4, 256: 4}),
@@ -88,7 +88,8 @@ def _likely(rng: Random, weights: Mapping[int, int]) -> int:
 
 def _speculation(rng: Random, *, max_draft_tokens: int) -> SpeculationConfig:
     return SpeculationConfig(
-        controller=rng.choice(CONTROLLER_NAMES),
+        # Alone with prompt lookup: the others never draft what they find.
+        controller=rng.choice((*CONTROLLER_NAMES, *["goodput"] * 4)),
         max_draft_tokens=max_draft_tokens,
         draft_ahead=rng.random() < 0.7,
         tree=TreeConfig(
@@ -107,6 +108,7 @@ def _speculation(rng: Random, *, max_draft_tokens: int) -> SpeculationConfig:
         log_evidence=rng.random() < 0.3,
         seed=rng.randrange(1000),
         learn=rng.random() < 0.8,
+        learn_costs=False,  # decisions repeat
     )
 
 

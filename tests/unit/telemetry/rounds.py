@@ -20,6 +20,8 @@ _ROUND = RoundStats(
     verify_s=0.020,
     commit_s=0.001,
     started_unix_s=1_700_000_000.0,
+    num_lookup_drafted=3,
+    num_lookup_accepted=1,
     sent_bytes=4096,
     received_bytes=1024,
     verify_group=Traffic(sent_bytes=300, received_bytes=200, wait_s=0.004),

@@ -20,6 +20,8 @@ NAMES = {
     "eesd_spec_decode_num_drafts_total",
     "eesd_spec_decode_num_draft_tokens_total",
     "eesd_spec_decode_num_accepted_tokens_total",
+    "eesd_spec_decode_num_lookup_draft_tokens_total",
+    "eesd_spec_decode_num_lookup_accepted_tokens_total",
     "eesd_spec_decode_num_accepted_tokens_per_pos_total",
     "eesd_round_stage_seconds_bucket",
     "eesd_hop_bytes_total",
@@ -58,6 +60,8 @@ def test_rounds_add_up() -> None:
     assert value(page, "eesd_spec_decode_num_drafts_total") == 4
     assert value(page, "eesd_spec_decode_num_draft_tokens_total") == 14
     assert value(page, "eesd_spec_decode_num_accepted_tokens_total") == 8
+    assert value(page, "eesd_spec_decode_num_lookup_draft_tokens_total") == 6
+    assert value(page, "eesd_spec_decode_num_lookup_accepted_tokens_total") == 2
     by_position = [
         value(page, "eesd_spec_decode_num_accepted_tokens_per_pos_total", position=str(i))
         for i in range(4)

@@ -1,0 +1,296 @@
+"""A round's compiled calls against the same round step by step: equal to the last bit."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from eesd_dist.config import DType, EngineConfig, SchedulerConfig, SpeculationConfig
+from eesd_dist.control.chain_rule import REFUSAL, of_length
+from eesd_dist.control.cost import CostModel
+from eesd_dist.engine import draft_ranks, verify
+from eesd_dist.engine.build import build_draft_shard, build_local_engine, layout_of
+from eesd_dist.engine.core import EngineCore
+from eesd_dist.engine.draft_ranks import OwnShard
+from eesd_dist.engine.draft_run import RowSlice
+from eesd_dist.model.attention.rows import RowSegment
+from eesd_dist.model.cpu import calls
+from eesd_dist.page_table import PageTable
+from eesd_dist.sampling.row_rules import RowRule
+from eesd_dist.sampling.rule import draft_choice
+from eesd_dist.transport.group_handles import SingleGroup
+from eesd_dist.types import (
+    Outcome,
+    Request,
+    RequestId,
+    SamplingParams,
+    SpeculationParams,
+    TokenId,
+)
+from tests.unit.engine.conftest import MakeConfig
+
+PAGES = PageTable((4, 2, 9))
+KNOWN = list(range(5, 18))
+TOKEN, AT, SEED = 40, len(KNOWN), 3
+COST = CostModel(
+    draft_step_s=0.05, verify_s=tuple(1.0 + 0.05 * i for i in range(6)), round_s=0.1, guess_s=0.03
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Chain:
+    hidden_TD: torch.Tensor
+    tokens: list[int]
+    gaps: list[float]
+
+
+def shard_with_prompt(config: EngineConfig, *, num_read: int) -> tuple[OwnShard, RowSlice | None]:
+    """Returns a draft stage after a prompt, and the rows of it that its head has not read."""
+    shard = build_draft_shard(config, layout_of(config), SingleGroup())
+    with torch.inference_mode():
+        _, input_TE = shard.run_layers(KNOWN, [RowSegment(0, AT, PAGES)])
+        shard.run_head(input_TE[:num_read], [RowSegment(0, num_read, PAGES)])
+    return shard, RowSlice(input_TE, num_read, AT) if num_read < AT else None
+
+
+def rule_at(position: int, temperature: float) -> RowRule:
+    sampling = SamplingParams(temperature=temperature, seed=SEED)
+    return RowRule.of(sampling, position=position, num_prompt=AT)
+
+
+@torch.inference_mode()
+def by_steps(config: EngineConfig, length: int, temperature: float, *, num_read: int) -> Chain:
+    shard, lagging = shard_with_prompt(config, num_read=num_read)
+    assert shard.head is not None
+    rows, tokens, gaps, token = [], [], [], TOKEN
+    unread = [] if lagging is None else [lagging.tensor]
+    for step in range(length + 1):
+        at = AT + step
+        hidden_1D, input_1E = shard.run_layers([token], [RowSegment(at, 1, PAGES)])
+        rows.append(hidden_1D.clone())
+        unread.append(input_1E.clone())
+        if step == length:
+            break
+        input_ME = torch.cat(unread)
+        first = at + 1 - len(input_ME)
+        exit_MD = shard.run_head(input_ME, [RowSegment(first, len(input_ME), PAGES)])
+        choice = draft_choice(
+            shard.logits(exit_MD[-1:]),
+            [rule_at(at + 1, temperature)],
+            vocab_ids=shard.head.vocab_ids,
+        )
+        token, unread = int(choice.tokens[0, 0]), []
+        tokens.append(token)
+        gaps.append(float(choice.gaps[0]))
+    return Chain(hidden_TD=torch.cat(rows), tokens=tokens, gaps=gaps)
+
+
+def in_one_call(config: EngineConfig, length: int, temperature: float, *, num_read: int) -> Chain:
+    shard, lagging = shard_with_prompt(config, num_read=num_read)
+    assert shard.chain is not None
+    found = shard.chain.draft(
+        TOKEN,
+        at=AT,
+        pages=PAGES,
+        lagging=lagging,
+        rule=of_length(length),
+        most=length,
+        seed=SEED,
+        temperature=temperature,
+    )
+    assert found.report.num_drafted == len(found.tokens) == length
+    return Chain(hidden_TD=found.hidden_TD, tokens=found.tokens, gaps=found.gaps)
+
+
+def assert_equal(found: Chain, expected: Chain) -> None:
+    assert found.tokens == expected.tokens
+    assert found.gaps == expected.gaps
+    assert torch.equal(found.hidden_TD, expected.hidden_TD)
+
+
+@pytest.mark.parametrize("num_read", [AT, 9])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("head", ["sometimes", "truncated"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_chain_is_what_its_steps_draft(
+    dtype: DType, head: str, temperature: float, num_read: int, make_config: MakeConfig
+) -> None:
+    config = make_config(head, dtype=dtype)
+    for length in (0, 1, 6):
+        expected = by_steps(config, length, temperature, num_read=num_read)
+        assert_equal(in_one_call(config, length, temperature, num_read=num_read), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads_change_no_bit_of_a_chain(
+    dtype: DType, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(dtype=dtype)
+    expected = in_one_call(config, 5, 0.8, num_read=9)
+    monkeypatch.setattr(calls, "_WORTH_A_THREAD", 1)
+    for num_threads in (2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        assert_equal(in_one_call(config, 5, 0.8, num_read=9), expected)
+
+
+def test_tokens_that_are_given_get_the_rows_of_tokens_that_were_drafted(
+    make_config: MakeConfig,
+) -> None:
+    config = make_config()
+    drafted = in_one_call(config, 5, 0.8, num_read=AT)
+    shard, _ = shard_with_prompt(config, num_read=AT)
+    assert shard.chain is not None
+    given = shard.chain.draft(
+        TOKEN,
+        given=drafted.tokens,
+        at=AT,
+        pages=PAGES,
+        lagging=None,
+        rule=of_length(0),
+        most=5,
+        seed=SEED,
+        temperature=0.8,
+    )
+    assert torch.equal(given.hidden_TD, drafted.hidden_TD)
+    assert given.report.means == ()
+
+
+def test_a_guess_that_is_not_taken_is_told(make_config: MakeConfig) -> None:
+    shard, _ = shard_with_prompt(make_config(), num_read=AT)
+    assert shard.chain is not None
+    found = shard.chain.draft(
+        TOKEN,
+        at=AT,
+        pages=PAGES,
+        lagging=None,
+        rule=REFUSAL,
+        most=1,
+        seed=SEED,
+        temperature=0.0,
+    )
+    assert found.report.num_drafted == 0
+    assert len(found.report.means) == len(found.tokens) == 1
+    assert len(found.hidden_TD) == 1
+
+
+def test_where_products_are_not_compiled_there_is_no_compiled_chain(
+    make_config: MakeConfig,
+) -> None:
+    for config in (make_config(numerics="fast"), make_config(dtype="float16")):
+        shard = build_draft_shard(config, layout_of(config), SingleGroup())
+        assert shard.chain is None
+
+
+def serve(engine: EngineCore, requests: Sequence[Request]) -> tuple[list[TokenId], list[Outcome]]:
+    """Serves all requests; returns their tokens and the outcomes of all rounds."""
+    tokens: list[TokenId] = []
+    outcomes: list[Outcome] = []
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        result = engine.step(wait_s=0.0)
+        tokens += [token for emission in result.emissions for token in emission.tokens]
+        outcomes += result.outcomes
+    return tokens, outcomes
+
+
+def one_by_one(
+    engine: EngineCore, temperature: float, **speculation: object
+) -> tuple[list[TokenId], list[Outcome]]:
+    rng = random.Random(11)
+    tokens: list[TokenId] = []
+    outcomes: list[Outcome] = []
+    for number in range(5):
+        phrase = [TokenId(rng.randrange(3, 96)) for _ in range(rng.randrange(3, 9))]
+        request = Request(
+            request_id=RequestId(f"{number}"),
+            prompt=tuple(phrase * 3),
+            sampling=SamplingParams(temperature=temperature, max_tokens=40, seed=number),
+            speculation=SpeculationParams(**speculation),  # type: ignore[arg-type]
+        )
+        found, judged = serve(engine, [request])
+        tokens += found
+        outcomes += judged
+    return tokens, outcomes
+
+
+def engine_of(config: EngineConfig) -> EngineCore:
+    return build_local_engine(config, cost=COST)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("controller", ["goodput", "fixed", "ema", "ucb", "smartspec"])
+def test_rounds_draft_and_decide_as_they_do_step_by_step(
+    controller: str, temperature: float, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculation = SpeculationConfig(
+        max_draft_tokens=5, controller=controller, learn_costs=False, seed=8
+    )
+    config = make_config(speculation=speculation)
+    compiled = engine_of(config)
+    assert compiled.draft_stage.chain is not None
+    tokens, outcomes = one_by_one(compiled, temperature)
+    monkeypatch.setattr(draft_ranks, "chain_of", lambda *_: None)
+    monkeypatch.setattr(verify, "verifier_of", lambda *_: None)
+    stepwise = engine_of(config)
+    assert stepwise.draft_stage.chain is None
+    expected, expected_outcomes = one_by_one(stepwise, temperature)
+    assert tokens == expected
+    assert outcomes == expected_outcomes
+    assert sum(outcome.num_accepted for outcome in outcomes) > 20
+    assert any(outcome.is_lookup for outcome in outcomes) == (controller == "goodput")
+    assert tokens == one_by_one(stepwise, temperature, mode="off")[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batches_are_verified_as_they_are_step_by_step(
+    dtype: DType, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains, trees and prefill chunks, greedy, with noise and filtered, in one batch."""
+    config = make_config(
+        dtype=dtype,
+        scheduler=SchedulerConfig(prefill_chunk=7),
+        speculation=SpeculationConfig(max_draft_tokens=5, learn_costs=False, seed=8),
+    )
+    requests = [
+        Request(
+            request_id=RequestId(f"{number}"),
+            prompt=tuple(TokenId(3 + (number * 7 + i) % 90) for i in range(4 + 5 * number)),
+            sampling=SamplingParams(
+                temperature=(0.0, 0.7, 1.2)[number % 3],
+                max_tokens=20 + number,
+                seed=number,
+            ),
+            speculation=SpeculationParams(tree="static" if number % 4 == 3 else "none"),
+        )
+        for number in range(7)
+    ]
+    tokens, outcomes = serve(engine_of(config), requests)
+    monkeypatch.setattr(draft_ranks, "chain_of", lambda *_: None)
+    monkeypatch.setattr(verify, "verifier_of", lambda *_: None)
+    assert serve(engine_of(config), requests) == (tokens, outcomes)
+
+
+def test_choices_that_are_filtered_or_reported_go_step_by_step(make_config: MakeConfig) -> None:
+    engine = engine_of(make_config())
+    prompt = tuple(TokenId(token) for token in KNOWN)
+    texts = []
+    for mode in ("off", "auto"):
+        for number, changes in enumerate(
+            ({"top_p": 0.8}, {"logit_bias": ((7, 2.0),)}, {"top_logprobs": 2}, {"min_tokens": 9})
+        ):
+            sampling = dataclasses.replace(
+                SamplingParams(temperature=0.9, max_tokens=20, seed=5, stop_token_ids=(2, 40, 60)),
+                **changes,  # type: ignore[arg-type]
+            )
+            request = Request(
+                request_id=RequestId(f"{mode}-{number}"),
+                prompt=prompt,
+                sampling=sampling,
+                speculation=SpeculationParams(mode=mode),  # type: ignore[arg-type]
+            )
+            texts.append(serve(engine, [request])[0])
+    assert texts[:4] == texts[4:]
+    assert len({tuple(text) for text in texts}) > 1

@@ -1,0 +1,68 @@
+"""Prompt lookup: earlier occurrences of a text's last tokens."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eesd_dist.engine.ngrams import MOST_CONTEXT, Match, NgramIndex
+from eesd_dist.types import TokenId
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def _tokens(text: str) -> list[TokenId]:
+    return [TokenId(ord(letter)) for letter in text]
+
+
+def _match(text: str, limit: int) -> tuple[int, str] | None:
+    found = NgramIndex().match(_tokens(text), limit)
+    return None if found is None else (found.context, "".join(map(chr, found.tokens)))
+
+
+def test_it_finds_what_followed_the_last_tokens_before() -> None:
+    assert _match("the cat sat. the c", 3) == (5, "at ")
+    assert _match("no pair twice", 3) is None
+    assert _match("a", 3) is None
+    assert _match("", 3) is None
+    assert _match("the cat. the c", 0) is None
+
+
+def test_the_longest_context_wins_and_of_equal_ones_the_latest() -> None:
+    assert _match("xabc1 yabc2 zbc3 xabc", 1) == (4, "1")
+    assert _match("1abc1 2abc2 3abc", 1) == (3, "2")
+
+
+def test_at_the_end_of_the_text_what_repeats_itself_goes_on() -> None:
+    assert _match("ababab", 5) == (4, "ababa")
+    assert _match("zzz", 4) == (2, "zzzz")
+
+
+@given(texts, st.integers(1, 8))
+def test_every_match_is_one_however_the_text_came(text: list[int], limit: int) -> None:
+    tokens = [TokenId(token) for token in text]
+    index = NgramIndex()
+    grown = [index.match(tokens[:end], limit) for end in range(1, len(tokens) + 1)][-1]
+    found = NgramIndex().match(tokens, limit)
+    assert found == grown
+    places = [
+        place for place in range(1, len(tokens) - 1) if tokens[place - 1 : place + 1] == tokens[-2:]
+    ]
+    assert (found is None) == (not places or len(tokens) < 2)
+    if found is None:
+        return
+    assert len(found.tokens) == limit
+    following = [_followed(tokens, place, found) for place in places]
+    assert any(following)
+
+
+def _followed(tokens: list[TokenId], place: int, found: Match) -> bool:
+    context = tokens[: place + 1][-found.context :]
+    goes_on = [*tokens, *found.tokens][place + 1 : place + 1 + len(found.tokens)]
+    return context == tokens[-found.context :] and goes_on == found.tokens
+
+
+def test_a_long_prompt_is_read_over_several_rounds() -> None:
+    tokens = _tokens("abcd" * 1_000)
+    index = NgramIndex()
+    assert index.match(tokens, 2) is None
+    found = index.match(tokens, 2)
+    assert found == Match(MOST_CONTEXT, _tokens("ab"))
