@@ -6,7 +6,7 @@ hindsight, by the same figures it is then compared with: noise is in its favour.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from eesd_dist.bench.charts.pictures import draw_all
@@ -135,10 +135,24 @@ class Bench:
         finally:
             engine.close()
 
-    def engine(self, cost: CostModel | None) -> EngineCore:
-        return build_local_engine(
-            self.config, book=BeliefBook(max_workloads=4096), cost=cost or self.cost
-        )
+    def engine(self) -> EngineCore:
+        return build_local_engine(self.config, book=BeliefBook(max_workloads=4096), cost=self.cost)
+
+    def learn_cost(self) -> CostModel:
+        """Returns the costs that rounds of drafted and of plain texts have shown."""
+        engine = self.engine()
+        try:
+            first_of = {
+                text.workload: number for number, text in reversed(list(enumerate(self.texts)))
+            }
+            crowds: list[Crowd] = [(Guest(text=number),) for number in first_of.values()]
+            Track(engine, self.texts).race(
+                [crowds], [PLAIN, Variant(label="goodput", controller="goodput")]
+            )
+            assert engine.cost is not None
+            return engine.cost
+        finally:
+            engine.close()
 
 
 def race_live(
@@ -235,6 +249,8 @@ def main(options: ControlOptions) -> None:
     if options.traces is not None and options.record is not None:
         raise ConfigError("--traces replays a recording and --record makes one: use one of them")
     bench = _bench(options, QUICK if options.quick else FULL)
+    if bench.cost is None:
+        bench = replace(bench, cost=bench.learn_cost())
     traces, findings, judge = None, None, None
     if options.only != "live":
         traces = _traces(options, bench, say)
@@ -248,11 +264,9 @@ def main(options: ControlOptions) -> None:
         say_replay(findings, say)
     elif options.record is not None:
         _traces(options, bench, say)
-    races, cost = None, traces.cost if traces is not None else bench.cost
+    races, cost = None, bench.cost
     if options.only != "replay":
-        # Cost measured while recording is reused; a file's figures may be from another machine.
-        engine = bench.engine(traces.cost if traces is not None and not options.traces else None)
-        cost = engine.cost
+        engine = bench.engine()
         try:
             races = race_live(bench, engine, findings, say=say)
         finally:
@@ -356,7 +370,10 @@ def _config(options: ControlOptions, prompts: Sequence[Prompt], max_tokens: int)
         ),
         scheduler=SchedulerConfig(max_running=_MAX_RUNNING, max_waiting=1 << 20),
         speculation=SpeculationConfig(
-            max_draft_tokens=ceiling, fixed_length=ceiling, seed=options.seed
+            max_draft_tokens=ceiling,
+            fixed_length=ceiling,
+            seed=options.seed,
+            prompt_lookup=False,  # judged are the rules that stop the exit head
         ),
         parallel=ParallelConfig(num_threads=options.threads),
     )

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from eesd_dist.control.cost import CostModel
 
-_RATIO_STD = 0.3
+_RATIO_STD = 0.6
 _EXTRA_STD = 0.3
-"""Of the prior, the second one as a share of the profile's smallest time."""
+"""Of the prior, the second one as a share of a round without drafts."""
 _DRIFT_ROUNDS = 200
 """After so many rounds without news the prior's uncertainty is reached again."""
 _NOISE = 0.15
@@ -42,10 +42,11 @@ class RoundCost:
 class Line:
     """seconds = ratio * profile + extra, as far as it is known."""
 
-    def __init__(self, *, smallest_s: float) -> None:
+    def __init__(self, *, round_s: float) -> None:
+        """`round_s`: a round without drafts, by the profile."""
         self.ratio, self.extra = 1.0, 0.0
-        self._floor = smallest_s
-        self._widest = (_RATIO_STD**2, (_EXTRA_STD * smallest_s) ** 2)
+        self._floor = round_s
+        self._widest = (_RATIO_STD**2, (_EXTRA_STD * round_s) ** 2)
         self._var_ratio, self._var_extra = self._widest
         self._covariance = 0.0
 
@@ -59,7 +60,7 @@ class Line:
         gain_ratio = self._var_ratio * profile_s + self._covariance
         gain_extra = self._covariance * profile_s + self._var_extra
         spread = gain_ratio * profile_s + gain_extra
-        noise = (_NOISE * (abs(forecast) + self._floor)) ** 2
+        noise = (_NOISE * max(abs(forecast), 0.2 * self._floor)) ** 2
         edge = _EDGE * math.sqrt(noise + spread)
         off = min(max(seconds - forecast, -edge), edge) / (spread + noise)
         self.ratio = max(self.ratio + gain_ratio * off, 0.05)
@@ -82,8 +83,8 @@ class LearntCost:
 
     def __init__(self, profile: CostModel) -> None:
         self._profile = profile
-        self._drafting = Line(smallest_s=profile.round_s or profile.verify_s[0])
-        self._verifying = Line(smallest_s=profile.verify_s[0])
+        self._drafting = Line(round_s=profile.seconds(0))
+        self._verifying = Line(round_s=profile.seconds(0))
         self.model = profile
         """The costs as learnt, renewed when a round's time has changed noticeably."""
 

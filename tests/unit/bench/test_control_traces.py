@@ -44,6 +44,8 @@ def config(model: Path, *, ceiling: int = CEILING, log_evidence: bool = False) -
             fixed_length=ceiling,
             log_evidence=log_evidence,
             stop_rule="optimal",
+            learn_costs=False,
+            prompt_lookup=False,
         ),
     )
 

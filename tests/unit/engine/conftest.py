@@ -55,7 +55,7 @@ def make_config(target: Path, heads: dict[str, Path]) -> MakeConfig:
             model=ModelConfig(path=target, head=heads[head], dtype=dtype, numerics=numerics),
             cache=CacheConfig(num_pages=num_pages, page_size=page_size),
             scheduler=scheduler or SchedulerConfig(prefill_chunk=24),
-            speculation=speculation or SpeculationConfig(max_draft_tokens=5),
+            speculation=speculation or SpeculationConfig(max_draft_tokens=5, learn_costs=False),
         )
 
     return make

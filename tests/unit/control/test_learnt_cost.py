@@ -1,0 +1,124 @@
+"""Costs learnt from rounds, with the start-up profile as the prior."""
+
+from random import Random
+
+import pytest
+
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.control import Belief, Calibrator, CostModel
+from eesd_dist.control.learnt_cost import LearntCost, RoundCost
+from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.types import RequestId
+
+PROFILE = CostModel(
+    draft_step_s=0.05e-3,
+    verify_s=tuple((1.0 + 0.15 * i) * 1e-3 for i in range(9)),
+    round_s=0.1e-3,
+    guess_s=0.03e-3,
+)
+"""As measured in a loop, with everything in the processor's caches."""
+REAL = CostModel(
+    draft_step_s=0.12e-3,
+    verify_s=tuple((1.4 + 0.12 * i) * 1e-3 for i in range(9)),
+    round_s=0.5e-3,
+    guess_s=0.07e-3,
+)
+
+
+def a_round(cost: CostModel, length: int, *, noise: float = 1.0) -> RoundCost:
+    return RoundCost(
+        levels=(1,) * length,
+        num_rows=1 + length,
+        num_requests=1,
+        verify_s=noise * cost.verify(length),
+        other_s=noise * (cost.round_s + length * cost.draft_step_s),
+    )
+
+
+def after(cost: CostModel, num_rounds: int, *, spread: float, lengths: int = 9) -> CostModel:
+    learnt, rng = LearntCost(PROFILE), Random(4)
+    for _ in range(num_rounds):
+        noise = rng.lognormvariate(0.0, spread)
+        learnt.observe(a_round(cost, rng.randrange(lengths), noise=noise))
+    return learnt.model
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.15])
+def test_it_learns_what_rounds_cost(spread: float) -> None:
+    found = after(REAL, 150, spread=spread)
+    for length in range(9):
+        assert found.seconds(length) == pytest.approx(REAL.seconds(length), rel=0.05)
+    longer = found.seconds(8) - found.seconds(0)
+    assert longer == pytest.approx(REAL.seconds(8) - REAL.seconds(0), rel=0.15)
+
+
+def test_a_profile_that_is_right_stays() -> None:
+    assert after(PROFILE, 100, spread=0.01).seconds(4) == pytest.approx(
+        PROFILE.seconds(4), rel=0.03
+    )
+
+
+def test_what_was_never_drafted_keeps_the_price_of_the_profile() -> None:
+    found = after(REAL, 300, spread=0.1, lengths=1)
+    assert found.seconds(0) == pytest.approx(REAL.seconds(0), rel=0.08)
+    step_s = found.draft_step_s
+    assert step_s == pytest.approx(PROFILE.draft_step_s, rel=0.01)
+
+
+def test_a_disturbance_moves_little_and_does_not_stay() -> None:
+    learnt, rng = LearntCost(PROFILE), Random(9)
+    for _ in range(100):
+        learnt.observe(a_round(REAL, rng.randrange(9)))
+    before = learnt.model.seconds(4)
+    learnt.observe(a_round(REAL, 4, noise=100.0))
+    assert learnt.model.seconds(4) < 1.3 * before
+    for _ in range(40):
+        learnt.observe(a_round(REAL, rng.randrange(9)))
+    assert learnt.model.seconds(4) == pytest.approx(before, rel=0.05)
+
+
+def test_a_machine_that_became_slower_is_noticed() -> None:
+    learnt, rng = LearntCost(PROFILE), Random(9)
+    for _ in range(200):
+        learnt.observe(a_round(REAL, rng.randrange(9)))
+    for _ in range(200):
+        learnt.observe(a_round(REAL, rng.randrange(9), noise=1.6))
+    assert learnt.model.seconds(4) == pytest.approx(1.6 * REAL.seconds(4), rel=0.05)
+
+
+def test_costs_are_costs_whatever_is_observed() -> None:
+    learnt, rng = LearntCost(PROFILE), Random(2)
+    for _ in range(500):
+        length = rng.randrange(9)
+        seconds = rng.choice((0.0, 1e-9, 1e3))
+        learnt.observe(
+            RoundCost(
+                levels=(1,) * length,
+                num_rows=1 + length,
+                num_requests=1,
+                verify_s=seconds,
+                other_s=seconds,
+            )
+        )
+        model = learnt.model
+        assert model.draft_step_s > 0
+        assert model.round_s >= 0
+        assert min(model.verify_s) > 0
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_goodput_drafts_by_the_costs_it_has_seen(learns: bool) -> None:
+    """A profile in which nothing pays, and rounds in which drafts are nearly free."""
+    dear = CostModel(draft_step_s=2.0, verify_s=tuple(1.0 + 2.0 * i for i in range(9)))
+    cheap = CostModel(draft_step_s=0.01, verify_s=tuple(1.0 + 0.02 * i for i in range(9)))
+    policy = DraftPolicy(
+        speculation=SpeculationConfig(learn_costs=learns),
+        cost=dear,
+        calibrator=Calibrator(log_gap=1.0, logit_top1=0.0),
+    )
+    request = RequestId("one")
+    policy.admit(request, None, Belief(alpha=90.0, beta=10.0))
+    for length in (0, 1, 2, 3) * 100:
+        policy.observe_cost(a_round(cheap, length))
+    policy.begin_round([request])
+    assert (policy.worth_a_guess([request]) == {request}) == learns
