@@ -191,8 +191,8 @@ class DraftStage:
         )
 
     def _chain_for(self, runs: Sequence[DraftRun]) -> "ChainDrafter | None":
-        """Returns the compiled call that can do this round: one known row of one request, whose
-        tokens are chosen among all and have no alternatives."""
+        """Returns the compiled call that can do this round: one known row of one request, with
+        tokens chosen among all and without alternatives."""
         chain = self._compute.chain
         if chain is None or len(runs) != 1 or self._rejection or self._log_evidence:
             return None

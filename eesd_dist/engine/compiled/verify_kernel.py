@@ -27,7 +27,7 @@ from eesd_dist.sampling.compiled_rule import Floats, best_of_row, choice_words
 
 _FLOAT_BYTES = 4
 NUM_ROWS = MOST_ROWS
-"""Rows whose logits are in memory at a time."""
+"""Rows with logits in memory at a time."""
 
 _run_layers = layers_kernel()
 
