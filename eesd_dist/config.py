@@ -167,7 +167,8 @@ class SpeculationConfig(Section):
     """Whether drafting continues past the last drafted token while one microbatch is verified."""
 
     learn_costs: bool = True
-    """Whether the seconds of finished rounds correct the start-up profile."""
+    """Whether the seconds of finished rounds correct the start-up profile; a `cost_file` is never
+    corrected."""
 
     prompt_lookup: bool = True
     """Whether `goodput` may draft what followed the text's last tokens where they stood before, in

@@ -3,8 +3,9 @@
 A profile is measured in seconds on an idle machine: one noisy sample, with everything in the
 processor's caches. A round's own statistics correct it for as long as the process lives. Drafting
 and verifying are each a line over the profile's figure, seconds = ratio * profile + extra, tracked
-by a Kalman filter with a drifting state (a random walk); a time far from the forecast counts as one at
-the edge, so that a disturbance moves little and is forgotten. Independent of clocks and requests.
+by a Kalman filter with a drifting state (a random walk); a time far from the forecast counts as one
+at the edge, so that a disturbance moves little and is forgotten. Independent of clocks and
+requests.
 """
 
 import math

@@ -52,7 +52,7 @@ class DraftPolicy:
         self._setup = ControlSetup(
             speculation=speculation, cost=cost, calibrator=calibrator, trees=trees
         )
-        learns = speculation.learn and speculation.learn_costs
+        learns = speculation.learn and speculation.learn_costs and speculation.cost_file is None
         self._learnt = LearntCost(cost) if cost is not None and learns else None
         self._groups: dict[str, BatchController] = {}
         """Built when a request first names them, and kept with their state. Replaced and never

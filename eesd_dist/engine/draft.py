@@ -13,14 +13,13 @@ on queues, replies, channels or the number of ranks.
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from eesd_dist.config import TreeConfig
 from eesd_dist.control.chain_rule import ChainReport, ChainRule, of_length
-from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft_ranks import DraftCompute
 from eesd_dist.engine.draft_run import (
@@ -33,14 +32,12 @@ from eesd_dist.engine.draft_run import (
     one_slice,
     roll_back,
 )
+from eesd_dist.engine.guesses import Guess, Guesser, offer_of
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.model.span import LlamaSpan
-from eesd_dist.sampling.evidence import top1_probs
-from eesd_dist.sampling.rejection import draft_sample
-from eesd_dist.sampling.row_rules import RowRule, chooses_by_score, noise_temperature
-from eesd_dist.sampling.rule import draft_choice
+from eesd_dist.sampling.row_rules import chooses_by_score, noise_temperature
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.types import Evidence, RequestId
@@ -59,24 +56,6 @@ class DraftedRound:
     runs: tuple[DraftRun, ...]
     hidden_TD: Tensor
     draft_probs_KV: Tensor | None
-
-
-class _Guess(NamedTuple):
-    """A candidate and its place in its run's draft."""
-
-    run: DraftRun
-    parent: int
-    rank: int
-    candidate: Candidate
-
-
-class _Guesses(NamedTuple):
-    """The exit head's best tokens at A frontier tokens."""
-
-    tokens_AB: list[list[int]]
-    scores_AB: list[list[float]]
-    gaps_A: list[float]
-    probs_AV: Tensor | None
 
 
 class DraftStage:
@@ -98,7 +77,7 @@ class DraftStage:
         self.device = device
         self._rejection = rejection
         self._log_evidence = log_evidence
-        self._tree = tree or TreeConfig()
+        self._guesser = Guesser(compute, tree=tree or TreeConfig(), rejection=rejection)
         self._states: dict[RequestId, DraftState] = {}
         self._ahead_of: set[RequestId] = set()
 
@@ -336,9 +315,9 @@ class DraftStage:
                 or policy.needs_probs([run.request_id for run in active])
             )
             guesses = self._guesses(active, with_probs=with_probs)
-            taken: list[_Guess] = []
+            taken: list[Guess] = []
             for guess, is_taken in zip(
-                guesses, policy.choose([_offer(guess) for guess in guesses]), strict=True
+                guesses, policy.choose([offer_of(guess) for guess in guesses]), strict=True
             ):
                 if is_taken:
                     taken.append(guess)
@@ -360,7 +339,7 @@ class DraftStage:
                 self._catch_up([run])
         return going_on
 
-    def _take(self, taken: list[_Guess]) -> None:
+    def _take(self, taken: list[Guess]) -> None:
         """Computes the taken candidates, one row each through layers [0, N), grouped by run."""
         fresh: dict[int, tuple[DraftRun, list[int]]] = {}
         for run, parent, rank, candidate in taken:
@@ -382,7 +361,7 @@ class DraftStage:
             run.note_level(RowSlice(hidden_AD, at, end), RowSlice(input_AE, at, end))
             at = end
 
-    def _guesses(self, runs: list[DraftRun], *, with_probs: bool) -> list[_Guess]:
+    def _guesses(self, runs: list[DraftRun], *, with_probs: bool) -> list[Guess]:
         """Returns guesses after each run's frontier, run by run: for a chain one, for a tree the
         best ones of each token, first choices first, up to the tree's room."""
         missing = [run for run in runs if not run.prefetched]
@@ -391,82 +370,15 @@ class DraftStage:
         for run in runs:
             if run.prefetched:
                 (frontier_node,) = run.frontier
-                found[id(run)] = [_Guess(run, frontier_node, 0, run.prefetched.popleft())]
+                found[id(run)] = [Guess(run, frontier_node, 0, run.prefetched.popleft())]
         return [guess for run in runs for guess in found[id(run)]]
 
-    def _guess(self, runs: list[DraftRun], *, with_probs: bool) -> list[list[_Guess]]:
+    def _guess(self, runs: list[DraftRun], *, with_probs: bool) -> list[list[Guess]]:
         """Draws the exit head's next tokens for each run, with the noise the verifier will use."""
         behind = [run for run in runs if run.is_unseen]
         if behind:
             self._catch_up(behind)
-        exit_rows = [run.exit_AD for run in runs if run.exit_AD is not None]
-        assert len(exit_rows) == len(runs)
-        logits_AV = self._compute.logits(joined(exit_rows))
-        widths = [
-            self._tree.width_at(run.depth_of(run.frontier[0]), run.item.live.tree) for run in runs
-        ]
-        rules = [self._rule(run, frontier_node) for run in runs for frontier_node in run.frontier]
-        depths = [run.depth_of(frontier_node) for run in runs for frontier_node in run.frontier]
-        drawn = self._draw(logits_AV, rules, depths, width=max(widths))
-        probs = top1_probs(logits_AV) if with_probs else [1.0] * len(rules)
-        evidence = [
-            Evidence(
-                depth=depths[at],
-                top1_prob=probs[at],
-                temperature=rules[at].noise_temperature,
-                gap=drawn.gaps_A[at],
-            )
-            for at in range(len(rules))
-        ]
-        guesses: list[list[_Guess]] = []
-        first = 0
-        for run, width in zip(runs, widths, strict=True):
-            ours = [
-                _Guess(
-                    run,
-                    frontier_node,
-                    rank,
-                    Candidate(
-                        token=drawn.tokens_AB[at][rank],
-                        evidence=evidence[at],
-                        probs_V=None if drawn.probs_AV is None else drawn.probs_AV[at],
-                    ),
-                )
-                for rank in range(min(width, len(drawn.tokens_AB[first])))
-                for at, frontier_node in enumerate(run.frontier, start=first)
-                if rank == 0 or drawn.scores_AB[at][rank] > -torch.inf
-            ]
-            guesses.append(ours[: run.room] if run.is_tree else ours)
-            first += len(run.frontier)
-        return guesses
-
-    def _draw(
-        self, logits_AV: Tensor, rules: list[RowRule], depths: list[int], *, width: int
-    ) -> _Guesses:
-        assert self.head is not None
-        if self._rejection:
-            sample = draft_sample(
-                logits_AV,
-                rules,
-                depths,
-                vocab_ids=self.head.vocab_ids,
-                vocab_size=self.span.spec.vocab_size,
-            )
-            tokens_AB = [[token] for token in sample.tokens.tolist()]
-            return _Guesses(tokens_AB, [[0.0]] * len(rules), [0.0] * len(rules), sample.probs)
-        width = min(width, logits_AV.shape[-1])
-        choice = draft_choice(logits_AV, rules, vocab_ids=self.head.vocab_ids, width=width)
-        return _Guesses(choice.tokens.tolist(), choice.scores.tolist(), choice.gaps.tolist(), None)
-
-    def _rule(self, run: DraftRun, frontier_node: int) -> RowRule:
-        live = run.item.live
-        sampling = live.request.sampling
-        return RowRule.of(
-            sampling,
-            position=run.first_position + run.depth_of(frontier_node),
-            num_prompt=live.num_prompt,
-            history=(*live.tokens, *run.tokens_to(frontier_node)) if sampling.needs_history else (),
-        )
+        return self._guesser.guess(runs, with_probs=with_probs)
 
     def go_ahead(
         self, drafted: DraftedRound, policy: DraftPolicy, *, until: Callable[[], bool]
@@ -573,14 +485,3 @@ def _rows_to_keep(runs: Sequence[DraftRun]) -> LayerRows | None:
     wanted = [run.item.live.request.features for run in runs]
     exits = {layer for spec in wanted if spec is not None for layer in spec.exits}
     return LayerRows(exits) if exits else None
-
-
-def _offer(guess: _Guess) -> Offer:
-    run, parent, rank, candidate = guess
-    return Offer(
-        request_id=run.request_id,
-        evidence=candidate.evidence,
-        parent=parent,
-        rank=rank,
-        shape=run.item.live.tree,
-    )

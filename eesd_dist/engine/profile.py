@@ -17,7 +17,7 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.chain_rule import REFUSAL, of_length
 from eesd_dist.control.cost import CostModel
-from eesd_dist.control.isotonic import isotonic
+from eesd_dist.control.fits.isotonic import isotonic
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft import DraftStage
 from eesd_dist.page_table import PageTable

@@ -8,7 +8,7 @@ import pytest
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
-from eesd_dist.control.fitting import fit_calibrator
+from eesd_dist.control.fits.fitting import fit_calibrator
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.types import Branch, Outcome, RequestId

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eesd_dist.control.isotonic import isotonic
+from eesd_dist.control.fits.isotonic import isotonic
 
 GRID = [i / 4 for i in range(9)]
 

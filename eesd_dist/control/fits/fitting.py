@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eesd_dist.control.calibrator import FEATURES, Calibrator, features
-from eesd_dist.control.isotonic import isotonic
+from eesd_dist.control.fits.isotonic import isotonic
 from eesd_dist.types import Evidence
 
 Array = npt.NDArray[np.float64]

@@ -1,0 +1,1 @@
+"""Fits of the calibration: a logistic regression and a monotone curve."""
