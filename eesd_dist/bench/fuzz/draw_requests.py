@@ -52,7 +52,7 @@ def draw_speculation(rng: Random) -> SpeculationParams:
     if rng.random() < 0.1:
         return SpeculationParams(mode="off")
     return SpeculationParams(
-        controller=rng.choice((None, *CONTROLLER_NAMES)),
+        controller=rng.choice((*[None] * 6, *CONTROLLER_NAMES)),
         max_draft_tokens=rng.choice((None, None, None, 0, 1, 2, 5, 64)),
         tree=rng.choice((None, None, *SHAPES)),
     )
@@ -76,8 +76,8 @@ def _prompt(
         beginning = rng.choice(beginnings)
         cut = rng.choice((len(beginning), rng.randint(1, len(beginning))))
         return (*beginning[:cut], *_tokens(rng, vocab_size, rng.randint(0, 12)))[:most]
-    if kind < 0.5:  # a few tokens, repeated
-        few = _tokens(rng, vocab_size, rng.randint(1, 3))
+    if kind < 0.5:  # a few tokens, repeated, which prompt lookup finds
+        few = _tokens(rng, vocab_size, rng.randint(1, 9))
         return (few * most)[: rng.randint(2, min(most, 40))]
     if kind < 0.6:
         return _tokens(rng, vocab_size, rng.randint(3, most))
@@ -97,9 +97,17 @@ def _sampling(rng: Random, model: KnownModel, *, room: int) -> SamplingParams:
         stops |= set(model.spec.eos_token_ids)
     if rng.random() < 0.2:
         stops |= {rng.randrange(vocab_size) for _ in range(rng.randint(1, 2))}
+    temperature = rng.choice((0.0, 0.0, 1e-6, 0.2, 0.7, 0.7, 1.0, 1.0, 1.5, rng.uniform(0, 2)))
+    if rng.random() < 0.4:  # compiled calls draft and verify these only
+        return SamplingParams(
+            temperature=temperature,
+            seed=rng.randrange(-(2**63), 2**64),
+            max_tokens=most,
+            stop_token_ids=tuple(sorted(stops)),
+        )
     has_filters, has_penalties = rng.random() < 0.5, rng.random() < 0.35
     return SamplingParams(
-        temperature=rng.choice((0.0, 0.0, 1e-6, 0.2, 0.7, 0.7, 1.0, 1.0, 1.5, rng.uniform(0, 2))),
+        temperature=temperature,
         top_p=rng.choice((1.0, 0.95, 0.9, 0.5, 0.05, rng.uniform(0.01, 1))) if has_filters else 1.0,
         top_k=rng.choice((0, 0, 1, 2, 5, 40, vocab_size + 7)) if has_filters else 0,
         min_p=rng.choice((0.0, 0.0, 0.02, 0.2, 1.0)) if has_filters else 0.0,
