@@ -8,7 +8,7 @@ of the kernel only.
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
@@ -45,14 +45,12 @@ def inner(function: F) -> F:
     return compiled
 
 
-def portable(function: F) -> F:
-    """Lets a function of numbers be called from Python, as it is, and from kernels, compiled."""
-    if not can_compile():
-        return function
+def use_in_kernels(functions: Iterable[Callable[..., object]]) -> None:
+    """Lets kernels call functions of numbers, compiled; Python calls them as they are."""
     from numba.extending import register_jitable
 
-    usable: F = register_jitable(error_model="numpy")(function)
-    return usable
+    for function in functions:
+        register_jitable(error_model="numpy")(function)
 
 
 def kernel(function: Callable[..., None], *parts: ModuleType) -> Callable[..., None]:

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eesd_dist.compiled import portable
-
 Doubles = npt.NDArray[np.float64]
 
 SURELY = 1e-12
@@ -99,7 +97,6 @@ REFUSAL = of_length(1)._replace(prices=np.array([0.0, 0.5]), shift=-30.0)
 """Guesses one token and takes none, whatever it is."""
 
 
-@portable
 def value_of_longer(
     rule: ChainRule, num_drafted: int, drawn: float, expected: float, extra: float
 ) -> tuple[float, float]:
@@ -122,7 +119,6 @@ def value_of_longer(
     return best, best_expected
 
 
-@portable
 def wants_guess(rule: ChainRule, num_drafted: int, survival: float) -> int:
     """Returns NO, YES, LOOK or PROBE; `survival`: P(all drafted tokens are accepted)."""
     next_survival = survival * rule.mean
@@ -139,7 +135,6 @@ def wants_guess(rule: ChainRule, num_drafted: int, survival: float) -> int:
     return NO
 
 
-@portable
 def acceptance(rule: ChainRule, num_drafted: int, gap: float) -> tuple[float, float]:
     """Returns P(the guess is right | all before it are), by the round's draw and by the mean."""
     odds, x = rule.odds, math.log1p(max(gap, 0.0))
@@ -149,7 +144,6 @@ def acceptance(rule: ChainRule, num_drafted: int, gap: float) -> tuple[float, fl
     return _sigmoid(score + rule.deviation), _sigmoid(score)
 
 
-@portable
 def takes(
     rule: ChainRule, num_drafted: int, drawn: float, expected: float, optimism: float
 ) -> tuple[bool, float, float]:
@@ -165,12 +159,10 @@ def takes(
     return value > 0.0, 0.0, by_mean
 
 
-@portable
 def _sigmoid(score: float) -> float:
     return 1.0 / (1.0 + math.exp(-max(min(score, 30.0), -30.0)))
 
 
-@portable
 def _straightened(curve: Doubles, forecast: float) -> float:
     """Returns the curve's value at a forecast, within its edges, as `Calibrator.straightened`."""
     y, last = forecast, len(curve) - 1
@@ -187,3 +179,7 @@ def _straightened(curve: Doubles, forecast: float) -> float:
     if not y > _EDGE:  # also for nan, from a broken head
         return _EDGE
     return min(y, 1.0 - _EDGE)
+
+
+PORTABLE = (value_of_longer, wants_guess, acceptance, takes, _sigmoid, _straightened)
+"""What kernels call of this module; they compile it, since this module is imported everywhere."""

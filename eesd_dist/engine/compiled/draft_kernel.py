@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32
 
-from eesd_dist.compiled import inner, kernel
+from eesd_dist.compiled import inner, kernel, use_in_kernels
 from eesd_dist.control import chain_rule
 from eesd_dist.control.chain_rule import LOOK, NO, PROBE, ChainRule, acceptance, takes, wants_guess
 from eesd_dist.model import cpu, kv_layout
@@ -42,6 +42,7 @@ LOOKED, SPENT = range(2)
 NUM_SUMS = 2
 
 _run_layers = layers_kernel()
+use_in_kernels(chain_rule.PORTABLE)
 
 
 # Shapes: K longest draft, M rows that the head has not read, D padded hidden channels, P positions
