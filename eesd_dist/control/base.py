@@ -7,7 +7,7 @@ exit head's evidence, never on tensors, clocks or texts; equal seeds give equal 
 affect speed only: every token is the verifier's.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -99,10 +99,10 @@ class DraftRound(Protocol):
         """
         ...
 
-    def lookup_length(self, request_id: RequestId, *, context: int, most: int) -> int:
-        """Returns how many tokens found by prompt lookup to draft for a request, at most `most`; 0:
-        the exit head drafts. Called before the first level. `context`: tokens that agree before the
-        earlier occurrence."""
+    def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
+        """Returns how many tokens found by prompt lookup to draft for a request; 0: the exit head
+        drafts. Called before the first level. `find` looks for them: it returns how many tokens
+        agree before the earlier occurrence and how many follow it, zeros if there is none."""
         ...
 
     def chain_rule(self, *, temperature: float) -> ChainRule | None:

@@ -29,7 +29,8 @@ _CHANGE = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundCost:
-    """What a finished round tells of its costs."""
+    """What a finished round tells of its costs; one without prompt lookups, which are drafted for
+    less."""
 
     levels: Sequence[int]
     """Tokens drafted at each depth, over all requests."""
@@ -98,13 +99,16 @@ class LearntCost:
         self._verifying.observe(
             profile.verify_batch(cost.num_rows, cost.num_requests), cost.verify_s
         )
-        learnt = self._learnt()
-        for length in (0, 4):
-            before, after = self.model.seconds(length), learnt.seconds(length)
-            if abs(after - before) > _CHANGE * before:
-                self.model = learnt
-                return True
-        return False
+        if all(self._is_as_before(length) for length in (0, 4)):
+            return False
+        self.model = self._learnt()
+        return True
+
+    def _is_as_before(self, length: int) -> bool:
+        profile, before = self._profile, self.model.seconds(length)
+        after = profile.round_s + self._drafting.at(length * profile.draft_step_s)
+        after += self._verifying.at(profile.verify(length))
+        return abs(after - before) <= _CHANGE * before
 
     def _learnt(self) -> CostModel:
         profile, drafting, verifying = self._profile, self._drafting, self._verifying

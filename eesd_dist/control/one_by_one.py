@@ -82,7 +82,7 @@ class _Round:
                 answers[offer.request_id] = controller.keep_drafting(offer.evidence)
         return self._trees.choose(offers, answers)
 
-    def lookup_length(self, request_id: RequestId, *, context: int, most: int) -> int:
+    def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
         return 0
 
     def chain_rule(self, *, temperature: float) -> ChainRule | None:

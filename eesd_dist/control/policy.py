@@ -7,7 +7,7 @@ engine.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from eesd_dist.config import SpeculationConfig
@@ -67,7 +67,7 @@ class DraftPolicy:
         return self._setup.cost
 
     def observe_cost(self, cost: RoundCost) -> None:
-        """Learns from a finished round without prefill, unless that is switched off."""
+        """Learns from a finished round without prefill and lookups, unless that is switched off."""
         if self._learnt is None or not self._learnt.observe(cost):
             return
         self._setup = replace(self._setup, cost=self._learnt.model)
@@ -151,15 +151,15 @@ class DraftPolicy:
                 )
                 self._rounds.append((group, group.begin_round(load)))
 
-    def lookup_length(self, request_id: RequestId, *, context: int, most: int) -> int:
-        """Returns how many tokens found by prompt lookup to draft for a request of this round, at
-        most `most`; 0: the exit head drafts. `context`: tokens that agree before the earlier
-        occurrence. Called before anything else is asked in a round."""
+    def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
+        """Returns how many tokens found by prompt lookup to draft for a request of this round; 0:
+        the exit head drafts. Called before anything else is asked in a round; `find`: as of
+        `DraftRound.lookup_length`."""
         if not self._setup.speculation.prompt_lookup:
             return 0
         group = self._requests[request_id].group
         (round_,) = (round_ for mine, round_ in self._rounds if mine is group)
-        return round_.lookup_length(request_id, context=context, most=most)
+        return round_.lookup_length(request_id, find)
 
     def chain_rule(self, *, temperature: float) -> ChainRule | None:
         """Returns the decisions of a round with one request in advance, where its controller has

@@ -13,7 +13,7 @@ acceptance rate. Written from the paper's formulas, with two differences:
   batch would learn nothing at length 0, and after low acceptance never draft again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from eesd_dist.control.base import ControlSetup, RoundLoad
 from eesd_dist.control.belief import Belief
@@ -98,7 +98,7 @@ class _OneLength:
         self._left -= goes_on
         return self._trees.choose(offers, {offer.request_id: goes_on for offer in offers})
 
-    def lookup_length(self, request_id: RequestId, *, context: int, most: int) -> int:
+    def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
         return 0
 
     def chain_rule(self, *, temperature: float) -> ChainRule | None:

@@ -284,7 +284,7 @@ class EngineCore:
             features = self._features.finished(emissions, waiting.drafted.runs)
             self._requests.committed(waiting.plan.items, emissions, outcomes)
         stats = self._meter.finished(waiting, reply, outcomes=outcomes, emissions=emissions)
-        if not stats.num_prefill_rows:
+        if not stats.num_prefill_rows and not stats.num_lookup_drafted:
             self._policy.observe_cost(_cost_of(stats))
         return StepResult(
             emissions=tuple(emissions),

@@ -33,6 +33,7 @@ from eesd_dist.engine.draft_run import (
     roll_back,
 )
 from eesd_dist.engine.guesses import Guess, Guesser, offer_of
+from eesd_dist.engine.ngrams import Match
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.layers.paged_layers import LayerRows
@@ -190,12 +191,19 @@ class DraftStage:
         """Drafts what followed the text's last tokens before, where that promises more."""
         if run.is_tree or run.prefetched or self._rejection:
             return
-        found = run.state.ngrams.match(run.item.live.tokens, min(run.item.max_draft, MOST_GIVEN))
-        if found is None:
-            return
-        length = policy.lookup_length(run.request_id, context=found.context, most=len(found.tokens))
+        found: list[Match] = []
+
+        def find() -> tuple[int, int]:
+            limit = min(run.item.max_draft, MOST_GIVEN)
+            match = run.state.ngrams.match(run.item.live.tokens, limit)
+            if match is None:
+                return 0, 0
+            found.append(match)
+            return match.context, len(match.tokens)
+
+        length = policy.lookup_length(run.request_id, find)
         if length:
-            run.look_up(found.tokens[:length])
+            run.look_up(found[0].tokens[:length])
 
     def _draft_chain(self, run: DraftRun, chain: "ChainDrafter", rule: ChainRule) -> ChainReport:
         """Runs the known row and drafts by the rule, in one call."""

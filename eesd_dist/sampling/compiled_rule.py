@@ -81,7 +81,7 @@ def _gumbel(words_S3: npt.NDArray[np.uint32], ids_V: Ints, noise_SV: Floats) -> 
 
 
 @inner
-def _first_largest(keys_V: Ints) -> int:
+def first_largest(keys_V: Ints) -> int:
     largest = keys_V[0]
     for v in range(len(keys_V)):
         largest = max(largest, keys_V[v])
@@ -92,7 +92,7 @@ def _first_largest(keys_V: Ints) -> int:
 
 
 @inner
-def _score_row(
+def score_row(
     logits_V: Floats,
     divisor: np.float32,
     words_3: npt.NDArray[np.uint32],
@@ -103,7 +103,7 @@ def _score_row(
     mantissas_V: Ints,
 ) -> None:
     """Fills the scores: logits, divided and with noise if the divisor is not 0; and the keys, whole
-    numbers of the same order, for which LLVM has vectors."""
+    numbers of the same order, for which LLVM has vectors. The last four are memory [V]."""
     count = len(ids_V)
     if divisor > _ZERO:
         _noise_row(words_3, ids_V, scores_V, lost_V, keys_V, mantissas_V)
@@ -119,39 +119,11 @@ def _score_row(
 
 
 @inner
-def best_of_row(
-    logits_V: Floats,
-    divisor: np.float32,
-    words_3: npt.NDArray[np.uint32],
-    ids_V: Ints,
-    scores_V: Floats,
-    lost_V: Floats,
-    keys_V: Ints,
-    mantissas_V: Ints,
-) -> int:
-    """Returns the column of the largest score, of equal ones the first: logits, divided and with
-    noise if the divisor is not 0. The last four are memory [V]."""
-    _score_row(logits_V, divisor, words_3, ids_V, scores_V, lost_V, keys_V, mantissas_V)
-    return _first_largest(keys_V)
-
-
-@inner
-def best_two_of_row(
-    logits_V: Floats,
-    divisor: np.float32,
-    words_3: npt.NDArray[np.uint32],
-    ids_V: Ints,
-    scores_V: Floats,
-    lost_V: Floats,
-    keys_V: Ints,
-    mantissas_V: Ints,
-) -> tuple[int, int]:
-    """Returns the columns of the two largest scores, as `best_of_row`; the scores stay in their
-    memory."""
-    _score_row(logits_V, divisor, words_3, ids_V, scores_V, lost_V, keys_V, mantissas_V)
-    first = _first_largest(keys_V)
+def two_largest(keys_V: Ints) -> tuple[int, int]:
+    """Returns the columns of the two largest keys, of equal ones the first; changes one key."""
+    first = first_largest(keys_V)
     keys_V[first] = np.int32(-(2**31))
-    return first, _first_largest(keys_V)
+    return first, first_largest(keys_V)
 
 
 def _best_two(
@@ -166,7 +138,7 @@ def _best_two(
     scores_V, lost_V = np.empty(count, np.float32), np.empty(count, np.float32)
     keys_V, mantissas_V = np.empty(count, np.int32), np.empty(count, np.int32)
     for row in range(len(logits_SV)):
-        first, second = best_two_of_row(
+        score_row(
             logits_SV[row],
             divisors_S[row],
             words_S3[row],
@@ -176,6 +148,7 @@ def _best_two(
             keys_V,
             mantissas_V,
         )
+        first, second = two_largest(keys_V)
         best_S2[row, 0], best_S2[row, 1] = first, second
         values_S2[row, 0], values_S2[row, 1] = scores_V[first], scores_V[second]
 

@@ -1,6 +1,6 @@
 """One round of `goodput`: decides which guesses of each level to compute and which to draft."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -123,19 +123,26 @@ class GoodputRound:
         """Returns the tokens of one request's share, with one per request of other controllers."""
         return num_accepted + self._load.num_requests / self._num_ours
 
-    def lookup_length(self, request_id: RequestId, *, context: int, most: int) -> int:
+    def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
+        context, most = find()
+        if not most:
+            return 0
         costs, load, draft = self._costs, self._load, self._drafts[request_id]
         rows = load.num_known + self._num_looked_up
         verify_s = costs.verify_from(rows, most, load.num_requests)
-        step_s = costs.step(1)
         prices = [
-            self._rate
-            * (seconds - verify_s[0] + (_LOOKUP_STEPS + _LOOKUP_ROW_STEPS * count) * step_s)
+            self._rate * (seconds - verify_s[0] + self._looking_up_s(count))
             for count, seconds in enumerate(verify_s)
         ]
         length = self._setup.sources.length(draft.sources, context, prices, draft.rng)
         self._num_looked_up += length
+        self._drafting_s += self._looking_up_s(length)
         return length
+
+    def _looking_up_s(self, count: int) -> float:
+        """Returns the seconds of drafting for a lookup of so many tokens."""
+        steps = _LOOKUP_STEPS + _LOOKUP_ROW_STEPS * count if count else 0.0
+        return steps * self._costs.step(1)
 
     def head_gain(self, outcome: Outcome) -> float:
         """Returns the tokens of a draft of the exit head above the price of its seconds, as if it

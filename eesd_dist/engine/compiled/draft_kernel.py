@@ -27,7 +27,7 @@ from eesd_dist.model.cpu.tiles import BLOCK
 from eesd_dist.model.kv_layout import LANES, Ints, RowArrays
 from eesd_dist.model.layers.compiled_layers import layers_kernel
 from eesd_dist.sampling import compiled_rule
-from eesd_dist.sampling.compiled_rule import Floats, best_two_of_row, choice_words
+from eesd_dist.sampling.compiled_rule import Floats, choice_words, score_row, two_largest
 from eesd_dist.sampling.rule import WIDEST_GAP
 
 _FLOAT_BYTES = 4
@@ -197,7 +197,7 @@ def _logits(
 def _choose(stage: Stage, chain: Chain, drafted: Drafted, num_drafted: int, at: int) -> float:
     """Stores the guess after the row at place `at`, and its gap, which it returns."""
     choice_words(chain.mixed_seed, stage.positions_P[at] + 1, stage.words_3)
-    best, second = best_two_of_row(
+    score_row(
         stage.logits_V[: len(stage.ids_V)],
         chain.divisor,
         stage.words_3,
@@ -207,6 +207,7 @@ def _choose(stage: Stage, chain: Chain, drafted: Drafted, num_drafted: int, at: 
         stage.keys_V,
         stage.mantissas_V,
     )
+    best, second = two_largest(stage.keys_V)
     gap = min(float32(stage.scores_V[best] - stage.scores_V[second]), _WIDEST_GAP)
     drafted.tokens_K1[num_drafted + 1] = stage.ids_V[best]
     drafted.gaps_K[num_drafted] = gap

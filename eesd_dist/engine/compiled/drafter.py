@@ -54,10 +54,6 @@ class DraftedChain:
     """Score gap of each of them."""
     report: ChainReport
 
-    @property
-    def num_drafted(self) -> int:
-        return self.report.num_drafted
-
 
 class ChainDrafter:
     """Layers [0, N) and the exit head of one rank as one kernel. One call at a time."""

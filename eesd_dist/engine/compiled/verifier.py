@@ -104,7 +104,7 @@ class Verifier:
                 logits_BW=np.zeros((NUM_ROWS, in_blocks(num_tokens)), np.float32),
                 scores_PV=np.zeros(wide, np.float32),
                 lost_PV=np.zeros(wide, np.float32),
-                exponents_PV=np.zeros(wide, np.int32),
+                keys_PV=np.zeros(wide, np.int32),
                 mantissas_PV=np.zeros(wide, np.int32),
                 words_P3=np.zeros((num_threads, 3), np.uint32),
             )

@@ -23,7 +23,7 @@ from eesd_dist.model.cpu.tiles import BLOCK, MOST_ROWS
 from eesd_dist.model.kv_layout import Ints, RowArrays
 from eesd_dist.model.layers.compiled_layers import layers_kernel
 from eesd_dist.sampling import compiled_rule
-from eesd_dist.sampling.compiled_rule import Floats, best_of_row, choice_words
+from eesd_dist.sampling.compiled_rule import Floats, choice_words, first_largest, score_row
 
 _FLOAT_BYTES = 4
 NUM_ROWS = MOST_ROWS
@@ -39,7 +39,7 @@ class Memory(NamedTuple):
     logits_BW: Floats
     scores_PV: Floats
     lost_PV: Floats
-    exponents_PV: Ints
+    keys_PV: Ints
     mantissas_PV: Ints
     words_P3: npt.NDArray[np.uint32]
 
@@ -84,16 +84,17 @@ def _choose(
     """Chooses the tokens of sampled rows [at, end); `first`: the row of the first logits."""
     for row in range(at, end):
         choice_words(choices.mixed_seeds_S[row], choices.positions_S[row], memory.words_P3[part])
-        choices.tokens_S[row] = best_of_row(
+        score_row(
             memory.logits_BW[row - first][: len(ids_V)],
             choices.divisors_S[row],
             memory.words_P3[part],
             ids_V,
             memory.scores_PV[part],
             memory.lost_PV[part],
-            memory.exponents_PV[part],
+            memory.keys_PV[part],
             memory.mantissas_PV[part],
         )
+        choices.tokens_S[row] = first_largest(memory.keys_PV[part])
 
 
 def verify_rows(

@@ -88,7 +88,7 @@ def rounds(policy: DraftPolicy, count: int, *, accepts: bool) -> list[int]:
     found: list[int] = []
     for _ in range(count):
         policy.begin_round([ONE])
-        length = policy.lookup_length(ONE, context=4, most=8)
+        length = policy.lookup_length(ONE, lambda: (4, 8))
         found.append(length)
         if length:
             policy.observe([verdict(length, length if accepts else 0)])
@@ -108,6 +108,19 @@ def test_no_other_controller_drafts_lookups_and_they_can_be_switched_off() -> No
     assert rounds(_policy(prompt_lookup=False), 10, accepts=True) == [0] * 10
     for controller in ("fixed", "smartspec", "calibration"):
         assert rounds(_policy(controller=controller), 10, accepts=True) == [0] * 10
+
+
+def test_only_goodput_has_the_text_searched() -> None:
+    def find() -> tuple[int, int]:
+        raise AssertionError("searched in vain")
+
+    for config in ({"controller": "fixed"}, {"controller": "smartspec"}, {"prompt_lookup": False}):
+        policy = _policy(**config)
+        policy.begin_round([ONE])
+        assert policy.lookup_length(ONE, find) == 0
+    policy = _policy()
+    policy.begin_round([ONE])
+    assert policy.lookup_length(ONE, lambda: (0, 0)) == 0
 
 
 def test_verdicts_on_lookups_teach_nothing_about_the_head() -> None:
