@@ -8,19 +8,23 @@ of the kernel only.
 import inspect
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable
 from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Generic, Self, TypeVar
 
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., object])
+T = TypeVar("T")
 
 FOLDER_VARIABLE = "EESD_CACHE_DIR"
+STARTING_S = 5.0
+"""Time that a process gets to start in, its measurements included, before it compiles."""
 
 
 @cache
@@ -59,7 +63,7 @@ def kernel(function: Callable[..., None], *parts: ModuleType) -> Callable[..., N
     its files."""
     import numba
 
-    folder = cache_folder() / "kernels" / _digest(function, parts)[:16]
+    folder = _folder(function, parts)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Numba reads the setting when a function is decorated.
@@ -71,6 +75,46 @@ def kernel(function: Callable[..., None], *parts: ModuleType) -> Callable[..., N
         logger.info("kernel not kept: folder=%s reason=%s", folder, error)
         return inner(function)
     return kept
+
+
+def is_kept(function: Callable[..., None], *parts: ModuleType) -> bool:
+    """Returns whether an earlier process has kept this kernel, for some types of arguments."""
+    return any(_folder(function, parts).rglob("*.nbi"))
+
+
+class Later(Generic[T]):
+    """A value that takes seconds to make: a thread makes it while work goes on without it."""
+
+    def __init__(self, make: Callable[[], T | None], *, is_ready: bool = False) -> None:
+        """`make` is called by a thread, STARTING_S after the first `get`; `is_ready`: now, since it
+        takes no time, or nothing may go on without it."""
+        self._make = make
+        self._made = make() if is_ready else None
+        self._timer = threading.Timer(STARTING_S, self._run)
+        self._timer.daemon = True
+        self._is_asleep = not is_ready
+
+    @classmethod
+    def without(cls) -> Self:
+        """Returns a value that cannot be made."""
+        return cls(lambda: None, is_ready=True)
+
+    def get(self) -> T | None:
+        """Returns None while it is not made, and where it cannot be made."""
+        if self._is_asleep:
+            self._is_asleep = False
+            self._timer.start()
+        return self._made
+
+    def _run(self) -> None:
+        try:
+            self._made = self._make()
+        except Exception:  # the work goes on without it
+            logger.exception("a compiled call is missing")
+
+
+def _folder(function: Callable[..., None], parts: tuple[ModuleType, ...]) -> Path:
+    return cache_folder() / "kernels" / _digest(function, parts)[:16]
 
 
 def _digest(function: Callable[..., None], parts: tuple[ModuleType, ...]) -> str:

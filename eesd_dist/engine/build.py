@@ -118,7 +118,7 @@ class DraftWeights:
     room: KvRoom
     config: EngineConfig
 
-    def shard(self, *, num_pages: int) -> OwnShard:
+    def shard(self, *, num_pages: int, compiles_later: bool = False) -> OwnShard:
         """Allocates the pages of the layers and of the exit head."""
         page_size = self.config.cache.page_size
         head = self.head
@@ -130,6 +130,7 @@ class DraftWeights:
             page_size=page_size,
             device=self.span.layers.device,
             numerics=self.config.model.numerics,
+            compiles_later=compiles_later,
         )
 
 
@@ -141,7 +142,7 @@ class VerifyWeights:
     room: KvRoom
     config: EngineConfig
 
-    def stage(self, *, num_pages: int) -> VerifyStage:
+    def stage(self, *, num_pages: int, compiles_later: bool = False) -> VerifyStage:
         """Allocates the pages."""
         page_size = self.config.cache.page_size
         return VerifyStage(
@@ -150,6 +151,7 @@ class VerifyWeights:
             page_size=page_size,
             device=self.span.layers.device,
             numerics=self.config.model.numerics,
+            compiles_later=compiles_later,
         )
 
 

@@ -11,13 +11,14 @@ The order of operations is decided in `draft.py`.
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from eesd_dist.compiled import can_compile
+from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
@@ -105,7 +106,10 @@ class OwnShard:
         page_size: int,
         device: torch.device,
         numerics: Numerics,
+        compiles_later: bool = False,
     ) -> None:
+        """`compiles_later`: work begins before a chain's compiled call is there, where a machine
+        has not kept it."""
         self.span = span
         self.head = head
         self.group = group
@@ -116,7 +120,12 @@ class OwnShard:
         self._segments: list[RowSegment] = []
         self._rows: RowPlan | None = None
         """Plan of `_segments`, the rows computed last; None before the first rows."""
-        self.chain = chain_of(span, head)
+        self._compiles_later = compiles_later
+        self._chain = chain_of(span, head, compiles_later=compiles_later)
+
+    @property
+    def chain(self) -> "ChainDrafter | None":
+        return self._chain.get()
 
     def run_layers(
         self,
@@ -147,7 +156,7 @@ class OwnShard:
         if self.head is not None:
             head.take_pages(self.head)
         self.head = head
-        self.chain = chain_of(self.span, head)
+        self._chain = chain_of(self.span, head, compiles_later=self._compiles_later)
 
     def begin(self) -> None:
         self.span.paged.begin()
@@ -182,13 +191,17 @@ class OwnShard:
         return self._rows
 
 
-def chain_of(span: LlamaSpan, head: ExitHead | None) -> "ChainDrafter | None":
+def chain_of(
+    span: LlamaSpan, head: ExitHead | None, *, compiles_later: bool
+) -> "Later[ChainDrafter]":
     """Returns layers and head as one compiled call, where this machine and this stage have it."""
     if head is None or not can_compile():
-        return None
+        return Later.without()
+    from eesd_dist.engine.compiled.draft_kernel import is_chain_kept
     from eesd_dist.engine.compiled.drafter import ChainDrafter
 
-    return ChainDrafter.of(span, head)
+    is_ready = is_chain_kept() or not compiles_later
+    return Later(partial(ChainDrafter.of, span, head), is_ready=is_ready)
 
 
 class LeadingShard:

@@ -8,6 +8,7 @@ parameters. It does not depend on requests, queues or controllers.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from eesd_dist.compiled import can_compile
+from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
 from eesd_dist.engine.recording.row_features import features_of
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
@@ -55,13 +56,21 @@ class VerifyStage:
         page_size: int,
         device: torch.device,
         numerics: Numerics,
+        compiles_later: bool = False,
     ) -> None:
+        """`compiles_later`: work begins before a pass's compiled call is there, where a machine has
+        not kept it."""
         self.span = span
         self.group = group
         self._page_size = page_size
         self._device = device
         self._numerics: Numerics = numerics
-        self._verifier = verifier_of(span)
+        self._verifier = verifier_of(span, compiles_later=compiles_later)
+
+    @property
+    def verifier(self) -> "Verifier | None":
+        """A pass as one compiled call; None where there is none, and before there is one."""
+        return self._verifier.get()
 
     @torch.inference_mode()
     def verify(
@@ -70,8 +79,9 @@ class VerifyStage:
         """Returns the target's token after each sampled row; all ranks return the same."""
         started = time.perf_counter()
         self.span.move(header.kv_moves)
-        if self._verifier is not None and _is_plain(header):
-            tokens_S = self._verifier.verify(header.segments, hidden_TD)
+        verifier = self.verifier
+        if verifier is not None and _is_plain(header):
+            tokens_S = verifier.verify(header.segments, hidden_TD)
             return _reply(header, tokens_S, took_s=time.perf_counter() - started)
         rows = RowPlan.build(
             [
@@ -166,13 +176,15 @@ class VerifyStage:
         return _Judged(tokens, accepted)
 
 
-def verifier_of(span: LlamaSpan) -> "Verifier | None":
+def verifier_of(span: LlamaSpan, *, compiles_later: bool) -> "Later[Verifier]":
     """Returns the stage as one compiled call, where this machine and this span have it."""
     if not can_compile():
-        return None
+        return Later.without()
     from eesd_dist.engine.compiled.verifier import Verifier
+    from eesd_dist.engine.compiled.verify_kernel import is_verify_kept
 
-    return Verifier.of(span)
+    is_ready = is_verify_kept() or not compiles_later
+    return Later(partial(Verifier.of, span), is_ready=is_ready)
 
 
 def _is_plain(header: RoundHeader) -> bool:

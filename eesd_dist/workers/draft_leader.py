@@ -312,7 +312,7 @@ class EngineLeader:
             recorder=self._recorder,
             group=None if followers is None else followers.handle,
             commands=None if followers is None else followers.commands,
-            shard=prepared.weights.shard(num_pages=epoch.num_pages),
+            shard=prepared.weights.shard(num_pages=epoch.num_pages, compiles_later=True),
             cost=prepared.cost,
         )
         # Cleared last: when a lost peer fails the build, the next attempt need not load again.

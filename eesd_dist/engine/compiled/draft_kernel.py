@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32
 
-from eesd_dist.compiled import inner, kernel, use_in_kernels
+from eesd_dist.compiled import inner, is_kept, kernel, use_in_kernels
 from eesd_dist.control import chain_rule
 from eesd_dist.control.chain_rule import LOOK, NO, PROBE, ChainRule, acceptance, takes, wants_guess
 from eesd_dist.model import cpu, kv_layout
@@ -41,6 +41,7 @@ NUM_COUNTS = 5
 LOOKED, SPENT = range(2)
 NUM_SUMS = 2
 
+_PARTS = (cpu, kv_layout, compiled_rule, chain_rule)
 _run_layers = layers_kernel()
 use_in_kernels(chain_rule.PORTABLE)
 
@@ -310,4 +311,9 @@ def draft_chain(
 
 @cache
 def chain_kernel() -> Callable[..., None]:
-    return kernel(draft_chain, cpu, kv_layout, compiled_rule, chain_rule)
+    return kernel(draft_chain, *_PARTS)
+
+
+def is_chain_kept() -> bool:
+    """Returns whether the kernel need not be compiled."""
+    return is_kept(draft_chain, *_PARTS)

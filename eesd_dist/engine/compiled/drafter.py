@@ -72,7 +72,6 @@ class ChainDrafter:
         layers_call, self._memory = layers.call(1 + MOST_GIVEN)
         head_call, self._head_memory = head_layer.call(MOST_LAGGING + 1)
         ids_V = torch.arange(num_tokens) if head.vocab_ids is None else head.vocab_ids
-        self._num_threads = threads_for(layers.products_per_row)
         self._stage = Stage(
             layers=layers_call,
             head=head_call,
@@ -96,7 +95,9 @@ class ChainDrafter:
         self._counts = np.zeros(NUM_COUNTS, np.int64)
         self._sums = np.zeros(NUM_SUMS)
         nothing = np.zeros((0, self._width), np.float32)
+        self._num_threads = 1
         self._run(_chain(NO_PAGES, position=0, most=-1), of_length(0), nothing)  # compiles
+        self._num_threads = threads_for(layers.products_per_row)
 
     @classmethod
     def of(cls, span: LlamaSpan, head: ExitHead) -> Self | None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32
 
-from eesd_dist.compiled import inner, kernel
+from eesd_dist.compiled import inner, is_kept, kernel
 from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.cpu.lanes import address_of, floats
 from eesd_dist.model.cpu.layers import LayersCall, Scratch
@@ -29,6 +29,7 @@ _FLOAT_BYTES = 4
 NUM_ROWS = MOST_ROWS
 """Rows with logits in memory at a time."""
 
+_PARTS = (cpu, kv_layout, compiled_rule)
 _run_layers = layers_kernel()
 
 
@@ -175,4 +176,9 @@ def verify_rows(
 
 @cache
 def verify_kernel() -> Callable[..., None]:
-    return kernel(verify_rows, cpu, kv_layout, compiled_rule)
+    return kernel(verify_rows, *_PARTS)
+
+
+def is_verify_kept() -> bool:
+    """Returns whether the kernel need not be compiled."""
+    return is_kept(verify_rows, *_PARTS)

@@ -2,16 +2,30 @@
 
 import dataclasses
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from threading import Event
 
 import pytest
 import torch
 
+from eesd_dist import compiled
+from eesd_dist.compiled import Later
 from eesd_dist.config import DType, EngineConfig, SchedulerConfig, SpeculationConfig
 from eesd_dist.control.chain_rule import REFUSAL, of_length
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine import draft_ranks, verify
-from eesd_dist.engine.build import build_draft_shard, build_local_engine, layout_of
+from eesd_dist.engine.build import (
+    build_draft_engine,
+    build_draft_shard,
+    build_local_engine,
+    layout_of,
+    load_draft_weights,
+    load_verify_weights,
+)
+from eesd_dist.engine.compiled import draft_kernel, verify_kernel
+from eesd_dist.engine.compiled.drafter import ChainDrafter
+from eesd_dist.engine.compiled.verifier import Verifier
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.draft_ranks import OwnShard
 from eesd_dist.engine.draft_run import RowSlice
@@ -21,6 +35,7 @@ from eesd_dist.page_table import PageTable
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.transport.group_handles import SingleGroup
+from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import (
     Outcome,
     Request,
@@ -229,11 +244,11 @@ def test_rounds_draft_and_decide_as_they_do_step_by_step(
         max_draft_tokens=5, controller=controller, learn_costs=False, seed=8
     )
     config = make_config(speculation=speculation)
-    compiled = engine_of(config)
-    assert compiled.draft_stage.chain is not None
-    tokens, outcomes = one_by_one(compiled, temperature)
-    monkeypatch.setattr(draft_ranks, "chain_of", lambda *_: None)
-    monkeypatch.setattr(verify, "verifier_of", lambda *_: None)
+    engine = engine_of(config)
+    assert engine.draft_stage.chain is not None
+    tokens, outcomes = one_by_one(engine, temperature)
+    monkeypatch.setattr(draft_ranks, "chain_of", lambda *_, **__: Later.without())
+    monkeypatch.setattr(verify, "verifier_of", lambda *_, **__: Later.without())
     stepwise = engine_of(config)
     assert stepwise.draft_stage.chain is None
     expected, expected_outcomes = one_by_one(stepwise, temperature)
@@ -268,9 +283,64 @@ def test_batches_are_verified_as_they_are_step_by_step(
         for number in range(7)
     ]
     tokens, outcomes = serve(engine_of(config), requests)
-    monkeypatch.setattr(draft_ranks, "chain_of", lambda *_: None)
-    monkeypatch.setattr(verify, "verifier_of", lambda *_: None)
+    monkeypatch.setattr(draft_ranks, "chain_of", lambda *_, **__: Later.without())
+    monkeypatch.setattr(verify, "verifier_of", lambda *_, **__: Later.without())
     assert serve(engine_of(config), requests) == (tokens, outcomes)
+
+
+def test_work_goes_on_while_the_calls_are_compiled(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(speculation=SpeculationConfig(max_draft_tokens=5))
+    layout, group = layout_of(config), SingleGroup()
+    draft, remaining = load_draft_weights(config, layout, group), load_verify_weights(config, group)
+    may_compile = Event()
+
+    def slowly(function: Callable[..., object]) -> Callable[..., object]:
+        def of(*args: object) -> object:
+            may_compile.wait()
+            return function(*args)
+
+        return of
+
+    monkeypatch.setattr(compiled, "STARTING_S", 0.01)
+    monkeypatch.setattr(ChainDrafter, "of", slowly(ChainDrafter.of))
+    monkeypatch.setattr(Verifier, "of", slowly(Verifier.of))
+    monkeypatch.setattr(draft_kernel, "is_chain_kept", lambda: False)
+    monkeypatch.setattr(verify_kernel, "is_verify_kept", lambda: False)
+    stage = remaining.stage(num_pages=64, compiles_later=True)
+    shard = draft.shard(num_pages=64, compiles_later=True)
+    engine = build_draft_engine(config, MemoryChannel(stage.verify), cost=COST, shard=shard)
+    before, _ = one_by_one(engine, 0.8)
+    assert shard.chain is None
+    may_compile.set()
+    began = time.monotonic()
+    while shard.chain is None or stage.verifier is None:
+        assert time.monotonic() < began + 60.0
+        time.sleep(0.01)
+    assert one_by_one(engine, 0.8)[0] == before
+    assert one_by_one(engine, 0.8, mode="off")[0] == before
+
+
+def test_a_call_that_cannot_be_compiled_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = Event()
+
+    def fail() -> int:
+        asked.set()
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(compiled, "STARTING_S", 0.01)
+    later = Later(fail)
+    assert not asked.wait(0.1)  # nobody has asked for it
+    assert later.get() is None
+    assert asked.wait(30.0)
+    began = time.monotonic()
+    while "no such instruction" not in caplog.text:
+        assert time.monotonic() < began + 30.0
+        time.sleep(0.01)
+    assert later.get() is None
 
 
 def test_choices_that_are_filtered_or_reported_go_step_by_step(make_config: MakeConfig) -> None:
