@@ -41,6 +41,11 @@ def cache_folder() -> Path:
     return Path(home) / "eesd"
 
 
+def kernels_folder() -> Path:
+    """Returns the folder of kept kernels; it need not exist or be writable."""
+    return cache_folder() / "kernels"
+
+
 def inner(function: F) -> F:
     """Compiles a part of a kernel; it becomes part of its callers."""
     import numba
@@ -114,7 +119,7 @@ class Later(Generic[T]):
 
 
 def _folder(function: Callable[..., None], parts: tuple[ModuleType, ...]) -> Path:
-    return cache_folder() / "kernels" / _digest(function, parts)[:16]
+    return kernels_folder() / _digest(function, parts)[:16]
 
 
 def _digest(function: Callable[..., None], parts: tuple[ModuleType, ...]) -> str:

@@ -404,6 +404,20 @@ def _cost_of(
     )
 
 
+def compile_kernels(config: EngineConfig) -> None:
+    """Builds the smallest stages of this model, so that what they compile is kept. Compiles nothing
+    for a GPU."""
+    torch.set_num_threads(1)
+    layout, group = layout_of(config), SingleGroup()
+    if layout.device.type != "cpu":
+        return
+    last = layout.spec.num_layers
+    span = _load_span(config, layout, last - 1, last, group=group, on_progress=unwatched)
+    room = kv_room(config, span.layers, page_bytes=span.layers.kv_page_bytes(1))
+    VerifyWeights(span=span, room=room, config=config).stage(num_pages=1)
+    load_draft_weights(config, replace(layout, split=1), group).shard(num_pages=1)
+
+
 def build_local_engine(
     config: EngineConfig,
     *,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
+from eesd_dist.engine.compiled.ahead import when_kept
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
@@ -200,8 +201,8 @@ def chain_of(
     from eesd_dist.engine.compiled.draft_kernel import is_chain_kept
     from eesd_dist.engine.compiled.drafter import ChainDrafter
 
-    is_ready = is_chain_kept() or not compiles_later
-    return Later(partial(ChainDrafter.of, span, head), is_ready=is_ready)
+    make = partial(ChainDrafter.of, span, head)
+    return when_kept(make, is_kept=is_chain_kept, is_needed=not compiles_later)
 
 
 class LeadingShard:

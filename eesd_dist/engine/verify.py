@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
+from eesd_dist.engine.compiled.ahead import when_kept
 from eesd_dist.engine.recording.row_features import features_of
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.layers.paged_layers import LayerRows
@@ -183,8 +184,8 @@ def verifier_of(span: LlamaSpan, *, compiles_later: bool) -> "Later[Verifier]":
     from eesd_dist.engine.compiled.verifier import Verifier
     from eesd_dist.engine.compiled.verify_kernel import is_verify_kept
 
-    is_ready = is_verify_kept() or not compiles_later
-    return Later(partial(Verifier.of, span), is_ready=is_ready)
+    make = partial(Verifier.of, span)
+    return when_kept(make, is_kept=is_verify_kept, is_needed=not compiles_later)
 
 
 def _is_plain(header: RoundHeader) -> bool:

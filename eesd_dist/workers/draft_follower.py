@@ -6,6 +6,7 @@ import torch
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import DraftWeights, head_shelf, layout_of, load_draft_weights
+from eesd_dist.engine.compiled.ahead import wait_for_layers
 from eesd_dist.engine.draft_ranks import HeadShelf, OwnShard, follow_commands
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.schedule.page_leases import KvLayout
@@ -63,6 +64,7 @@ class ShardFollower:
         return heads.put_aside(Path(folder)).sha256
 
     def _load(self) -> DraftWeights:
+        wait_for_layers()
         on_progress = self.loading.of(f"draft rank {self._rank}")
         layout = layout_of(self._config)
         return load_draft_weights(self._config, layout, self._handle, on_progress=on_progress)

@@ -24,6 +24,7 @@ from eesd_dist.engine.build import (
     load_draft_weights,
     load_next_head,
 )
+from eesd_dist.engine.compiled.ahead import wait_for_layers
 from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.recording.recorder import RecorderSink
@@ -264,6 +265,7 @@ class EngineLeader:
 
     def _load(self, handle: GroupHandle, *, cost: CostModel | None = None) -> _Prepared:
         """Loads the weights. Raises CheckpointError when they have changed since the first load."""
+        wait_for_layers()
         weights = load_draft_weights(
             self._config,
             layout_of(self._config),

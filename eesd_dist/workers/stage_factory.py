@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from eesd_dist.config import EngineConfig
+from eesd_dist.workers.compiling import start_compiling
 from eesd_dist.workers.roles import DraftFollower, DraftLeader, RankWorker
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class EngineStages:
     """Opens the recorder of the drafting actor; None records nothing."""
 
     def draft_leader(self, config: EngineConfig, tracing: "Tracing") -> DraftLeader:
+        start_compiling(config)
         from eesd_dist.workers.draft_leader import EngineLeader
 
         opened = None if self.open_recorder is None else partial(self.open_recorder, config)
@@ -33,12 +35,14 @@ class EngineStages:
     def draft_follower(
         self, config: EngineConfig, tracing: "Tracing", *, rank: int
     ) -> DraftFollower:
+        start_compiling(config)
         from eesd_dist.workers.draft_follower import ShardFollower
 
         del tracing  # a follower's time is part of the drafting actor's spans
         return ShardFollower(config, rank=rank)
 
     def verify_worker(self, config: EngineConfig, tracing: "Tracing", *, rank: int) -> RankWorker:
+        start_compiling(config)
         from eesd_dist.workers.verify_worker import StageVerifier
 
         return StageVerifier(config, tracing, rank=rank)

@@ -6,6 +6,7 @@ import torch
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import VerifyWeights, layout_of, load_verify_weights
+from eesd_dist.engine.compiled.ahead import wait_for_layers
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
 from eesd_dist.schedule.page_leases import KvLayout
@@ -80,6 +81,7 @@ class StageVerifier:
         return source
 
     def _load(self) -> VerifyWeights:
+        wait_for_layers()
         on_progress = self.loading.of(f"verify rank {self._rank}")
         return load_verify_weights(self._config, self._handle, on_progress=on_progress)
 

@@ -26,6 +26,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Loggi
 
 from cluster.ray_compat import ServeStatus, is_serve_running, serve_status
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
+from eesd_dist.workers.compiling import start_compiling
 from serve_app.app import application_of
 from serve_app.config import RouterConfig, ServiceConfig, TelemetryConfig, require_key
 from serve_app.operations.waiting import ChangedReason
@@ -100,6 +101,7 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
         if address is None
         else connected_ray(address, shows_logs=False)
     )
+    start_compiling(config.engine)
     with where:
         _start_serve(config, updates=False)
         try:
@@ -135,6 +137,7 @@ def _serve_here(config: ServiceConfig, stopping: Stopping, *, shows_logs: bool, 
     began_s = time.monotonic()
     logs = new_log_folder(config.log_folder, port=config.port)
     say(f"starting {config.served_model_name} (logs: {logs}) ...")
+    start_compiling(config.engine)  # while Ray starts
     with service_ray(config, shows_logs=shows_logs, logs=logs):
         stopping.listen()
         require_room_here(config)

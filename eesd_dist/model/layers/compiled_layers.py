@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.compiled import kernel
+from eesd_dist.compiled import is_kept, kernel
 from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan
@@ -55,6 +55,7 @@ from eesd_dist.model.layers.layer import DecoderLayer
 from eesd_dist.transport.contracts import TensorGroup
 
 _FLOAT_BYTES = 4
+_PARTS = (cpu, kv_layout)
 _ACTIVATIONS = {SILU.name: 0, GELU_TANH.name: 1}
 AfterLayer = Callable[[int, Tensor], None]
 """The number of layers done and the rows [T, D] after them."""
@@ -316,4 +317,9 @@ def _packed(product: Linear) -> PackedProduct:
 
 @cache
 def layers_kernel() -> Callable[..., None]:
-    return kernel(run_layers, cpu, kv_layout)
+    return kernel(run_layers, *_PARTS)
+
+
+def is_layers_kernel_kept() -> bool:
+    """Returns whether the kernel need not be compiled."""
+    return is_kept(run_layers, *_PARTS)

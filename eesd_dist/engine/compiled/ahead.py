@@ -1,0 +1,79 @@
+"""Waiting for kernels that another process on this machine compiles.
+
+On a machine that has kept none, every rank would compile the same ones before its first round, and
+slow down the rounds of those that are ready. One process compiles them for all
+(`workers/compiling`). Ranks wait for the kernel of layers before they load, and take the calls of a
+whole round when they are there (`compiled.Later`).
+"""
+
+import fcntl
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from eesd_dist.compiled import Later, kernels_folder
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_LOCK_FILE = "at-work"
+_POLL_S = 0.2
+_LONGEST_S = 120.0
+
+
+@contextmanager
+def at_work() -> Iterator[bool]:
+    """Marks this process as the one that compiles; False: another one does."""
+    folder = kernels_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK_FILE).open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def is_at_work() -> bool:
+    """Returns whether a process on this machine compiles kernels."""
+    try:
+        with (kernels_folder() / _LOCK_FILE).open() as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def wait_for_layers() -> None:
+    """Waits until the kernel of layers is kept, or no process on this machine compiles any."""
+    from eesd_dist.model.layers.compiled_layers import is_layers_kernel_kept
+
+    _wait_for(is_layers_kernel_kept)
+
+
+def when_kept(
+    make: Callable[[], T | None], *, is_kept: Callable[[], bool], is_needed: bool
+) -> Later[T]:
+    """Returns what `make` makes with a kernel: now if it is kept or `is_needed`, else later."""
+
+    def make_later() -> T | None:
+        _wait_for(is_kept)
+        return make()
+
+    is_ready = is_needed or is_kept()
+    return Later(make if is_ready else make_later, is_ready=is_ready)
+
+
+def _wait_for(is_kept: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while is_at_work() and not is_kept():
+        if time.monotonic() > began + _LONGEST_S:
+            logger.warning("kernels not waited for: seconds=%.0f", _LONGEST_S)
+            return
+        time.sleep(_POLL_S)

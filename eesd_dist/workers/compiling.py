@@ -1,0 +1,58 @@
+"""Compiles kernels in a process of its own, while the ranks that need them start."""
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+import time
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+
+from eesd_dist.compiled import can_compile, kernels_folder
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.compiled.ahead import at_work
+
+_POLL_S = 0.2
+
+
+def start_compiling(config: EngineConfig) -> None:
+    """Starts the process, unless what it would compile is kept. It ends with this one."""
+    if not can_compile() or config.model.numerics != "invariant" or _kept_file(config).exists():
+        return
+    command = [sys.executable, "-m", __name__, config.model_dump_json()]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    atexit.register(process.kill)
+
+
+def _kept_file(config: EngineConfig) -> Path:
+    """Returns the file that says that the kernels of this code for this model are kept."""
+    model = config.model
+    digest = sha256(version("numba").encode())
+    digest.update(f"{model.path.resolve()} {model.head} {model.dtype} {model.device}".encode())
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return kernels_folder() / f"kept-{digest.hexdigest()[:16]}"
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)
+
+
+def main() -> None:
+    """Compiles for the configuration in the argument, which is JSON."""
+    config = EngineConfig.model_validate_json(sys.argv[1])
+    threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
+    with at_work() as is_alone:
+        if is_alone:
+            from eesd_dist.engine.build import compile_kernels
+
+            compile_kernels(config)
+            _kept_file(config).touch()
+
+
+if __name__ == "__main__":
+    main()
