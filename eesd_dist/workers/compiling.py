@@ -1,6 +1,7 @@
 """Compiles kernels in a process of its own, while the ranks that need them start."""
 
 import atexit
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 from eesd_dist.compiled import can_compile, kernels_folder
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.compiled.ahead import at_work
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 
@@ -46,12 +49,15 @@ def main() -> None:
     """Compiles for the configuration in the argument, which is JSON."""
     config = EngineConfig.model_validate_json(sys.argv[1])
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
-    with at_work() as is_alone:
-        if is_alone:
-            from eesd_dist.engine.build import compile_kernels
+    try:
+        with at_work() as is_alone:
+            if is_alone:
+                from eesd_dist.engine.build import compile_kernels
 
-            compile_kernels(config)
-            _kept_file(config).touch()
+                compile_kernels(config)
+                _kept_file(config).touch()
+    except OSError as error:  # nothing can be kept: every rank compiles for itself
+        logger.warning("kernels not compiled ahead: reason=%s", error)
 
 
 if __name__ == "__main__":

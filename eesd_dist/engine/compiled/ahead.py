@@ -26,7 +26,10 @@ _LONGEST_S = 120.0
 
 @contextmanager
 def at_work() -> Iterator[bool]:
-    """Marks this process as the one that compiles; False: another one does."""
+    """Marks this process as the one that compiles; False: another one does.
+
+    Raises OSError where nothing can be kept.
+    """
     folder = kernels_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK_FILE).open("w") as handle:
@@ -43,10 +46,10 @@ def is_at_work() -> bool:
     try:
         with (kernels_folder() / _LOCK_FILE).open() as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
+    except OSError:  # none has ever been, or there cannot be one
+        return False
     return False
 
 

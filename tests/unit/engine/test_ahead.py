@@ -1,0 +1,106 @@
+"""Kernels that one process compiles for those that start meanwhile."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from eesd_dist.compiled import FOLDER_VARIABLE
+from eesd_dist.engine.compiled import ahead
+from eesd_dist.engine.compiled.ahead import at_work, is_at_work, when_kept
+from eesd_dist.engine.compiled.draft_kernel import is_chain_kept
+from eesd_dist.engine.compiled.verify_kernel import is_verify_kept
+from eesd_dist.workers import compiling
+from eesd_dist.workers.compiling import start_compiling
+from tests.unit.engine.conftest import MakeConfig
+
+DEADLINE_S = 180.0
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not is_so():
+        assert time.monotonic() < began + DEADLINE_S
+        time.sleep(0.02)
+
+
+def children() -> set[int]:
+    found = subprocess.run(
+        ["pgrep", "-P", str(os.getpid()), "-f", "compiling"], capture_output=True
+    )
+    return {int(pid) for pid in found.stdout.split()}
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def test_a_process_keeps_all_kernels_for_ranks_that_wait(
+    empty_folder: Path, make_config: MakeConfig
+) -> None:
+    config = make_config()
+    start_compiling(config)
+    wait_until(is_at_work)
+    assert not is_chain_kept()
+    ahead.wait_for_layers()
+    chain = when_kept(lambda: is_chain_kept(), is_kept=is_chain_kept, is_needed=False)
+    assert chain.get() is None
+    wait_until(lambda: chain.get() is True)
+    assert is_verify_kept()
+    wait_until(lambda: not is_at_work())
+    before = children()
+    start_compiling(config)
+    assert children() <= before
+
+
+def test_only_one_process_compiles(empty_folder: Path, make_config: MakeConfig) -> None:
+    with at_work() as is_alone:
+        assert is_alone
+        with at_work() as is_second_alone:
+            assert not is_second_alone
+        command = [sys.executable, "-m", compiling.__name__, make_config().model_dump_json()]
+        assert subprocess.run(command, timeout=DEADLINE_S).returncode == 0
+        assert is_at_work()
+        waiting = Thread(target=ahead.wait_for_layers, daemon=True)
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+    waiting.join(DEADLINE_S)
+    assert not waiting.is_alive()
+    assert not is_at_work()
+
+
+def test_it_ends_with_the_process_that_started_it(
+    empty_folder: Path, make_config: MakeConfig
+) -> None:
+    program = (
+        "import sys, time; from eesd_dist.config import EngineConfig;"
+        "from eesd_dist.workers.compiling import start_compiling;"
+        "start_compiling(EngineConfig.model_validate_json(sys.argv[1])); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, make_config().model_dump_json()]
+    with subprocess.Popen(command) as parent:
+        wait_until(is_at_work)
+        parent.send_signal(signal.SIGKILL)
+    wait_until(lambda: not is_at_work())
+    assert not is_chain_kept()
+
+
+def test_a_folder_that_cannot_be_written_stops_nobody(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file"))
+    command = [sys.executable, "-m", compiling.__name__, make_config().model_dump_json()]
+    done = subprocess.run(command, timeout=DEADLINE_S, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "kernels not compiled ahead" in done.stderr
+    ahead.wait_for_layers()
