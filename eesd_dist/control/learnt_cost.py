@@ -18,11 +18,13 @@ _RATIO_STD = 0.6
 _EXTRA_STD = 0.3
 """Of the prior, the second one as a share of a round without drafts."""
 _DRIFT_ROUNDS = 200
-"""After so many rounds without news the prior's uncertainty is reached again."""
+"""After so many measured rounds without news the prior's uncertainty is reached again."""
 _NOISE = 0.15
 """Standard deviation of a round's time, as a share of the forecast."""
 _EDGE = 2.0
 """Standard deviations beyond which a time says no more."""
+_FEW_ROUNDS, _ONE_IN = 64, 4
+"""After so many rounds, one in four is learnt from."""
 _CHANGE = 0.03
 """Relative change of a usual round's time that makes a new model worth its making."""
 
@@ -87,11 +89,15 @@ class LearntCost:
         self._profile = profile
         self._drafting = Line(round_s=profile.seconds(0))
         self._verifying = Line(round_s=profile.seconds(0))
+        self._num_rounds = 0
         self.model = profile
         """The costs as learnt, renewed when a round's time has changed noticeably."""
 
     def observe(self, cost: RoundCost) -> bool:
         """Learns from a round without prefill; returns whether `model` is a new one."""
+        self._num_rounds += 1
+        if self._num_rounds > _FEW_ROUNDS and self._num_rounds % _ONE_IN:
+            return False
         profile = self._profile
         levels_s = sum(map(profile.draft_batch, cost.levels))
         known_s = profile.known_batch(cost.num_requests)

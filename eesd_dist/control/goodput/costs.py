@@ -1,9 +1,19 @@
 """Caches the cost model as tables by count."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from eesd_dist.control.chain_rule import Doubles
 from eesd_dist.control.cost import CostModel
+
+
+class ChainCosts(NamedTuple):
+    """A round of one request by the number of its drafted tokens, from 0."""
+
+    seconds: list[float]
+    longer_s: Doubles
+    """Seconds more than without a draft."""
 
 
 class CostTable:
@@ -14,18 +24,18 @@ class CostTable:
         self._steps = [0.0]
         self._rows = [0.0]
         self._known: dict[int, float] = {}
-        self._chains: dict[int, tuple[list[float], Doubles]] = {}
+        self._chains: dict[int, ChainCosts] = {}
         self.guess_share = cost.guess_batch(1) / cost.draft_step_s if cost.draft_step_s else 0.0
 
-    def chain(self, known: int, longest: int) -> tuple[list[float], Doubles]:
-        """Returns the seconds of a round of one request with 0 to `longest` drafted tokens, and how
-        much longer it takes for each than without a draft."""
+    def chain(self, known: int, longest: int) -> ChainCosts:
+        """Returns the costs of a round of one request, up to `longest` drafted tokens or more."""
         found = self._chains.get(known)
-        if found is None or len(found[0]) <= longest:
+        if found is None or len(found.seconds) <= longest:
             step_s, verify_s = self.step(1), self.verify_from(known, longest, 1)
             first_s = self.known(known)
             seconds = [first_s + count * step_s + v for count, v in enumerate(verify_s)]
-            found = self._chains[known] = seconds, np.array(seconds) - seconds[0]
+            found = ChainCosts(seconds, np.array(seconds) - seconds[0])
+            self._chains[known] = found
         return found
 
     def known(self, rows: int) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator, judged_tokens, logit
-from eesd_dist.control.chain_rule import ChainRule
+from eesd_dist.control.chain_rule import LogOdds
 from eesd_dist.control.goodput.drift import Drift, sigmoid
 from eesd_dist.control.goodput.estimates import RunningMean
 from eesd_dist.control.survival import Node, RankShares, Siblings
@@ -26,6 +26,8 @@ _MEAN_START = 0.7
 _MEAN_MEMORY, _POOL_MEAN_MEMORY = 0.95, 0.995
 """Discounts per guess of the running means of a request and of all requests."""
 _PRIOR_GUESSES = 4.0
+_MOST_TEMPERATURES = 64
+"""Of which the calibration is kept."""
 
 
 def _own_drift() -> Drift:
@@ -49,6 +51,8 @@ class Forecast:
 
     def __init__(self, *, calibrator: Calibrator, learns: bool) -> None:
         self._calibrator = calibrator
+        self._odds: dict[float, LogOdds] = {}
+        """The calibration, by temperature."""
         self._learns = learns
         self._drift = _pool_drift()
         self._ranks = RankShares(discount=_POOL_MEMORY)
@@ -75,7 +79,7 @@ class Forecast:
 
     def recalibrate(self, calibrator: Calibrator, requests: Iterable[RequestForecast]) -> None:
         """Switches to another exit head, and resets all drifts, which were the old head's."""
-        self._calibrator = calibrator
+        self._calibrator, self._odds = calibrator, {}
         self._drift = _pool_drift()
         for request in requests:
             request.drift = _own_drift()
@@ -103,16 +107,16 @@ class Forecast:
             request.running_mean.see(mean)
             self._running_mean.see(mean)
 
-    def for_chain(
-        self, rule: ChainRule, request: RequestForecast, *, temperature: float, chance: float
-    ) -> ChainRule:
-        """Returns the rule with the forecast of this request's guesses at a temperature."""
+    def at(self, request: RequestForecast, temperature: float) -> tuple[LogOdds, float, float]:
+        """Returns the calibration at a temperature, and mean and standard deviation of what this
+        request's guesses add to it in log-odds."""
+        odds = self._odds.get(temperature)
+        if odds is None:
+            if len(self._odds) >= _MOST_TEMPERATURES:
+                self._odds.clear()
+            odds = self._odds[temperature] = self._calibrator.at_temperature(temperature)
         std = math.sqrt(request.drift.variance + self._drift.variance)
-        return rule._replace(
-            odds=self._calibrator.at_temperature(temperature),
-            shift=self._drift.mean + request.drift.mean,
-            deviation=chance * std,
-        )
+        return odds, self._drift.mean + request.drift.mean, std
 
     def share_of(self, rank: int) -> float:
         """Returns how often the alternative of this rank is right if all before it are wrong."""

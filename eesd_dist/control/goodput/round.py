@@ -16,7 +16,7 @@ from eesd_dist.control.chain_rule import (
     wants_guess,
 )
 from eesd_dist.control.goodput.allocation import Allocation, Entry, Prices, best_allocation
-from eesd_dist.control.goodput.costs import CostTable
+from eesd_dist.control.goodput.costs import ChainCosts, CostTable
 from eesd_dist.control.goodput.exploration import Exploration
 from eesd_dist.control.goodput.forecast import Forecast, RequestForecast
 from eesd_dist.control.goodput.lookup import RequestSources, Sources
@@ -90,20 +90,28 @@ class GoodputRound:
         self._num_looked_up = 0
         """Rows of tokens found by prompt lookup."""
         self._level = 0
-        is_alone = load.num_requests == 1 and not load.overlapped
-        plain = load.num_requests / self._seconds()
-        self._promise = self._best_chain() if is_alone else self._best_promise(plain)
+        self._alone: ChainCosts | None = None
+        """Costs of a round with one request, as long as its draft is a chain."""
+        if load.num_requests == 1 and not load.overlapped:
+            self._alone = alone = setup.costs.chain(load.num_known, setup.max_draft_tokens)
+            plain_s = alone.seconds[0]
+            probe_s = alone.seconds[1] - plain_s
+            plain = 1.0 / plain_s
+            self._promise = self._best_chain(alone)
+        else:
+            plain_s = self._seconds()
+            probe_s = self._seconds(level=self._num_ours) - plain_s
+            plain = load.num_requests / plain_s
+            self._promise = self._best_promise(plain)
         self._rate = max(self._promise * promise_ratio, plain)
         """Value of a second, in tokens."""
-        probe_s = self._seconds(level=self._num_ours) - self._seconds()
         self._probe_price = self._rate * probe_s
         """Price in tokens of one drafted token for every request."""
         self._is_probe = False
         self._look_price = 0.0
         """Price in tokens of this level's guesses that are not expected to pay."""
+        self._rule: ChainRule | None = None
         setup.exploration.earn(num_requests=load.num_requests, probe_price=self._probe_price)
-        self._rule = self._chain_rule() if is_alone else None
-        """Decides if the round has one request, as long as its draft is a chain."""
 
     @property
     def share(self) -> float:
@@ -148,6 +156,9 @@ class GoodputRound:
         """Returns the tokens of a draft of the exit head above the price of its seconds, as if it
         had been the round's only draft."""
         costs, load, count = self._costs, self._load, outcome.num_drafted
+        if self._alone is not None and count < len(self._alone.seconds):
+            seconds = self._alone.seconds[count] - self._alone.seconds[0]
+            return outcome.num_accepted - self._rate * seconds
         verify_s = costs.verify_from(load.num_known, count, load.num_requests)
         seconds = (
             verify_s[count] - verify_s[0] + count * costs.step(self._num_ours) / self._num_ours
@@ -158,12 +169,10 @@ class GoodputRound:
         """Returns the decisions of the round's only request in advance; None if there are others,
         or the calibration reads more than the score gap."""
         forecast = self._setup.forecast
-        if self._rule is None or forecast.needs_probs:
+        if self._alone is None or forecast.needs_probs:
             return None
-        (draft,) = self._drafts.values()
-        return forecast.for_chain(
-            self._rule, draft.request, temperature=temperature, chance=draft.chance
-        )
+        self._rule = self._rule_alone(self._alone, temperature)
+        return self._rule
 
     def report(self, report: ChainReport) -> None:
         """Takes what a drafter did by the chain rule."""
@@ -186,8 +195,8 @@ class GoodputRound:
         """Returns the requests to guess for, judged by the running mean of each request."""
         if not request_ids:
             return frozenset()
-        if self._rule is not None and self._num_drafted == self._level:
-            return self._worth_a_guess_alone(self._rule, request_ids)
+        if self._alone is not None and self._num_drafted == self._level:
+            return self._worth_a_guess_alone(self._alone, request_ids)
         drafts = [self._drafts[request_id] for request_id in request_ids]
         expected = [draft.best.expected * draft.mean for draft in drafts]
         wanted = self._worth(request_ids, expected, guess_weight=1.0)
@@ -222,30 +231,35 @@ class GoodputRound:
         )
         return taken
 
-    def _chain_rule(self) -> ChainRule:
-        """Returns the round's rule, without a forecast of guesses."""
-        costs, exploration = self._costs, self._setup.exploration
+    def _rule_alone(self, alone: ChainCosts, temperature: float | None) -> ChainRule:
+        """Returns the rule of a round with one request; without a temperature, it does not forecast
+        guesses."""
+        costs, exploration, forecast = self._costs, self._setup.exploration, self._setup.forecast
         (draft,) = self._drafts.values()
-        _, longer_s = costs.chain(self._load.num_known, self._setup.max_draft_tokens)
+        odds, shift, deviation = NO_ODDS, 0.0, 0.0
+        if temperature is not None:
+            odds, shift, std = forecast.at(draft.request, temperature)
+            deviation = draft.chance * std
         mean = draft.mean
         guess_price = self._rate * costs.guess_share * costs.step(1)
         return ChainRule(
-            prices=self._rate * longer_s,
+            prices=self._rate * alone.longer_s,
             guess_price=guess_price,
             mean=mean,
-            hopeful=min(mean + self._setup.forecast.spread, 1.0),
+            hopeful=min(mean + forecast.spread, 1.0),
             looks=exploration.may_look(guess_price),
             probes=exploration.drafting >= self._probe_price,
             optimism=exploration.drafting,
-            odds=NO_ODDS,
-            shift=0.0,
-            deviation=0.0,
+            odds=odds,
+            shift=shift,
+            deviation=deviation,
         )
 
     def _worth_a_guess_alone(
-        self, rule: ChainRule, request_ids: Sequence[RequestId]
+        self, alone: ChainCosts, request_ids: Sequence[RequestId]
     ) -> frozenset[RequestId]:
         (draft,) = self._drafts.values()
+        rule = self._rule = self._rule or self._rule_alone(alone, None)
         answer = wants_guess(rule, self._num_drafted, draft.best.expected)
         self._is_probe = answer == PROBE
         self._look_price = rule.guess_price if answer == LOOK else 0.0
@@ -262,12 +276,11 @@ class GoodputRound:
             return max(drafting_s, verifying_s)
         return drafting_s + verifying_s
 
-    def _best_chain(self) -> float:
+    def _best_chain(self, alone: ChainCosts) -> float:
         """Returns `_best_promise` of a round with one request."""
         (draft,) = self._drafts.values()
-        seconds_of, _ = self._costs.chain(self._load.num_known, self._setup.max_draft_tokens)
         theta, best, tokens, survival = draft.mean, 0.0, 0.0, 1.0
-        for seconds in seconds_of:
+        for seconds in alone.seconds:
             tokens += survival
             survival *= theta
             best = max(best, tokens / seconds)

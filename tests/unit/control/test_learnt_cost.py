@@ -45,7 +45,7 @@ def after(cost: CostModel, num_rounds: int, *, spread: float, lengths: int = 9) 
 
 @pytest.mark.parametrize("spread", [0.02, 0.15])
 def test_it_learns_what_rounds_cost(spread: float) -> None:
-    found = after(REAL, 150, spread=spread)
+    found = after(REAL, 400, spread=spread)
     for length in range(9):
         assert found.seconds(length) == pytest.approx(REAL.seconds(length), rel=0.05)
     longer = found.seconds(8) - found.seconds(0)
@@ -70,8 +70,9 @@ def test_a_disturbance_moves_little_and_does_not_stay() -> None:
     for _ in range(100):
         learnt.observe(a_round(REAL, rng.randrange(9)))
     before = learnt.model.seconds(4)
-    learnt.observe(a_round(REAL, 4, noise=100.0))
-    assert learnt.model.seconds(4) < 1.3 * before
+    for _ in range(4):  # one in four is looked at
+        learnt.observe(a_round(REAL, 4, noise=100.0))
+    assert before < learnt.model.seconds(4) < 1.3 * before
     for _ in range(40):
         learnt.observe(a_round(REAL, rng.randrange(9)))
     assert learnt.model.seconds(4) == pytest.approx(before, rel=0.05)
