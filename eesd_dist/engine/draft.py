@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import TreeConfig
-from eesd_dist.control.chain_rule import ChainReport, ChainRule, of_length
+from eesd_dist.control.chain_rule import REFUSAL, ChainReport, ChainRule, of_length
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.draft_ranks import DraftCompute
 from eesd_dist.engine.draft_run import (
@@ -158,6 +158,8 @@ class DraftStage:
             policy.report(self._draft_chain(runs[0], chain, rule))
         elif chain is not None and not drafting:
             self._draft_chain(runs[0], chain, of_length(0))
+        elif chain is not None and not policy.needs_probs([runs[0].request_id]):
+            self._draft_by_steps(runs[0], chain, policy)
         else:
             self._run_known(runs)
             if self.head is not None:
@@ -234,6 +236,38 @@ class DraftStage:
         if request.speculation.mode == "auto":
             run.note_chain(num_guesses=len(report.means))
         return report
+
+    def _draft_by_steps(self, run: DraftRun, chain: "ChainDrafter", policy: DraftPolicy) -> None:
+        """Runs the known row and drafts in one call per token: the policy asks for the evidence of
+        each."""
+        item, state, temperature = run.item, run.state, _noise(run)
+        token: int = item.live.tokens[item.start]
+        at = item.start
+        if state.num_lagging >= _CATCH_UP_ROWS:
+            self._catch_up([run])
+        while True:
+            guesses = run.may_grow and run.request_id in policy.worth_a_guess([run.request_id])
+            drafted = chain.draft(
+                token,
+                at=at,
+                pages=item.pages,
+                lagging=one_slice(state.lagging_TE) if state.lagging_TE else None,
+                rule=REFUSAL if guesses else of_length(0),
+                most=1 if guesses else 0,
+                seed=item.live.request.sampling.seed,
+                temperature=temperature,
+            )
+            run.note_row(at, RowSlice.all_of(drafted.hidden_TD), is_read=guesses)
+            if not guesses:
+                return
+            (token,), (gap,), (parent,) = drafted.tokens, drafted.gaps, run.frontier
+            evidence = Evidence(depth=len(run.tokens), temperature=temperature, gap=gap)
+            candidate = Candidate(token=token, evidence=evidence, probs_V=None)
+            (is_taken,) = policy.choose([offer_of(Guess(run, parent, 0, candidate))])
+            if not is_taken:
+                return
+            run.append(candidate, parent=parent, rank=0)
+            at += 1
 
     def _open(self, item: PlanItem) -> DraftRun:
         request_id = item.live.request.request_id

@@ -233,6 +233,18 @@ class DraftRun:
             rest = RowSlice(rows_TD.source, rows_TD.first + num_guesses, rows_TD.end)
             state.lagging_TE.append(rest)
 
+    def note_row(self, at: int, row_TD: RowSlice, *, is_read: bool) -> None:
+        """Stores the row of a chain's newest token; `is_read`: by the exit head."""
+        state = self.state
+        self.rows_TD.append(row_TD)
+        if is_read:
+            state.lagging_TE.clear()
+            state.exit_len = at + 1
+            return
+        if not state.lagging_TE:
+            state.exit_len = at  # a cached prefix has the exit head's rows
+        state.lagging_TE.append(row_TD)
+
     def append_token(self, token: int, *, parent: int, rank: int = 0) -> None:
         self.tokens.append(token)
         self.parents.append(parent)

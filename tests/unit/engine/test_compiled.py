@@ -236,7 +236,9 @@ def engine_of(config: EngineConfig) -> EngineCore:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("controller", ["goodput", "fixed", "ema", "ucb", "smartspec"])
+@pytest.mark.parametrize(
+    "controller", ["goodput", "fixed", "ema", "ucb", "smartspec", "beta", "calibration"]
+)
 def test_rounds_draft_and_decide_as_they_do_step_by_step(
     controller: str, temperature: float, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
