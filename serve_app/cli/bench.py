@@ -6,7 +6,7 @@ from typer.core import TyperGroup
 
 from cluster.planning.accuracy_options import AccuracyOptions
 from eesd_dist.bench import options as engine
-from eesd_dist.bench.costs.options import CostsOptions
+from eesd_dist.bench.costs.options import CostsOptions, MemoryOptions
 from eesd_dist.bench.fuzz.options import FuzzOptions
 from eesd_dist.bench.prompts import BUNDLED_MODEL
 from eesd_dist.command_line import add_callback, add_module, group
@@ -44,6 +44,7 @@ add_module(
 add_module(app, "batch", engine.BatchedOptions, "eesd_dist.bench.batched")
 add_module(app, "host", engine.HostOptions, "eesd_dist.bench.host")
 add_module(app, "costs", CostsOptions, "eesd_dist.bench.costs.command")
+add_module(app, "memory", MemoryOptions, "eesd_dist.bench.costs.memory")
 add_module(app, "plan", AccuracyOptions, "cluster.planning.accuracy")
 add_module(app, "noise", engine.NoiseOptions, "eesd_dist.bench.noise")
 add_module(app, "filters", engine.FiltersOptions, "eesd_dist.bench.filters")

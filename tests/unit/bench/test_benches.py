@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from eesd_dist.bench import exact, filters, noise
+from eesd_dist.bench.costs.memory import weights_per_token
 from eesd_dist.bench.online import Sample, overhead_of, percentiles, row_of
 from eesd_dist.bench.options import FiltersOptions, NoiseOptions
 from eesd_dist.bench.prompts import SHIPPED_PROMPTS
@@ -50,6 +52,26 @@ def test_offline_reports_every_variant_and_no_changed_text(
     assert report["settings"]["device"] == "cpu"
     drafted = report["variants"]["fixed 8"]
     assert 0.0 <= drafted["accepted_over_drafted"] <= drafted["accepted_over_judged"] <= 1.0
+
+
+def test_memory_compares_decoding_with_reading_the_weights(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(model), "--dtype", "float32", "--tokens", "4", "--threads", "1"]
+    assert main(["bench", "memory", *words, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert row["threads"] == 1
+    assert row["plain_ms"] > 0.0
+    assert 0.0 < row["plain_of_bound"] < 1.0  # a tiny model is mostly overhead
+    assert row["plain_over_transformers"] > 0.0
+    assert row["verify_8_over_1"] > 0.0
+
+
+def test_an_embedding_of_its_own_is_not_read_for_every_token(tmp_path: Path) -> None:
+    weights = {"model.embed_tokens.weight": torch.zeros(9, 4), "lm_head.weight": torch.ones(9, 4)}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert weights_per_token(tmp_path, tied=False) == 36
+    assert weights_per_token(tmp_path, tied=True) == 72
 
 
 class Forgetful:
