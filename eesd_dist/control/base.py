@@ -130,6 +130,10 @@ class BatchController(Protocol):
         """Removes a request. A verdict of its last round may still be observed."""
         ...
 
+    def rests(self, request_id: RequestId) -> bool:
+        """Returns whether to leave a request out of the round that begins; asked once a round."""
+        ...
+
     def begin_round(self, load: RoundLoad) -> DraftRound: ...
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:

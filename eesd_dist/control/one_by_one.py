@@ -36,6 +36,9 @@ class OneByOne:
     def end(self, request_id: RequestId) -> None:
         self._controllers.pop(request_id, None)
 
+    def rests(self, request_id: RequestId) -> bool:
+        return False
+
     def begin_round(self, load: RoundLoad) -> "_Round":
         controllers = {i: self._controllers[i] for i in load.request_ids}
         for controller in controllers.values():

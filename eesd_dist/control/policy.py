@@ -60,6 +60,8 @@ class DraftPolicy:
         self._requests: dict[RequestId, _Request] = {}
         self._rounds: list[tuple[BatchController, DraftRound]] = []
         """Groups with requests in this round, in the order in which they decide."""
+        self._awake: Set[RequestId] = frozenset()
+        """Requests that may draft in this round."""
 
     @property
     def cost(self) -> CostModel | None:
@@ -129,8 +131,9 @@ class DraftPolicy:
         overlapped: bool = False,
         num_requests: int | None = None,
         num_known: int | None = None,
-    ) -> None:
-        """Starts a round, before its first offers, with all requests that may draft in it.
+    ) -> Set[RequestId]:
+        """Starts a round, before its first offers, with all requests that may draft in it. Returns
+        those that do not rest: the others draft nothing, and need not be asked for.
 
         `overlapped`: another microbatch is verified at the same time, so that the round takes the
         longer of drafting and verifying. `num_requests` and `num_known`: all requests of the round
@@ -139,23 +142,27 @@ class DraftPolicy:
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._take_advice(request_id)
+        awake = [i for i in request_ids if not self._requests[i].group.rests(i)]
+        self._rounds, self._awake = [], frozenset(awake)
+        if not awake:
+            return self._awake
         self._setup.trees.begin_round()
         count = len(request_ids) if num_requests is None else num_requests
         known = max(count, num_known or 0)
-        self._rounds = []
         for group in self._groups.values():
-            mine = tuple(i for i in request_ids if self._requests[i].group is group)
+            mine = tuple(i for i in awake if self._requests[i].group is group)
             if mine:
                 load = RoundLoad(
                     request_ids=mine, num_requests=count, num_known=known, overlapped=overlapped
                 )
                 self._rounds.append((group, group.begin_round(load)))
+        return self._awake
 
     def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
         """Returns how many tokens found by prompt lookup to draft for a request of this round; 0:
         the exit head drafts. Called before anything else is asked in a round; `find`: as of
         `DraftRound.lookup_length`."""
-        if not self._setup.speculation.prompt_lookup:
+        if not self._setup.speculation.prompt_lookup or request_id not in self._awake:
             return 0
         group = self._requests[request_id].group
         (round_,) = (round_ for mine, round_ in self._rounds if mine is group)
@@ -178,7 +185,7 @@ class DraftPolicy:
         """Returns requests with a next guess worth the exit head's time; the other drafts end."""
         worth: set[RequestId] = set()
         for group, round_ in self._rounds:
-            mine = [i for i in request_ids if self._requests[i].group is group]
+            mine = [i for i in request_ids if self._requests[i].group is group and i in self._awake]
             worth |= round_.worth_a_guess(mine)
         return worth
 

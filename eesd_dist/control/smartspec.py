@@ -47,6 +47,9 @@ class SmartSpec:
     def end(self, request_id: RequestId) -> None:
         self._requests.discard(request_id)
 
+    def rests(self, request_id: RequestId) -> bool:
+        return False
+
     def begin_round(self, load: RoundLoad) -> "_OneLength":
         return _OneLength(self.length_for(load), self._trees)
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Candidate", "DraftRun", "DraftStage", "DraftState", "DraftedRound"]
 
-_CATCH_UP_ROWS = 16
+_CATCH_UP_ROWS = 32
 """In rounds without drafts the exit head lags behind; it catches up this many rows at a time."""
 
 
@@ -143,15 +143,17 @@ class DraftStage:
         runs = [self._open(item) for item in plan.items]
         drafting = [run for run in runs if run.item.max_draft > 0 and run.item.is_final]
         if self.head is not None:
-            policy.begin_round(
+            awake = policy.begin_round(
                 [run.request_id for run in drafting],
                 overlapped=overlapped,
                 num_requests=len(runs),
                 num_known=sum(run.item.num_known for run in runs),
             )
             for run in drafting:
-                self._look_up(run, policy)
-            drafting = [run for run in drafting if not run.is_lookup]
+                run.rests = run.request_id not in awake
+                if not run.rests:
+                    self._look_up(run, policy)
+            drafting = [run for run in drafting if not (run.is_lookup or run.rests)]
         chain = self._chain_for(runs)
         rule = policy.chain_rule(temperature=_noise(runs[0])) if chain and drafting else None
         if chain is not None and rule is not None:
@@ -213,12 +215,13 @@ class DraftStage:
         request, temperature = item.live.request, _noise(run)
         if state.num_lagging >= _CATCH_UP_ROWS:
             self._catch_up([run])
+        may_guess = len(rule.prices) > 1
         drafted = chain.draft(
             item.live.tokens[item.start],
             given=run.tokens,
             at=item.start,
             pages=item.pages,
-            lagging=one_slice(state.lagging_TE) if state.lagging_TE else None,
+            lagging=one_slice(state.lagging_TE) if may_guess and state.lagging_TE else None,
             rule=rule,
             most=item.max_draft if item.is_final else 0,
             seed=request.sampling.seed,
@@ -330,7 +333,7 @@ class DraftStage:
         if not state.lagging_TE and state.exit_len < item.start:
             state.exit_len = item.start  # prefix from the page cache, with the exit head's rows
         state.lagging_TE.append(input_TE)
-        drafts = item.is_final and item.max_draft > 0 and not run.is_lookup
+        drafts = item.is_final and item.max_draft > 0 and not (run.is_lookup or run.rests)
         if state.num_lagging >= _CATCH_UP_ROWS and not drafts:
             self._catch_up([run])
 
@@ -447,6 +450,7 @@ class DraftStage:
             for run in runs
             if run.item.max_draft > 0
             and run.item.is_final
+            and not run.rests
             and run.next_place + len(run.state.ahead)
             < min(len(run.item.pages) * self.page_size, run.item.live.max_len)
         ]

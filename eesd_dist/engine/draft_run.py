@@ -148,6 +148,8 @@ class DraftRun:
     prefetched: deque[Candidate] = field(default_factory=deque)
     is_lookup: bool = False
     """Whether its tokens were found by prompt lookup, and are computed with the known rows."""
+    rests: bool = False
+    """Whether its controller left it out of this round, so that nothing is drafted."""
     frontier: list[int] = field(default_factory=lambda: [ROOT])
     """The newest tokens, which the next guesses follow."""
     exit_AD: RowSlice | None = None

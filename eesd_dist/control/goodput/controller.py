@@ -16,6 +16,9 @@ from eesd_dist.control.goodput.lookup import RequestSources, Sources
 from eesd_dist.control.goodput.round import Draft, GoodputRound, RoundSetup
 from eesd_dist.types import Outcome, RequestId
 
+_PATIENCE, _LONGEST_REST = 4, 4
+"""Rounds without a draft before a request rests, and the longest rest, as a power of two."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Request:
@@ -24,6 +27,10 @@ class _Request:
     sources: RequestSources = field(default_factory=RequestSources)
     round: GoodputRound | None = None
     """The round of its next verdict."""
+    num_idle: int = 0
+    """Latest rounds of its own without a draft."""
+    rest: int = 0
+    """Rounds that it is still left out of."""
 
 
 class Goodput:
@@ -41,6 +48,8 @@ class Goodput:
         )
         self._promises = PromiseRatio()
         self._requests: dict[RequestId, _Request] = {}
+        self._num_rested = 0
+        """Rounds of requests that have rested since the last round."""
 
     @property
     def needs_probs(self) -> bool:
@@ -48,7 +57,8 @@ class Goodput:
 
     def admit(self, request_id: RequestId, belief: Belief) -> None:
         self._requests[request_id] = _Request(
-            rng=self._setup.rng(request_id), forecast=self._forecast.new_request(belief)
+            rng=self._setup.rng(request_id),
+            forecast=self._forecast.new_request(belief),
         )
 
     def end(self, request_id: RequestId) -> None:
@@ -60,6 +70,14 @@ class Goodput:
     def recalibrate(self, calibrator: Calibrator, beliefs: Mapping[RequestId, Belief]) -> None:
         requests = list(self._requests.values())  # other threads may be admitting
         self._forecast.recalibrate(calibrator, [request.forecast for request in requests])
+
+    def rests(self, request_id: RequestId) -> bool:
+        request = self._requests[request_id]
+        if not request.rest:
+            return False
+        request.rest -= 1
+        self._num_rested += 1
+        return True
 
     def begin_round(self, load: RoundLoad) -> GoodputRound:
         requests = {request_id: self._requests[request_id] for request_id in load.request_ids}
@@ -73,7 +91,14 @@ class Goodput:
             )
             for request_id, request in requests.items()
         }
-        round_ = GoodputRound(self._rounds, load, drafts, promise_ratio=self._promises.value)
+        round_ = GoodputRound(
+            self._rounds,
+            load,
+            drafts,
+            promise_ratio=self._promises.value,
+            num_rested=self._num_rested,
+        )
+        self._num_rested = 0
         for request in requests.values():
             request.round = round_
         return round_
@@ -84,15 +109,26 @@ class Goodput:
             if request is None:
                 continue
             round_, request.round = request.round, None
-            means = round_.means_of(outcome.request_id) if round_ is not None else ()
+            if round_ is None:  # it rested
+                continue
+            request.num_idle = 0 if outcome.num_drafted else request.num_idle + 1
+            request.rest = _rest_after(request.num_idle)
+            means = round_.means_of(outcome.request_id)
             self._forecast.observe(request.forecast, outcome, means)
             if outcome.is_lookup:
                 self._rounds.sources.observe_lookup(request.sources, outcome)
-            elif round_ is not None:
+            else:
                 self._rounds.sources.observe_head(request.sources, round_.head_gain(outcome))
-            if round_ is not None:
-                self._promises.observe(
-                    came=round_.yielded(outcome.num_accepted),
-                    promised=round_.promised,
-                    share=round_.share,
-                )
+            self._promises.observe(
+                came=round_.yielded(outcome.num_accepted),
+                promised=round_.promised,
+                share=round_.share,
+            )
+
+
+def _rest_after(num_idle: int) -> int:
+    """Returns how many rounds a request rests after so many without a draft: deciding takes time
+    too."""
+    if num_idle < _PATIENCE:
+        return 0
+    return 1 << min(num_idle - _PATIENCE, _LONGEST_REST)

@@ -79,7 +79,9 @@ class GoodputRound:
         drafts: Mapping[RequestId, Draft],
         *,
         promise_ratio: float,
+        num_rested: int = 0,
     ) -> None:
+        """`num_rested`: rounds of requests that were left out since the round before."""
         self._setup = setup
         self._costs = setup.costs
         self._load = load
@@ -111,7 +113,9 @@ class GoodputRound:
         self._look_price = 0.0
         """Price in tokens of this level's guesses that are not expected to pay."""
         self._rule: ChainRule | None = None
-        setup.exploration.earn(num_requests=load.num_requests, probe_price=self._probe_price)
+        setup.exploration.earn(
+            num_requests=load.num_requests + num_rested, probe_price=self._probe_price
+        )
 
     @property
     def share(self) -> float:

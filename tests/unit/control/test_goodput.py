@@ -1,6 +1,7 @@
 """`goodput` at known acceptance rates: against fixed lengths, plain decoding and its forecasts."""
 
 from functools import cache
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -117,6 +118,32 @@ def test_after_long_failure_it_finds_out_that_a_text_became_easy() -> None:
     served = _served(MEASURED, [text_], 1)
     assert sum(served.lengths[-40:]) / 40 > 5
     assert sum(served.lengths[150:290]) / 140 < 0.2
+
+
+def test_a_request_that_drafts_nothing_rests_longer_and_longer() -> None:
+    policy, request = _admitted(_policy(MEASURED), 1), RequestId("0")
+
+    def round_of(*, drafts: bool) -> bool:
+        """Returns whether the request was asked."""
+        is_awake = request in policy.begin_round([request])
+        if is_awake:
+            policy.worth_a_guess([request])
+        else:
+            assert policy.worth_a_guess([request]) == set()
+            assert policy.lookup_length(request, lambda: (9, 5)) == 0
+        count = int(drafts and is_awake)
+        judged = (evidence(0.8),) * count
+        policy.observe(
+            [Outcome(request_id=request, num_drafted=count, num_accepted=0, evidence=judged)]
+        )
+        return is_awake
+
+    asked = [at for at in range(80) if round_of(drafts=False)]
+    assert asked[:4] == [0, 1, 2, 3]
+    assert [after - at for at, after in pairwise(asked[3:])] == [2, 3, 5, 9, 17, 17, 17]
+    while not round_of(drafts=True):
+        pass
+    assert [round_of(drafts=True) for _ in range(20)] == [True] * 20
 
 
 def test_a_warm_prior_saves_the_lessons_of_the_first_rounds() -> None:
