@@ -18,7 +18,8 @@ from eesd_dist.text.prompts import Prompt, json_lines, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 
 SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
-"""Arithmetic as chat and raw code, for the bundled model; `infra/demo_model` has their source."""
+"""Problems, code, passages and instructions for the bundled model; `infra/demo_model` has their
+source."""
 NUM_HELD_OUT = 64
 _SMALLEST_FILE = 4
 

@@ -100,6 +100,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--without", type=Path, nargs="*", default=[], help="files of prompts not to draw again"
+    )
+    parser.add_argument(
         "--judged", type=Path, nargs="*", default=[], help="more JSON lines that judge heads"
     )
     options = parser.parse_args()
@@ -115,6 +118,8 @@ def main() -> None:
         _prompt(kind, rng, problems=problems, modules=modules, passages=passages)
         for kind in rng.choices(kinds, weights, k=options.count)
     ]
+    drawn = {line for file in options.without for line in file.read_text().splitlines()}
+    prompts = [prompt for prompt in prompts if json.dumps(prompt) not in drawn]
     documents = gsm8k_documents(options.gsm8k)[:-HELD_OUT]
     documents += rng.sample(modules, len(modules) // 5)
     rng.shuffle(documents)
