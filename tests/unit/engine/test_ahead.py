@@ -1,4 +1,4 @@
-"""Kernels that one process compiles for those that start meanwhile."""
+"""Kernels that one process compiles while those that need them start."""
 
 import os
 import signal

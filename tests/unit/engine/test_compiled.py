@@ -335,7 +335,7 @@ def test_a_call_that_cannot_be_compiled_is_logged(
 
     monkeypatch.setattr(compiled, "STARTING_S", 0.01)
     later = Later(fail)
-    assert not asked.wait(0.1)  # nobody has asked for it
+    assert not asked.wait(0.1)  # nothing has asked for it
     assert later.get() is None
     assert asked.wait(30.0)
     began = time.monotonic()
