@@ -44,8 +44,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 }
 
 _CHECKED_ROWS = (*range(1, 41), 64, 96, 129, 254, 300, 521, 801)
-"""Up to a prefill chunk plus a full batch of drafts; on CUDA this covers every count that
-`padded_rows` returns up to the largest."""
+"""Up to a prefill chunk plus a full batch of drafts."""
 _CHECKED_ALONE = 24
 """Number of checked calls with the smallest row count."""
 _TILE_ROWS_CUDA = 16
@@ -55,17 +54,9 @@ _TILE_ROWS_CPU = 4
 def padded_rows(num_rows: int, *, numerics: Numerics, device: torch.device) -> int:
     """Returns the row count at which products are computed: the next one the self-check covers.
 
-    On a CPU the library multiplies single rows with another routine (gemv). On CUDA the count
-    determines the tiling, so that only a few fixed counts are used.
+    On a CPU the library multiplies single rows with another routine (gemv).
     """
-    if numerics == "fast":
-        return num_rows
-    if device.type == "cuda":
-        bucket = 16
-        while bucket < min(num_rows, 256):
-            bucket *= 2
-        return -(-num_rows // bucket) * bucket
-    return max(num_rows, 4)
+    return num_rows if numerics == "fast" or device.type == "cuda" else max(num_rows, 4)
 
 
 def pad_rows(x_MI: Tensor, num_rows: int) -> Tensor:
@@ -126,6 +117,8 @@ class Candidate:
     pack: Pack
     is_independent: bool = False
     """Whether rows are independent by construction, for any row count: not checked, not padded."""
+    has_few_tilings: bool = False
+    """Whether the checked row counts have every tiling: longer runs need not be split."""
 
 
 _LIBRARY = Candidate("library float32", _upcast_linear)
@@ -135,6 +128,10 @@ _NATIVE = Candidate("library", plain_linear)
 _NATIVE_TILED = Candidate(
     f"library in tiles of {_TILE_ROWS_CUDA} rows",
     in_row_tiles(plain_linear, tile_rows=_TILE_ROWS_CUDA),
+    has_few_tilings=True,
+)
+_TRITON = Candidate(
+    "Triton", lambda weight_OI, bias_O: _triton_pack(weight_OI, bias_O), has_few_tilings=True
 )
 _LIBRARY_TILED = Candidate(
     f"library float32 in tiles of {_TILE_ROWS_CPU} rows",
@@ -163,7 +160,8 @@ class LinearPacker:
             if self._keeps_promise(candidate, weight_OI):
                 self._num_matrices[candidate.name] += 1
                 product = candidate.pack(weight_OI, bias_O)
-                if self._numerics == "fast" or candidate.is_independent:
+                is_whole = candidate.is_independent or candidate.has_few_tilings
+                if self._numerics == "fast" or is_whole:
                     return product
                 return _in_checked_runs(product, device=self._device)
         names = ", ".join(candidate.name for candidate in self.candidates)
@@ -221,7 +219,7 @@ def _candidates(
     dtype: DType, numerics: Numerics, device: torch.device
 ) -> tuple[Sequence[Candidate], torch.dtype]:
     if device.type == "cuda":
-        return (_NATIVE, _NATIVE_TILED), TORCH_DTYPES[dtype]
+        return _cuda_candidates(dtype, numerics), TORCH_DTYPES[dtype]
     has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private, may be missing
     is_wide = has_onednn and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     if numerics == "fast" and is_wide:
@@ -233,6 +231,18 @@ def _candidates(
     if compiled is not None and (numerics == "invariant" or dtype != "float32"):
         return (compiled,), torch.float32
     return (_LIBRARY, _LIBRARY_TILED), torch.float32
+
+
+def _cuda_candidates(dtype: DType, numerics: Numerics) -> Sequence[Candidate]:
+    if numerics == "fast":
+        return (_NATIVE,)
+    return (_NATIVE_TILED,) if dtype == "float32" else (_TRITON, _NATIVE_TILED)
+
+
+def _triton_pack(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    from eesd_dist.model.cuda.product import TiledProduct
+
+    return TiledProduct(weight_OI, bias_O)
 
 
 @cache

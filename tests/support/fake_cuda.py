@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from eesd_dist.model.attention import cuda_attention
+from eesd_dist.model.cuda import product, rows
+from eesd_dist.model.layers import cuda_layers
 from tests.support.operators import OperatorWatch
 
 GPU = torch.device("cuda", 0)
@@ -79,11 +81,23 @@ class _NoLaunch:
         return lambda *_, **__: None
 
 
+class Rerun:
+    """A twin of a CUDA graph that runs its work again, on any device."""
+
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        self.replay = run
+
+
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _Bindings(),
         patch.object(cuda_attention, "attend_kernel", _NoLaunch()),
+        patch.object(cuda_attention, "store_kernel", _NoLaunch()),
+        patch.object(rows, "norm_kernel", _NoLaunch()),
+        patch.object(rows, "activation_kernel", _NoLaunch()),
+        patch.object(product, "product_kernel", _NoLaunch()),
+        patch.object(cuda_layers, "Graph", Rerun),
     ):
         yield

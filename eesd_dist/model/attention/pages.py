@@ -66,14 +66,14 @@ class LayerPages:
             window=window,
             scores=scores,
         )
-        self._attention = _attention_on(device)(self.parts_PKX, self.shape)
+        self.attention = _attention_on(device)(self.parts_PKX, self.shape)
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
         """Stores the rows' keys and values, then attends every row to its keys.
 
         Returns [T, D]; padding rows have no meaning.
         """
-        return self._attention.attend(rows, heads_THE)
+        return self.attention.attend(rows, heads_THE)
 
     def move(self, sources_M: Tensor, targets_M: Tensor) -> None:
         """Copies keys and values between slots; reads all sources before it writes any target."""

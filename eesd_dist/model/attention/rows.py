@@ -59,24 +59,37 @@ class RowPlan:
     @cached_property
     def on_device(self) -> "DeviceRows":
         """The arrays on a GPU, uploaded together."""
-        return DeviceRows(self.arrays, self.device, page_size=self.page_size)
+        packed = packed_rows(self.arrays, self.num_rows)
+        return DeviceRows(torch.from_numpy(packed).to(self.device), self.num_rows)
 
 
 class DeviceRows:
-    """`RowArrays` as tensors on a GPU, views of one upload."""
+    """`packed_rows` on a GPU as views."""
 
-    def __init__(self, arrays: RowArrays, device: torch.device, *, page_size: int) -> None:
-        packed = np.concatenate([array.reshape(-1) for array in arrays])
-        ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
-        parts = torch.from_numpy(packed).to(device).tensor_split(ends)
-        self.tables_BW = parts[0].view(arrays.tables_BW.shape)
-        self.table_R, self.position_R, self.kv_slot_R, self.in_order_R, self.branch_R = parts[1:6]
-        self.branch_slots = parts[6]
-        place_R = self.table_R * self.tables_BW.shape[1] + self.kv_slot_R // page_size
-        self.page_R = self.tables_BW.view(-1).index_select(0, place_R).long()
-        """Page of every row's own keys and values."""
-        self.within_R = (self.kv_slot_R % page_size).long()
-        """Slot in that page."""
+    def __init__(self, packed: torch.Tensor, num_rows: int) -> None:
+        self.num_rows = num_rows
+        """With padding."""
+        by_row = packed.narrow(0, 0, _NUMBERS_PER_ROW * num_rows).view(_NUMBERS_PER_ROW, num_rows)
+        self.position_T, self.kv_slot_T, self.in_order_T, self.branch_T, self.table_T = by_row
+        self.slots = packed.narrow(0, by_row.numel(), packed.numel() - by_row.numel())
+        """KV slots of branches and pages of tables, where `branch_T` and `table_T` say."""
+
+
+_NUMBERS_PER_ROW = 5
+
+
+def packed_rows(arrays: RowArrays, num_padded: int) -> Ints:
+    """Returns the rows in one array: each row's position, KV slot, keys in order, and where its
+    branch and its table begin in what follows. Padding rows are at position and slot -1."""
+    num_rows, num_branch = len(arrays.position_R), len(arrays.branch_slots)
+    by_row = np.full((_NUMBERS_PER_ROW, num_padded), -1, np.int32)
+    by_row[2:, num_rows:] = 0
+    by_row[0, :num_rows] = arrays.position_R
+    by_row[1, :num_rows] = arrays.kv_slot_R
+    by_row[2, :num_rows] = arrays.in_order_R
+    by_row[3, :num_rows] = arrays.branch_R
+    by_row[4, :num_rows] = arrays.table_R * np.int32(arrays.tables_BW.shape[1]) + num_branch
+    return np.concatenate([by_row.ravel(), arrays.branch_slots, arrays.tables_BW.ravel()])
 
 
 def row_arrays(segments: Sequence[RowSegment]) -> RowArrays:

@@ -35,9 +35,23 @@ class RmsNorm:
         return cls(weight_D, eps=spec.rms_norm_eps, dtype=dtype, offset=offset)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
+        if x_TD.is_cuda and not torch.is_grad_enabled():
+            return self.added(x_TD, None)
         if self._dtype != torch.float32:
             return self._normed(x_TD.float()).to(self._dtype)
         return self._normed(x_TD)
+
+    def added(self, x_TD: Tensor, added_TD: Tensor | None) -> Tensor:
+        """Adds `added_TD` to x in place and returns the norm of x, in one launch on a GPU."""
+        from eesd_dist.model.cuda.rows import add_and_norm
+
+        return add_and_norm(
+            x_TD.contiguous(),
+            added_TD,
+            weight_D=self.scaled_weight_D,
+            floor=self.floor,
+            dtype=self._dtype,
+        )
 
     def _normed(self, x_TD: Tensor) -> Tensor:
         norm_T1: Tensor = torch.linalg.vector_norm(x_TD, 2, -1, True)

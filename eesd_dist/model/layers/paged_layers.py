@@ -24,6 +24,7 @@ from eesd_dist.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from eesd_dist.model.layers.compiled_layers import CompiledLayers
+    from eesd_dist.model.layers.cuda_layers import CudaLayers
 
 
 # Shapes: T rows, D hidden channels, B sequences, L their length, S positions, P pairs of channels.
@@ -75,6 +76,13 @@ class PagedLayers:
         self._windows = tuple(windows)
         self._scores = spec.traits.scores
         self._compiled = compiled_layers(self._layers, self._pages, rotation_SP)
+        self._on_gpu = _layers_on_gpu(
+            self._layers,
+            self._pages,
+            rotation_SP,
+            hidden_size=spec.hidden_size,
+            dtype=dtype,
+        )
 
     def forward(
         self,
@@ -84,8 +92,9 @@ class PagedLayers:
         after_layer: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """`after_layer` is called with the number of layers done and the rows after them."""
-        if self._compiled is not None:
-            return self._compiled.forward(hidden_TD, rows, after_layer=after_layer)
+        fused = self._compiled or self._on_gpu
+        if fused is not None:
+            return fused.forward(hidden_TD, rows, after_layer=after_layer)
         x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
         rotation_T1P = self._rotation_SP.index_select(0, rows.positions).unsqueeze(1)
         for done, (layer, pages) in enumerate(zip(self._layers, self._pages, strict=True), start=1):
@@ -142,8 +151,9 @@ class PagedLayers:
     def take_pages(self, other: "PagedLayers") -> None:
         """Takes over the keys and values of layers of the same shape."""
         self._pages = other._pages
-        if self._compiled is not None:
-            self._compiled.take_pages(self._pages)
+        fused = self._compiled or self._on_gpu
+        if fused is not None:
+            fused.take_pages(self._pages)
 
     def forward_full(self, hidden_BLD: Tensor) -> Tensor:
         return forward_whole(
@@ -162,8 +172,24 @@ def compiled_layers(
     if rotation_SP.device.type != "cpu" or not can_compile():
         return None
     from eesd_dist.model.layers.compiled_layers import CompiledLayers
+    from eesd_dist.model.layers.cuda_layers import CudaLayers
 
     return CompiledLayers.of(layers, pages, rotation_SP)
+
+
+def _layers_on_gpu(
+    layers: Sequence[DecoderLayer],
+    pages: Sequence[LayerPages],
+    rotation_SP: Tensor,
+    *,
+    hidden_size: int,
+    dtype: torch.dtype,
+) -> "CudaLayers | None":
+    if rotation_SP.device.type != "cuda" or not layers:
+        return None
+    from eesd_dist.model.layers.cuda_layers import CudaLayers
+
+    return CudaLayers(layers, pages, rotation_SP, hidden_size=hidden_size, dtype=dtype)
 
 
 def forward_whole(

@@ -109,9 +109,8 @@ def test_rows_are_padded_to_counts_the_check_has_answered_for() -> None:
     assert padded_rows(7, numerics="fast", device=CPU) == 7
 
 
-def test_a_gpu_sees_few_row_counts() -> None:
-    counts = {padded_rows(rows, numerics="invariant", device=CUDA) for rows in range(1, 513)}
-    assert counts == {16, 32, 64, 128, 256, 512}
+def test_a_gpu_needs_no_padding() -> None:
+    assert padded_rows(5, numerics="invariant", device=CUDA) == 5
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

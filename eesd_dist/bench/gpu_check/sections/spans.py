@@ -105,7 +105,10 @@ def _transformers_logits(
     folder: Path, dtype: DType, device: torch.device, tokens_T: Tensor
 ) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), local_files_only=True
+        folder,
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+        attn_implementation="eager",  # the others leave out what a family adds to its scores
     )
     model = model.eval().to(device)
     with torch.inference_mode():

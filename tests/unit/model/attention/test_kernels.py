@@ -252,7 +252,7 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(shape: Shape) -> None:
         assert torch.allclose(found_RD, expected_RD, atol=2e-5, rtol=1e-4)
         assert torch.equal(twin_PKX, pages.parts_PKX), "what is stored"
         for row in range(0, plan.num_rows, 7):  # launched alone, a row has the same bits
-            (program,) = twin.attend_rows(plan, heads_RHE, first=row, count=1)
+            (program,) = twin.attend_rows(plan.on_device, heads_RHE, first=row, count=1)
             assert torch.equal(program, found_RD[row])
 
     for text in texts:

@@ -2,7 +2,7 @@
 
 A program computes the queries of one row and one KV head, block by block of keys from position 0
 on, with a running maximum and sum (Milakov and Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022,
-arXiv 2205.14135). Shapes of its products and bounds of its blocks depend on the row's position
+arXiv 2205.14135). Annotations are quoted, since Triton's compiler reads those of parameters as code. Shapes of its products and bounds of its blocks depend on the row's position
 only, so that a row has the same bits in every batch. Keys are found one by one in the row's pages,
 a tree's in the order of their positions.
 """
@@ -19,13 +19,11 @@ def attend_kernel(
     heads: "Any",
     pages: "Any",
     mixed: "Any",
-    tables_BW: "Any",
     table_R: "Any",
     position_R: "Any",
     in_order_R: "Any",
     branch_R: "Any",
-    branch_slots: "Any",
-    table_width: "Any",
+    slots: "Any",
     window: "Any",
     scale: "Any",
     softcap: "Any",
@@ -43,8 +41,8 @@ def attend_kernel(
     row, kv = tl.program_id(0), tl.program_id(1)
     position = tl.load(position_R + row)
     in_order = tl.load(in_order_R + row)
-    branch = branch_slots + tl.load(branch_R + row) - in_order
-    table_W = tables_BW + tl.load(table_R + row) * table_width
+    branch = slots + tl.load(branch_R + row) - in_order
+    table_W = slots + tl.load(table_R + row)
     key_numbers = CHANNELS * KEY_WIDTH
     part = key_numbers + PAGE_SIZE * VALUE_WIDTH
     query_Q = tl.arange(0, QUERIES)
@@ -93,4 +91,5 @@ def attend_kernel(
         sum_QE = sum_QE * kept_Q[:, None] + mixed_QE
         highest_Q = higher_Q
     to_QE = row.to(tl.int64) * PER_KV * NUM_KV * CHANNELS + head_Q1 + channel_E[None, :]
+    total_Q = tl.where(total_Q > 0, total_Q, 1.0)  # padding rows see no key
     tl.store(mixed + to_QE, sum_QE / total_Q[:, None], mask=is_query_QE)

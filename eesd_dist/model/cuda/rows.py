@@ -1,0 +1,39 @@
+"""What a layer does to rows between its products, on a GPU: one launch each."""
+
+import torch
+import triton
+from torch import Tensor
+
+from eesd_dist.model.cuda.row_kernels import activation_kernel, norm_kernel
+
+_BLOCK = 1024
+
+
+# Shapes: T rows, D hidden channels, I intermediate channels.
+def add_and_norm(
+    x_TD: Tensor, added_TD: Tensor | None, *, weight_D: Tensor, floor: float, dtype: torch.dtype
+) -> Tensor:
+    """Adds `added_TD` to x in place; returns the norm of x (see `RmsNorm`)."""
+    normed_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
+    norm_kernel[(x_TD.shape[0],)](
+        x_TD,
+        x_TD if added_TD is None else added_TD,
+        weight_D,
+        normed_TD,
+        floor,
+        WIDTH=x_TD.shape[1],
+        HAS_ADDED=added_TD is not None,
+        PADDED_WIDTH=triton.next_power_of_2(x_TD.shape[1]),
+        num_warps=8 if x_TD.shape[1] > _BLOCK else 4,
+    )
+    return normed_TD
+
+
+def activated(gate_up: Tensor, *, is_silu: bool) -> Tensor:
+    """Returns activation(gate) * up [T, I] of rows [T, 2 I]; GELU if it is not SiLU."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    activated_TI = gate_up.new_empty(num_rows, width)
+    activation_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
+        gate_up, activated_TI, WIDTH=width, IS_SILU=is_silu, BLOCK=_BLOCK
+    )
+    return activated_TI

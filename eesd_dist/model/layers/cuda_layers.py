@@ -1,0 +1,117 @@
+"""Layers on a GPU: their kernels in the order of `DecoderLayer.forward`, kept as CUDA graphs.
+
+Launching a layer's kernels one by one takes the host longer than the GPU needs to run them. A graph
+replays the launches of a pass with a fixed number of rows and fixed addresses: rows and plan are
+copied into buffers, and the rest of the rows is padding. Rows do not depend on each other, so that
+a row has the same bits with and without a graph.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from eesd_dist.model.attention.cuda_attention import CudaAttention
+from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.rows import DeviceRows, RowPlan, packed_rows
+from eesd_dist.model.cuda.rows import activated
+from eesd_dist.model.elementwise import SILU
+from eesd_dist.model.layers.layer import DecoderLayer
+
+GRAPH_ROWS = (8, 16, 32, 64, 128, 256)
+"""Numbers of rows that have a graph. Longer passes take the GPU longer than the host."""
+_NUMBERS = 1 << 16
+"""First size of the buffer for a plan."""
+
+AfterLayer = Callable[[int, Tensor], None]
+"""The number of layers done and the rows [T, D] after them."""
+
+
+# Shapes: T rows, D hidden channels, S positions, C channels of a head, as pairs of numbers.
+class CudaLayers:
+    """Layers with their pages. One pass at a time: graphs share their memory."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        pages: Sequence[LayerPages],
+        rotation_SP: Tensor,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._layers = tuple(layers)
+        self._rotation_SC = torch.view_as_real(rotation_SP).flatten(1).contiguous()
+        self._has_graphs = all(layer.output.group.size == 1 for layer in layers)
+        device = rotation_SP.device
+        self._numbers = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
+        self._rows_TD = torch.zeros(GRAPH_ROWS[-1], hidden_size, dtype=dtype, device=device)
+        self.take_pages(pages)
+
+    def take_pages(self, pages: Sequence[LayerPages]) -> None:
+        """Reads and writes these pages from now on."""
+        self._attention = [_on_gpu(part) for part in pages]
+        self._graphs: dict[int, Graph] = {}
+
+    def forward(
+        self, hidden_TD: Tensor, rows: RowPlan, *, after_layer: AfterLayer | None = None
+    ) -> Tensor:
+        """`after_layer` is called with the number of layers done and the rows after them."""
+        num_rows = rows.num_rows
+        if after_layer is not None or not self._has_graphs or num_rows > GRAPH_ROWS[-1]:
+            return self._run(hidden_TD.to(self._rows_TD.dtype, copy=True), rows.on_device, after_layer)
+        num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
+        packed = packed_rows(rows.arrays, num_padded)
+        if len(packed) > len(self._numbers):
+            self._numbers = self._numbers.new_zeros(2 * len(packed))
+            self._graphs.clear()
+        self._numbers.narrow(0, 0, len(packed)).copy_(torch.from_numpy(packed), non_blocking=True)
+        self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
+        graph = self._graphs.get(num_padded)
+        if graph is not None:
+            return graph.replay().narrow(0, 0, num_rows).clone()
+        placed = DeviceRows(self._numbers, num_padded)
+        x_TD = self._rows_TD.narrow(0, 0, num_padded)
+        found_TD = self._run(x_TD.clone(), placed, None)  # compiles the kernels
+        self._graphs[num_padded] = Graph(lambda: self._run(x_TD.clone(), placed, None))
+        return found_TD.narrow(0, 0, num_rows)
+
+    def _run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None) -> Tensor:
+        """Overwrites x."""
+        added_TD: Tensor | None = None
+        for done, (layer, attention) in enumerate(
+            zip(self._layers, self._attention, strict=True), start=1
+        ):
+            normed_TD = layer.attention_norm.added(x_TD, added_TD)
+            heads_THE = layer.qkv(normed_TD).view(x_TD.shape[0], -1, layer.head_dim)
+            if layer.head_norm is not None:
+                turned = heads_THE.narrow(1, 0, heads_THE.shape[1] - layer.num_kv_heads)
+                turned.copy_(layer.head_norm(turned))
+            attention.store(rows, heads_THE, self._rotation_SC)
+            added_TD = layer.output(attention.attend_rows(rows, heads_THE))
+            gate_up = layer.mlp.gate_up(layer.mlp_norm.added(x_TD, added_TD))
+            added_TD = layer.mlp.down(activated(gate_up, is_silu=layer.mlp.activation is SILU))
+            if after_layer is not None:
+                after_layer(done, x_TD + added_TD)
+        return x_TD if added_TD is None else x_TD + added_TD
+
+
+class Graph:
+    """Kernels that were launched once, to be launched again together."""
+
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU at the same time.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._out = run()
+
+    def replay(self) -> Tensor:
+        """Returns the output, which the next replay overwrites."""
+        self._graph.replay()
+        return self._out
+
+
+def _on_gpu(pages: LayerPages) -> CudaAttention:
+    attention = pages.attention
+    assert isinstance(attention, CudaAttention)
+    return attention

@@ -1,0 +1,109 @@
+"""GPU kernels: what they compute in Triton's interpreter, and that they compile for a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from eesd_dist.model.cuda.product import TiledProduct, tile_for
+from eesd_dist.model.cuda.rows import activated
+from eesd_dist.model.elementwise import GELU_TANH, SILU, Activation
+from eesd_dist.model.layers.norms import RmsNorm
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 40, 65, 130])
+@pytest.mark.parametrize("num_out, num_in", [(70, 64), (33, 300)])
+def test_a_tiled_product_is_the_product(num_rows: int, num_out: int, num_in: int) -> None:
+    """In float16, since the interpreter has no bfloat16."""
+    generator = torch.Generator().manual_seed(num_rows)
+    weight_OI = torch.randn(num_out, num_in, generator=generator).half()
+    bias_O = torch.randn(num_out, generator=generator).half()
+    x_MI = torch.randn(num_rows, num_in, generator=generator).half()
+    exact_MO = x_MI.double() @ weight_OI.double().T
+    for bias, expected_MO in ((None, exact_MO), (bias_O, exact_MO + bias_O.double())):
+        found_MO = TiledProduct(weight_OI, bias)(x_MI)
+        assert found_MO.dtype == torch.float16
+        torch.testing.assert_close(found_MO.double(), expected_MO, rtol=2**-10, atol=2**-8)
+
+
+def test_tiles_leave_a_program_for_each_multiprocessor_where_they_can() -> None:
+    assert tile_for(1, 128_256).channels == 64
+    assert tile_for(1, 4096).channels == 32
+    assert tile_for(1, 1280).channels == 16
+    assert tile_for(16, 4096).rows == 16
+    assert tile_for(17, 4096).rows == 64
+    assert tile_for(4096, 4096).channels == 128
+    assert tile_for(65, 4096).channels == 64
+
+
+@pytest.mark.parametrize("width", [64, 100, 2048])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_with_a_sum_is_the_norm_of_the_sum(width: int, offset: float) -> None:
+    x_TD, added_TD = torch.randn(5, width), torch.randn(5, width)
+    norm = RmsNorm(torch.rand(width), eps=1e-5, dtype=torch.float32, offset=offset)
+    torch.testing.assert_close(norm.added(x_TD.clone(), None), norm(x_TD))
+    total_TD = x_TD.clone()
+    torch.testing.assert_close(norm.added(total_TD, added_TD), norm(x_TD + added_TD))
+    assert torch.equal(total_TD, x_TD + added_TD)
+
+
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH], ids=["silu", "gelu"])
+@pytest.mark.parametrize("width", [96, 1500])
+def test_gates_are_applied(activation: Activation, width: int) -> None:
+    gate_up = 3 * torch.randn(4, 2 * width)
+    gate_TI, up_TI = gate_up.chunk(2, dim=-1)
+    found_TI = activated(gate_up, is_silu=activation is SILU)
+    torch.testing.assert_close(found_TI, activation(gate_TI) * up_TI, rtol=1e-5, atol=1e-6)
+
+
+_COMPILE = """
+import warnings
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from eesd_dist.model.cuda import attention_kernel, product_kernel, row_kernels
+
+warnings.simplefilter("ignore")
+layout = dict(NUM_KV=8, CHANNELS=128, PAGE_SIZE=32, KEY_WIDTH=32, VALUE_WIDTH=128)
+placed = dict(position_T="*i32", kv_slot_T="*i32", table_T="*i32", slots="*i32")
+rows = dict(table_R="*i32", position_R="*i32", in_order_R="*i32", branch_R="*i32", slots="*i32")
+heads = dict(heads="*bf16", pages="*bf16")
+kernels = [
+    (attention_kernel.attend_kernel,
+     dict(**heads, mixed="*bf16", **rows, window="i32", scale="fp32", softcap="fp32"),
+     dict(**layout, PER_KV=4, HAS_SOFTCAP=True, QUERIES=16, PADDED_CHANNELS=128, KEYS=64)),
+    (row_kernels.store_kernel, dict(**heads, rotation="*fp32", **placed),
+     dict(**layout, NUM_QUERIES=32, HAS_ROTATION=True, PAIRS=64)),
+    (row_kernels.norm_kernel,
+     dict(x="*bf16", added="*bf16", weight_D="*fp32", normed="*bf16", floor="fp32"),
+     dict(WIDTH=4096, HAS_ADDED=True, PADDED_WIDTH=4096)),
+    (row_kernels.activation_kernel, dict(gate_up="*bf16", activated="*bf16"),
+     dict(WIDTH=14336, IS_SILU=True, BLOCK=1024)),
+    (row_kernels.activation_kernel, dict(gate_up="*bf16", activated="*bf16"),
+     dict(WIDTH=14336, IS_SILU=False, BLOCK=1024)),
+    (product_kernel.product_kernel,
+     dict(x="*bf16", weight="*bf16", bias="*bf16", y="*bf16", num_rows="i32", num_out="i32",
+          num_in="i32"),
+     dict(HAS_BIAS=True, IS_EVEN=False, ROWS=16, CHANNELS=32, DEPTH=128)),
+]
+for kernel, arguments, constants in kernels:
+    types = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, types, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__, len(compiled.asm["cubin"]))
+"""
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """The interpreter accepts code that the compiler rejects. Compiling needs no GPU."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6
+    assert all(int(line.split()[1]) > 1000 for line in lines)

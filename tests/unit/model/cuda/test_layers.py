@@ -1,0 +1,150 @@
+"""A GPU's layers on a CPU: the kernels in Triton's interpreter, graphs as reruns of their work."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from eesd_dist.model.attention.cuda_attention import CudaAttention
+from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.model.layers import cuda_layers
+from eesd_dist.model.layers.cuda_layers import CudaLayers
+from eesd_dist.model.span import LlamaSpan
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.transport.group_handles import SingleGroup
+from tests.support.fake_cuda import Rerun
+from tests.support.tiny_checkpoints import save_tiny_model
+
+CPU = torch.device("cpu")
+PAGE_SIZE, NUM_PAGES = 4, 40
+FAMILIES = ["llama", "llama, biases", "mistral, sliding window", "qwen3", "gemma2"]
+
+
+class Twins:
+    """The same layers on the CPU and as a GPU runs them, with pages of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.spec = ModelSpec.from_folder(folder)
+        self.span = LlamaSpan.load(
+            folder,
+            self.spec,
+            0,
+            self.spec.num_layers,
+            group=SingleGroup(),
+            dtype="float32",
+            numerics="fast",
+            device=CPU,
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+        )
+        self.pages = [self._pages(at) for at in range(self.spec.num_layers)]
+        self.twin = CudaLayers(
+            self.span.paged._layers,
+            self.pages,
+            self.span.paged._rotation_SP,
+            hidden_size=self.spec.hidden_size,
+            dtype=torch.float32,
+        )
+
+    def _pages(self, layer: int) -> LayerPages:
+        pages = LayerPages(
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+            num_kv_heads=self.spec.num_kv_heads,
+            queries_per_kv=self.spec.num_heads // self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            dtype=torch.float32,
+            device=CPU,
+            window=self.spec.sliding_windows[layer],
+            scores=self.spec.traits.scores,
+        )
+        pages.attention = CudaAttention(pages.parts_PKX, pages.shape)
+        return pages
+
+    def run(self, segments: Sequence[RowSegment], x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        plan = RowPlan.build(segments, page_size=PAGE_SIZE, device=CPU, numerics="fast")
+        with torch.inference_mode():
+            return self.span.forward(x_TD, plan), self.twin.forward(x_TD, plan)
+
+
+@pytest.fixture(autouse=True)
+def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_layers, "Graph", Rerun)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_compute_what_they_do_on_a_cpu(tmp_path: Path, family: str) -> None:
+    save_tiny_model(tmp_path, family)
+    twins = Twins(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    first, second = tuple(range(10)), tuple(range(30, 12, -1))
+    tree = (-1, -1, 0, 1, 2)
+    passes = [
+        [RowSegment(0, 20, first)],
+        [RowSegment(20, 1, first), RowSegment(0, 6, second)],
+        [RowSegment(21, 5, first, tree), RowSegment(6, 2, second)],
+        [RowSegment(8, 7, second)],
+    ]
+    for segments in passes:
+        num_rows = sum(segment.num_rows for segment in segments)
+        x_TD = torch.randn(num_rows, twins.spec.hidden_size, generator=generator)
+        before_TD = x_TD.clone()
+        expected_TD, found_TD = twins.run(segments, x_TD)
+        torch.testing.assert_close(found_TD, expected_TD, rtol=2e-4, atol=2e-4)
+        assert torch.equal(x_TD, before_TD)
+
+
+def test_a_row_has_the_same_bits_in_a_graph_of_any_size_and_without_one(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    twins = Twins(tmp_path)
+    table = tuple(range(12))
+    x_TD = torch.randn(30, twins.spec.hidden_size)
+    _, together_TD = twins.run([RowSegment(0, 30, table)], x_TD)
+    for start, count in ((0, 1), (1, 8), (9, 9), (18, 1), (19, 11)):
+        for _ in range(2):  # the first run of a graph's size has no graph yet
+            part_TD = x_TD[start : start + count]
+            _, found_TD = twins.run([RowSegment(start, count, table)], part_TD)
+            assert torch.equal(found_TD, together_TD[start : start + count])
+    plan = RowPlan.build(
+        [RowSegment(0, 30, table)], page_size=PAGE_SIZE, device=CPU, numerics="fast"
+    )
+    seen: list[Tensor] = []
+    with torch.inference_mode():
+        found_TD = twins.twin.forward(x_TD, plan, after_layer=lambda _, x: seen.append(x.clone()))
+    assert torch.equal(found_TD, together_TD)
+    assert torch.equal(seen[-1], together_TD)
+    assert len(seen) == twins.spec.num_layers
+
+
+def test_padding_writes_no_page_and_what_a_graph_returned_stays(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    twins = Twins(tmp_path)
+    x_TD = torch.randn(3, twins.spec.hidden_size)
+    segments = [RowSegment(0, 3, (7,))]
+    twins.run(segments, x_TD)
+    _, kept_TD = twins.run(segments, x_TD)
+    before_TD = kept_TD.clone()
+    twins.run([RowSegment(0, 3, (8,))], 2 * x_TD)
+    assert torch.equal(kept_TD, before_TD)
+    written = {page for page in range(NUM_PAGES) if twins.pages[0].parts_PKX[page].any()}
+    assert written == {7, 8}
+
+
+def test_a_longer_plan_than_its_buffer_and_other_pages_make_new_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_layers, "_NUMBERS", 60)
+    save_tiny_model(tmp_path, "llama")
+    twins = Twins(tmp_path)
+    x_TD = torch.randn(5, twins.spec.hidden_size)
+    _, expected_TD = twins.run([RowSegment(0, 5, tuple(range(9)))], x_TD)
+    _, found_TD = twins.run([RowSegment(0, 5, tuple(range(39)))], x_TD)
+    assert torch.equal(found_TD, expected_TD)
+    other = [twins._pages(at) for at in range(twins.spec.num_layers)]
+    twins.twin.take_pages(other)
+    _, found_TD = twins.run([RowSegment(0, 5, tuple(range(9)))], x_TD)
+    assert torch.equal(found_TD, expected_TD)
+    assert all(pages.parts_PKX[0].any() for pages in other)
