@@ -74,6 +74,10 @@ def gumbel(keys: Sequence[int], ids_V: Tensor) -> Tensor:
         from eesd_dist.sampling.compiled_rule import gumbel_rows
 
         return torch.from_numpy(gumbel_rows(key_words(keys), ids_V.to(torch.int32).numpy()))
+    if ids_V.is_cuda:
+        from eesd_dist.sampling.gpu_rule import gumbel_on_gpu
+
+        return gumbel_on_gpu(key_words(keys), ids_V)
     return gumbel_by_steps(keys, ids_V)
 
 

@@ -112,8 +112,11 @@ def draft_choice(
     `vocab_ids` [V] is the target token of each column of a truncated draft vocabulary; `width` is
     the number of tokens to return per row.
     """
-    if width == 1 and _is_compiled(logits_SV, rules):
-        return _compiled_choice(logits_SV, rules, vocab_ids)
+    if width == 1 and _is_by_score(logits_SV, rules):
+        if logits_SV.is_cuda:
+            return _choice_on_gpu(logits_SV, rules, vocab_ids)
+        if can_compile():
+            return _compiled_choice(logits_SV, rules, vocab_ids)
     columns = _columns_of(logits_SV, vocab_ids)
     scores_SV = perturbed(logits_SV, rules, columns)
     best_SB, values_SB = _first_maxima(scores_SV, max(width, 2))
@@ -125,12 +128,10 @@ def draft_choice(
     return DraftChoice(tokens=tokens_SB, scores=values_SB[:, :width], gaps=gaps_S)
 
 
-def _is_compiled(logits_SV: Tensor, rules: Sequence[RowRule]) -> bool:
-    return (
-        logits_SV.device.type == "cpu"
-        and logits_SV.shape[-1] >= 2
-        and can_compile()
-        and not any(rule.edits_logits or rule.is_filtered for rule in rules)
+def _is_by_score(logits_SV: Tensor, rules: Sequence[RowRule]) -> bool:
+    """Returns whether the rows' scores are the logits and noise alone."""
+    return logits_SV.shape[-1] >= 2 and not any(
+        rule.edits_logits or rule.is_filtered for rule in rules
     )
 
 
@@ -148,21 +149,49 @@ def _compiled_choice(
     """Returns the same as `draft_choice` from one compiled call."""
     from eesd_dist.sampling.compiled_rule import best_two
 
-    divisors = [rule.noise_temperature for rule in rules]
-    keys = [
-        noise_key(rule.seed, rule.position) if divisor else 0
-        for rule, divisor in zip(rules, divisors, strict=True)
-    ]
+    divisors, words_S3 = _noise_of(rules)
     ids_V = torch.arange(logits_SV.shape[-1]) if vocab_ids is None else vocab_ids
     best_S2, values_S2 = best_two(
         logits_SV.detach().contiguous().numpy(),
         divisors,
-        key_words(keys),
+        words_S3,
         ids_V.to(torch.int32).numpy(),
     )
     gaps_S = np.minimum(values_S2[:, 0] - values_S2[:, 1], np.float32(WIDEST_GAP))
     return DraftChoice(
         tokens=torch.from_numpy(ids_V.numpy()[best_S2[:, :1]]),
+        scores=torch.from_numpy(values_S2[:, :1]),
+        gaps=torch.from_numpy(gaps_S),
+    )
+
+
+def _noise_of(rules: Sequence[RowRule]) -> tuple[list[float], _Ints]:
+    """Returns the divisor of each row's logits, 0 for one without noise, and its key's words."""
+    divisors = [rule.noise_temperature for rule in rules]
+    keys = [
+        noise_key(rule.seed, rule.position) if divisor else 0
+        for rule, divisor in zip(rules, divisors, strict=True)
+    ]
+    return divisors, key_words(keys)
+
+
+def _best_on_gpu(logits_SV: Tensor, rules: Sequence[RowRule], vocab_ids: Tensor | None) -> _Ints:
+    """Returns `best_two_on_gpu` in one copy to the host."""
+    from eesd_dist.sampling.gpu_rule import best_two_on_gpu
+
+    best_S4: _Ints = best_two_on_gpu(logits_SV, *_noise_of(rules), vocab_ids).cpu().numpy()
+    return best_S4
+
+
+def _choice_on_gpu(
+    logits_SV: Tensor, rules: Sequence[RowRule], vocab_ids: Tensor | None
+) -> DraftChoice:
+    """Returns the same as `draft_choice`, on the host."""
+    best_S4 = _best_on_gpu(logits_SV, rules, vocab_ids)
+    values_S2 = best_S4[:, 2:].view(np.float32)
+    gaps_S = np.minimum(values_S2[:, 0] - values_S2[:, 1], np.float32(WIDEST_GAP))
+    return DraftChoice(
+        tokens=torch.from_numpy(best_S4[:, :1].astype(np.int64)),
         scores=torch.from_numpy(values_S2[:, :1]),
         gaps=torch.from_numpy(gaps_S),
     )
@@ -239,8 +268,10 @@ def _num_top(rules: Sequence[RowRule]) -> int | None:
 
 
 def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
-    tokens_S = _tokens(logits_SV, rules)
     num_top = _num_top(rules)
+    if num_top is None and logits_SV.is_cuda and _is_by_score(logits_SV, rules):
+        return _silent_choice(_best_on_gpu(logits_SV, rules, None)[:, 0])
+    tokens_S = _tokens(logits_SV, rules)
     if num_top is None:
         return _silent_choice(tokens_S.cpu().numpy())
     logprobs_SV = log_probabilities(logits_SV)
@@ -266,7 +297,7 @@ def _tokens(logits_SV: Tensor, rules: Sequence[RowRule]) -> Tensor:
     )
 
 
-def _silent_choice(tokens: npt.NDArray[np.int64]) -> TokenChoice:
+def _silent_choice(tokens: npt.NDArray[np.integer]) -> TokenChoice:
     return TokenChoice(
         tokens=tokens.astype(np.int32),
         logprobs=np.empty(0, np.float32),

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from eesd_dist.model.attention import cuda_attention
 from eesd_dist.model.cuda import product, rows
 from eesd_dist.model.layers import cuda_layers
+from eesd_dist.sampling import gpu_rule
 from tests.support.operators import OperatorWatch
 
 GPU = torch.device("cuda", 0)
@@ -98,6 +99,9 @@ def fake_cuda() -> Iterator[None]:
         patch.object(rows, "norm_kernel", _NoLaunch()),
         patch.object(rows, "activation_kernel", _NoLaunch()),
         patch.object(product, "product_kernel", _NoLaunch()),
+        patch.object(gpu_rule, "gumbel_kernel", _NoLaunch()),
+        patch.object(gpu_rule, "block_kernel", _NoLaunch()),
+        patch.object(gpu_rule, "best_kernel", _NoLaunch()),
         patch.object(cuda_layers, "Graph", Rerun),
     ):
         yield

@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 # Shapes: M rows, I input channels, O output channels of a tile.
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(
     x: "Any",
     weight: "Any",
