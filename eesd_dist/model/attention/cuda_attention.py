@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from eesd_dist.model.attention.rows import DeviceRows, RowPlan
+from eesd_dist.model.attention.rows import BLOCK_ROWS, PART, DeviceRows, RowPlan
 from eesd_dist.model.attention_shape import AttentionShape
-from eesd_dist.model.cuda.attention_kernel import attend_kernel
+from eesd_dist.model.cuda.attention_kernel import attend_kernel, merge_kernel
 from eesd_dist.model.cuda.row_kernels import store_kernel
 from eesd_dist.model.kv_layout import key_width, value_width
 
@@ -13,10 +13,13 @@ _FEWEST = 16
 """Smallest side of a product on tensor cores."""
 _KEYS = 64
 """Keys of one block."""
+_SPLIT_ROWS = 32
+"""Up to this many rows, parts are computed in parallel: more rows fill a GPU by themselves."""
 
 
-# Shapes: T rows, H heads of all kinds, E channels of a head, D channels of all query heads, P pages,
-# K KV heads, X numbers of a page's part, S positions, C channels of a head as pairs.
+# Shapes: T rows, H heads of all kinds, E channels of a head, D channels of all query heads,
+# P pages, K KV heads, X numbers of a page's part, S positions, C channels of a head as pairs, B
+# blocks of rows.
 class CudaAttention:
     """Stores and attends rows; nothing is copied to the host."""
 
@@ -34,9 +37,18 @@ class CudaAttention:
             **layout,
             "PER_KV": shape.queries_per_kv,
             "HAS_SOFTCAP": shape.scores.softcap is not None,
-            "QUERIES": max(_FEWEST, power_of_two(shape.queries_per_kv)),
             "PADDED_CHANNELS": max(_FEWEST, power_of_two(shape.head_dim)),
             "KEYS": _KEYS,
+            "PART": PART,
+            "enable_fp_fusion": False,
+        }
+        self._merging = {
+            "NUM_HEADS": shape.num_queries,
+            "CHANNELS": shape.head_dim,
+            "PADDED_CHANNELS": max(_FEWEST, power_of_two(shape.head_dim)),
+            "PART": PART,
+            "enable_fp_fusion": False,
+            "num_warps": 1,
         }
         self._storing = {
             **layout,
@@ -66,27 +78,89 @@ class CudaAttention:
             **self._storing,
         )
 
-    def attend_rows(
-        self, rows: DeviceRows, heads_THE: Tensor, *, first: int = 0, count: int | None = None
-    ) -> Tensor:
-        """Attends rows [first, first + count) after `store`; zeros in padding rows."""
-        count = rows.num_rows - first if count is None else count
-        mixed_TD = heads_THE.new_empty(count, self._shape.num_queries * self._shape.head_dim)
-        attend_kernel[(count, self._shape.num_kv_heads)](
-            heads_THE.narrow(0, first, count),
-            self._pages_PKX,
+    def attend_rows(self, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
+        """Attends all rows after `store`; zeros in padding rows."""
+        if rows.blocks_B2 is not None:
+            return self._attend(rows, heads_THE, blocks_B2=rows.blocks_B2)
+        if rows.num_parts > 1 and rows.num_rows <= _SPLIT_ROWS:
+            return self._attend_parts(rows, heads_THE)
+        return self._attend(rows, heads_THE, blocks_B2=None)
+
+    def _attend(self, rows: DeviceRows, heads_THE: Tensor, *, blocks_B2: Tensor | None) -> Tensor:
+        num_programs, num_queries = rows.num_rows, self._shape.queries_per_kv
+        if blocks_B2 is not None:
+            num_programs, num_queries = len(blocks_B2), BLOCK_ROWS * num_queries
+        mixed_TD = heads_THE.new_empty(rows.num_rows, self._width)
+        self._launch(
+            (num_programs, self._shape.num_kv_heads),
+            rows,
+            heads_THE,
             mixed_TD,
-            rows.table_T.narrow(0, first, count),
-            rows.position_T.narrow(0, first, count),
-            rows.in_order_T.narrow(0, first, count),
-            rows.branch_T.narrow(0, first, count),
+            blocks=blocks_B2,
+            num_queries=num_queries,
+        )
+        return mixed_TD
+
+    def _attend_parts(self, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
+        """Attends each part in a program of its own, then merges them."""
+        shape, by_row = self._shape, (rows.num_rows, self._shape.num_queries, rows.num_parts)
+        parts = heads_THE.new_empty(*by_row, shape.head_dim, dtype=torch.float32)
+        weights = heads_THE.new_empty(*by_row, 2, dtype=torch.float32)
+        self._launch(
+            (rows.num_rows, shape.num_kv_heads, rows.num_parts),
+            rows,
+            heads_THE,
+            parts,
+            weights=weights,
+            num_queries=shape.queries_per_kv,
+        )
+        mixed_TD = heads_THE.new_empty(rows.num_rows, self._width)
+        merge_kernel[(rows.num_rows, shape.num_queries)](
+            parts,
+            weights,
+            mixed_TD,
+            rows.position_T,
+            shape.window or 0,
+            rows.num_parts,
+            **self._merging,
+        )
+        return mixed_TD
+
+    def _launch(
+        self,
+        grid: tuple[int, ...],
+        rows: DeviceRows,
+        heads_THE: Tensor,
+        out: Tensor,
+        *,
+        num_queries: int,
+        blocks: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        attend_kernel[grid](
+            heads_THE,
+            self._pages_PKX,
+            out,
+            out if weights is None else weights,
+            rows.table_T if blocks is None else blocks,
+            rows.table_T,
+            rows.position_T,
+            rows.in_order_T,
+            rows.branch_T,
             rows.slots,
             self._shape.window or 0,
             self._shape.scale,
             self._shape.scores.softcap or 0.0,
+            QUERIES=max(_FEWEST, power_of_two(num_queries)),
+            num_warps=8 if num_queries > 64 else 4,
+            HAS_BLOCKS=blocks is not None,
+            IS_SPLIT=weights is not None,
             **self._attending,
         )
-        return mixed_TD
+
+    @property
+    def _width(self) -> int:
+        return self._shape.num_queries * self._shape.head_dim
 
 
 def power_of_two(size: int) -> int:

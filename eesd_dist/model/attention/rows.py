@@ -60,15 +60,34 @@ class RowPlan:
     def on_device(self) -> "DeviceRows":
         """The arrays on a GPU, uploaded together."""
         packed = packed_rows(self.arrays, self.num_rows)
-        return DeviceRows(torch.from_numpy(packed).to(self.device), self.num_rows)
+        blocks_B2 = None
+        if self.num_rows > _FEWEST_IN_BLOCKS:
+            blocks_B2 = torch.from_numpy(row_blocks(self.arrays)).to(self.device)
+        return DeviceRows(
+            torch.from_numpy(packed).to(self.device),
+            self.num_rows,
+            num_parts=num_parts(self.arrays),
+            blocks_B2=blocks_B2,
+        )
 
 
 class DeviceRows:
     """`packed_rows` on a GPU as views."""
 
-    def __init__(self, packed: torch.Tensor, num_rows: int) -> None:
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        num_rows: int,
+        *,
+        num_parts: int,
+        blocks_B2: torch.Tensor | None = None,
+    ) -> None:
         self.num_rows = num_rows
         """With padding."""
+        self.num_parts = num_parts
+        """At least as many parts as the row with the most keys has."""
+        self.blocks_B2 = blocks_B2
+        """First and last row of each block of rows that are attended together; None: none are."""
         by_row = packed.narrow(0, 0, _NUMBERS_PER_ROW * num_rows).view(_NUMBERS_PER_ROW, num_rows)
         self.position_T, self.kv_slot_T, self.in_order_T, self.branch_T, self.table_T = by_row
         self.slots = packed.narrow(0, by_row.numel(), packed.numel() - by_row.numel())
@@ -76,6 +95,37 @@ class DeviceRows:
 
 
 _NUMBERS_PER_ROW = 5
+PART = 256
+"""Keys of one part of a row's keys on a GPU."""
+BLOCK_ROWS = 16
+_FEWEST_IN_BLOCKS = 256
+"""Passes of more rows are attended in blocks of rows: they share loads of keys."""
+
+
+def num_parts(arrays: RowArrays) -> int:
+    """Returns the parts of the row with the most keys, rounded up to a power of four."""
+    most = int(arrays.position_R.max(initial=0)) // PART + 1
+    return int(4 ** -(-(most - 1).bit_length() // 2))
+
+
+def row_blocks(arrays: RowArrays) -> Ints:
+    """Returns the first and last row [B, 2] of blocks of consecutive rows of a text's chain. A
+    tree's row is a block of its own where it sees other keys than the row before and itself."""
+    position_R = arrays.position_R
+    follows_R = np.zeros(len(position_R), bool)
+    follows_R[1:] = (arrays.table_R[1:] == arrays.table_R[:-1]) & (
+        position_R[1:] == position_R[:-1] + 1
+    )
+    follows_R &= arrays.in_order_R == position_R + 1
+    follows_R[1:] &= (arrays.in_order_R == position_R + 1)[:-1]
+    start_R = np.flatnonzero(~follows_R)
+    lengths = np.diff(np.append(start_R, len(position_R)))
+    counts = -(-lengths // BLOCK_ROWS)
+    run_B = np.repeat(np.arange(len(start_R)), counts)
+    within_B = np.arange(len(run_B)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first_B = start_R[run_B] + BLOCK_ROWS * within_B
+    last_B = np.minimum(first_B + BLOCK_ROWS, (start_R + lengths)[run_B]) - 1
+    return np.stack([first_B, last_B], axis=1).astype(np.int32)
 
 
 def packed_rows(arrays: RowArrays, num_padded: int) -> Ints:

@@ -1,4 +1,4 @@
-"""What a layer does to a row between its products, on a GPU in Triton: one launch each for all rows.
+"""What a layer does to a row between its products, on a GPU in Triton: one launch for all rows.
 
 A program computes a fixed part of one row, in float32, so that a row has the same bits in every
 batch. Annotations are quoted, since Triton's compiler reads those of parameters as code.
@@ -92,14 +92,13 @@ def store_kernel(
         first_P = (row.to(tl.int64) * num_heads + head) * CHANNELS + 2 * pair_P
         a_P = tl.load(heads + first_P, mask=is_pair_P, other=0.0)
         b_P = tl.load(heads + first_P + 1, mask=is_pair_P, other=0.0)
-        if HAS_ROTATION:
-            if head < NUM_QUERIES + NUM_KV:
-                turn_P = tl.load(position_T + row).to(tl.int64) * CHANNELS + 2 * pair_P
-                cosine_P = tl.load(rotation + turn_P, mask=is_pair_P, other=0.0)
-                sine_P = tl.load(rotation + turn_P + 1, mask=is_pair_P, other=0.0)
-                real_P, imaginary_P = a_P.to(tl.float32), b_P.to(tl.float32)
-                a_P = (real_P * cosine_P - imaginary_P * sine_P).to(a_P.dtype)
-                b_P = (real_P * sine_P + imaginary_P * cosine_P).to(b_P.dtype)
+        if HAS_ROTATION and head < NUM_QUERIES + NUM_KV:
+            turn_P = tl.load(position_T + row).to(tl.int64) * CHANNELS + 2 * pair_P
+            cosine_P = tl.load(rotation + turn_P, mask=is_pair_P, other=0.0)
+            sine_P = tl.load(rotation + turn_P + 1, mask=is_pair_P, other=0.0)
+            real_P, imaginary_P = a_P.to(tl.float32), b_P.to(tl.float32)
+            a_P = (real_P * cosine_P - imaginary_P * sine_P).to(a_P.dtype)
+            b_P = (real_P * sine_P + imaginary_P * cosine_P).to(b_P.dtype)
         if head < NUM_QUERIES:
             if HAS_ROTATION:
                 tl.store(heads + first_P, a_P, mask=is_pair_P)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eesd_dist.model.attention.cuda_attention import CudaAttention
 from eesd_dist.model.attention.pages import LayerPages
-from eesd_dist.model.attention.rows import DeviceRows, RowPlan, packed_rows
+from eesd_dist.model.attention.rows import DeviceRows, RowPlan, num_parts, packed_rows
 from eesd_dist.model.cuda.rows import activated
 from eesd_dist.model.elementwise import SILU
 from eesd_dist.model.layers.layer import DecoderLayer
@@ -51,7 +51,7 @@ class CudaLayers:
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
         """Reads and writes these pages from now on."""
         self._attention = [_on_gpu(part) for part in pages]
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}
 
     def forward(
         self, hidden_TD: Tensor, rows: RowPlan, *, after_layer: AfterLayer | None = None
@@ -59,7 +59,9 @@ class CudaLayers:
         """`after_layer` is called with the number of layers done and the rows after them."""
         num_rows = rows.num_rows
         if after_layer is not None or not self._has_graphs or num_rows > GRAPH_ROWS[-1]:
-            return self._run(hidden_TD.to(self._rows_TD.dtype, copy=True), rows.on_device, after_layer)
+            return self._run(
+                hidden_TD.to(self._rows_TD.dtype, copy=True), rows.on_device, after_layer
+            )
         num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
         packed = packed_rows(rows.arrays, num_padded)
         if len(packed) > len(self._numbers):
@@ -67,13 +69,14 @@ class CudaLayers:
             self._graphs.clear()
         self._numbers.narrow(0, 0, len(packed)).copy_(torch.from_numpy(packed), non_blocking=True)
         self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
-        graph = self._graphs.get(num_padded)
+        size = num_padded, num_parts(rows.arrays)
+        graph = self._graphs.get(size)
         if graph is not None:
             return graph.replay().narrow(0, 0, num_rows).clone()
-        placed = DeviceRows(self._numbers, num_padded)
+        placed = DeviceRows(self._numbers, num_padded, num_parts=size[1])
         x_TD = self._rows_TD.narrow(0, 0, num_padded)
         found_TD = self._run(x_TD.clone(), placed, None)  # compiles the kernels
-        self._graphs[num_padded] = Graph(lambda: self._run(x_TD.clone(), placed, None))
+        self._graphs[size] = Graph(lambda: self._run(x_TD.clone(), placed, None))
         return found_TD.narrow(0, 0, num_rows)
 
     def _run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None) -> Tensor:

@@ -172,7 +172,6 @@ def compiled_layers(
     if rotation_SP.device.type != "cpu" or not can_compile():
         return None
     from eesd_dist.model.layers.compiled_layers import CompiledLayers
-    from eesd_dist.model.layers.cuda_layers import CudaLayers
 
     return CompiledLayers.of(layers, pages, rotation_SP)
 

@@ -13,7 +13,8 @@ from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.page_table import PageTable
 
 PAGE_SIZE = 32
-_CHUNK = 256
+_CHUNK = 512
+"""Enough for rows in blocks; the other pieces are shorter."""
 
 
 # Shapes: T rows, H heads of all kinds, E channels of a head, D channels of all query heads.

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eesd_dist.model.attention import cpu_attention
+from eesd_dist.model.attention import cpu_attention, cuda_attention, rows
 from eesd_dist.model.attention.cuda_attention import CudaAttention
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.row_by_row import RowByRowAttention
-from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.model.attention.rows import DeviceRows, RowPlan, RowSegment
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cpu import calls
 from eesd_dist.model.families.family import Scores
@@ -96,8 +96,11 @@ class Text:
     """By KV slot, from 0 on."""
 
     @classmethod
-    def drawn(cls, shape: Shape, rng: Random, *, pages: list[int]) -> "Text":
-        start, num_known = rng.choice([0, 1, 5, 40, 70]), rng.choice([1, 2, 9, 40])
+    def drawn(
+        cls, shape: Shape, rng: Random, *, pages: list[int], is_short: bool = False
+    ) -> "Text":
+        start = rng.choice([1, 40] if is_short else [0, 1, 5, 40, 70])
+        num_known = rng.choice([2, 9] if is_short else [1, 2, 9, 40])
         parents: tuple[int, ...] = ()
         if rng.random() < 0.5:
             parents = tuple(rng.randint(-1, node - 1) for node in range(rng.randint(1, 9)))
@@ -236,12 +239,20 @@ def test_without_numba_rows_attend_one_by_one_to_the_same(shape: Shape, seed: in
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(shape: Shape) -> None:
+def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton's interpreter runs it on the CPU (see tests/conftest.py)."""
+    monkeypatch.setattr(cuda_attention, "_KEYS", 16)
+    monkeypatch.setattr(cuda_attention, "PART", 32)
+    monkeypatch.setattr(rows, "PART", 32)
+    monkeypatch.setattr(rows, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(cuda_attention, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(cuda_attention, "_SPLIT_ROWS", 1000)
     rng = Random(str(shape))
     free = list(range(400))
     rng.shuffle(free)
-    texts = [Text.drawn(shape, rng, pages=free) for _ in range(3)]
+    texts = [Text.drawn(shape, rng, pages=free, is_short=True) for _ in range(2)]
     pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).parts_PKX)
     twin = CudaAttention(twin_PKX, shape.attention)
 
@@ -251,11 +262,29 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(shape: Shape) -> None:
         found_RD = twin.attend(plan, heads_RHE)
         assert torch.allclose(found_RD, expected_RD, atol=2e-5, rtol=1e-4)
         assert torch.equal(twin_PKX, pages.parts_PKX), "what is stored"
-        for row in range(0, plan.num_rows, 7):  # launched alone, a row has the same bits
-            (program,) = twin.attend_rows(plan.on_device, heads_RHE, first=row, count=1)
-            assert torch.equal(program, found_RD[row])
+        # In one program or one for each part, alone, in a block or with padding: the same bits.
+        assert plan.on_device.num_parts > 1 or plan.arrays.position_R.max() < 32
+        assert len(rows.row_blocks(plan.arrays)) < plan.num_rows or plan.num_rows < 4
+        for num_padded, num_parts, blocks in (
+            (plan.num_rows, 1, None),
+            (plan.num_rows + 1, 4, None),
+            (plan.num_rows, 1, rows.row_blocks(plan.arrays)),
+        ):
+            placed = DeviceRows(
+                torch.from_numpy(rows.packed_rows(plan.arrays, num_padded)),
+                num_padded,
+                num_parts=num_parts,
+                blocks_B2=None if blocks is None else torch.from_numpy(blocks),
+            )
+            padded_THE = torch.cat([heads_RHE, heads_RHE[: num_padded - plan.num_rows]])
+            again_TD = twin.attend_rows(placed, padded_THE)
+            assert torch.equal(again_TD[: plan.num_rows], found_RD)
+            assert not again_TD[plan.num_rows :].any()
 
     for text in texts:
         for segment in text.prefix():
-            compare([segment], text.heads_NHE[: segment.num_rows])
+            plan = plan_of([segment], shape.page_size)
+            heads_RHE = text.heads_NHE[: segment.num_rows]
+            attend(pages, plan, heads_RHE)
+            twin.store(plan.on_device, heads_RHE, None)
     compare([text.segment for text in texts], torch.cat([text.rows for text in texts]))
