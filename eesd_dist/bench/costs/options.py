@@ -34,7 +34,7 @@ class CostsOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """A target's speed on this CPU against that of reading its weights.
+    """A target's speed against that of reading its weights.
 
     For every token a model reads all of its weights, so that no decoder of one request is faster
     than the memory. Measures how fast memory is read, plain decoding, a verify pass of eight rows,

@@ -1,13 +1,30 @@
 """Attention over one layer's pages on a GPU: one launch stores, one attends all rows."""
 
+import logging
+from functools import cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from eesd_dist.model.attention.rows import BLOCK_ROWS, PART, DeviceRows, RowPlan
+from eesd_dist.model.attention.rows import (
+    BLOCK_ROWS,
+    PART,
+    DeviceRows,
+    RowPlan,
+    RowSegment,
+    num_parts,
+    packed_rows,
+    row_arrays,
+    row_blocks,
+)
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cuda.attention_kernel import attend_kernel, merge_kernel
 from eesd_dist.model.cuda.row_kernels import store_kernel
-from eesd_dist.model.kv_layout import key_width, value_width
+from eesd_dist.model.kv_layout import key_width, part_numbers, value_width
+from eesd_dist.page_table import PageTable
+
+logger = logging.getLogger(__name__)
 
 _FEWEST = 16
 """Smallest side of a product on tensor cores."""
@@ -80,11 +97,15 @@ class CudaAttention:
 
     def attend_rows(self, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
         """Attends all rows after `store`; zeros in padding rows."""
-        if rows.blocks_B2 is not None:
+        if rows.blocks_B2 is not None and self._ways.in_blocks:
             return self._attend(rows, heads_THE, blocks_B2=rows.blocks_B2)
-        if rows.num_parts > 1 and rows.num_rows <= _SPLIT_ROWS:
+        if rows.num_parts > 1 and rows.num_rows <= _SPLIT_ROWS and self._ways.in_parts:
             return self._attend_parts(rows, heads_THE)
         return self._attend(rows, heads_THE, blocks_B2=None)
+
+    @property
+    def _ways(self) -> "Ways":
+        return checked_ways(self._shape, self._pages_PKX.dtype, self._pages_PKX.device)
 
     def _attend(self, rows: DeviceRows, heads_THE: Tensor, *, blocks_B2: Tensor | None) -> Tensor:
         num_programs, num_queries = rows.num_rows, self._shape.queries_per_kv
@@ -161,6 +182,67 @@ class CudaAttention:
     @property
     def _width(self) -> int:
         return self._shape.num_queries * self._shape.head_dim
+
+
+class Ways(NamedTuple):
+    """Which ways to attend give a row the same bits as a program for each row."""
+
+    in_blocks: bool
+    in_parts: bool
+
+
+@cache
+def checked_ways(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Ways:
+    """Compares the ways once, on a random text, before the first pass that could use one."""
+    if device.type == "cpu":  # Triton's interpreter, in tests
+        return Ways(in_blocks=True, in_parts=True)
+    ways = compared_ways(shape, dtype, device, length=2 * PART + 150)
+    if not all(ways):
+        logger.warning("attention_self_check_failed ways=%s shape=%s dtype=%s", ways, shape, dtype)
+    return ways
+
+
+@torch.inference_mode()
+def compared_ways(
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, *, length: int
+) -> Ways:
+    """Attends a text of `length` tokens in every way."""
+    generator = torch.Generator(device).manual_seed(20240603)
+    num_heads = shape.num_queries + 2 * shape.num_kv_heads
+    heads_THE = torch.randn(
+        length, num_heads, shape.head_dim, generator=generator, device=device
+    ).to(dtype)
+    table = PageTable(range(-(-length // shape.page_size))[::-1])
+    part = part_numbers(head_dim=shape.head_dim, page_size=shape.page_size)
+    pages_PKX = torch.zeros(len(table), shape.num_kv_heads, part, dtype=dtype, device=device)
+    attention = CudaAttention(pages_PKX, shape)
+
+    def placed(start: int) -> DeviceRows:
+        arrays = row_arrays([RowSegment(start, length - start, table)])
+        return DeviceRows(
+            torch.from_numpy(packed_rows(arrays, length - start)).to(device),
+            length - start,
+            num_parts=num_parts(arrays),
+            blocks_B2=torch.from_numpy(row_blocks(arrays)).to(device),
+        )
+
+    every = placed(0)
+    attention.store(every, heads_THE, None)
+    alone_TD = attention._attend(every, heads_THE, blocks_B2=None)
+    last = length - min(length, _SPLIT_ROWS)
+    return Ways(
+        in_blocks=all(
+            torch.equal(
+                attention._attend(rows, heads_THE[start:], blocks_B2=rows.blocks_B2),
+                alone_TD[start:],
+            )
+            for start in (0, 5)  # rows at other places of their blocks
+            for rows in [placed(start)]
+        ),
+        in_parts=torch.equal(
+            attention._attend_parts(placed(last), heads_THE[last:]), alone_TD[last:]
+        ),
+    )
 
 
 def power_of_two(size: int) -> int:

@@ -5,10 +5,12 @@ with a running maximum and sum over the blocks of a part, then over the parts (M
 Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135; parts in parallel: Dao et al.
 2023, "Flash-Decoding"). The bounds of blocks and parts depend on positions only. So a row has the
 same bits alone, in a batch, with or without other rows of its text in the same program, and whether
-its parts are computed by one program or by several. Launched without fused multiply-adds, which the
-compiler might place differently. Keys are found one by one in the row's pages, a tree's in the
-order of their positions. Annotations are quoted, since Triton's compiler reads those of parameters
-as code.
+its parts are computed by one program or by several. For that, weights are summed by a product with
+ones: a plain sum's order follows from how the compiler spreads a block over threads. Launched
+without fused multiply-adds, which the compiler might place differently. `CudaAttention` checks it.
+
+Keys are found one by one in the row's pages, a tree's in the order of their positions. Annotations
+are quoted, since Triton's compiler reads those of parameters as code.
 """
 
 from typing import Any
@@ -18,7 +20,7 @@ import triton.language as tl
 
 
 # Shapes: Q queries of a program's rows, N keys of a block, E channels of a head, padded to a power
-# of two.
+# of two, C equal columns.
 @triton.jit
 def _merged(
     highest_Q: "Any", total_Q: "Any", sum_QE: "Any", other_Q: "Any", more_Q: "Any", more_QE: "Any"
@@ -91,6 +93,7 @@ def attend_kernel(
     row_numbers = (PER_KV + 2) * NUM_KV * CHANNELS
     from_QE = (row_Q.to(tl.int64) * row_numbers + head_Q * CHANNELS)[:, None] + channel_E[None, :]
     queries_QE = tl.load(heads + from_QE, mask=is_query_QE, other=0.0)
+    ones_NC = tl.full([KEYS, 16], 1.0, queries_QE.dtype)
     highest_Q = tl.full([QUERIES], float("-inf"), tl.float32)
     total_Q = tl.zeros([QUERIES], tl.float32)
     sum_QE = tl.zeros([QUERIES, PADDED_CHANNELS], tl.float32)
@@ -139,8 +142,10 @@ def attend_kernel(
             base_Q = tl.where(higher_Q == float("-inf"), 0.0, higher_Q)
             kept_Q = tl.exp(part_highest_Q - base_Q)
             weights_QN = tl.exp(scores_QN - base_Q[:, None])
-            part_total_Q = part_total_Q * kept_Q + tl.sum(weights_QN, 1)
-            mixed_QE = tl.dot(weights_QN.to(values_NE.dtype), values_NE, input_precision="ieee")
+            weights_QN = weights_QN.to(values_NE.dtype)
+            sums_QC = tl.dot(weights_QN, ones_NC, input_precision="ieee")  # columns are equal
+            part_total_Q = part_total_Q * kept_Q + tl.max(sums_QC, 1)
+            mixed_QE = tl.dot(weights_QN, values_NE, input_precision="ieee")
             part_sum_QE = part_sum_QE * kept_Q[:, None] + mixed_QE
             part_highest_Q = higher_Q
         highest_Q, total_Q, sum_QE = _merged(

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -288,3 +290,19 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(
             attend(pages, plan, heads_RHE)
             twin.store(plan.on_device, heads_RHE, None)
     compare([text.segment for text in texts], torch.cat([text.rows for text in texts]))
+
+
+def test_ways_to_attend_on_a_gpu_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_attention, "_KEYS", 16)
+    monkeypatch.setattr(cuda_attention, "PART", 16)
+    monkeypatch.setattr(rows, "PART", 16)
+    monkeypatch.setattr(cuda_attention, "_SPLIT_ROWS", 3)
+    shape = Shape(num_kv=1, head_dim=8, page_size=8).attention
+    compared = partial(cuda_attention.compared_ways, shape, torch.float32, CPU, length=40)
+    assert compared() == (True, True)
+    attend_parts = CudaAttention._attend_parts
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaAttention, "_attend_parts", lambda *args: 1.001 * attend_parts(*args))
+        assert compared() == (True, False)
+    monkeypatch.setattr(cuda_attention, "row_blocks", lambda _: np.array([[0, 2]], np.int32))
+    assert compared() == (False, True)
