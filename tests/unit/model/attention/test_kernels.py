@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -304,5 +303,13 @@ def test_ways_to_attend_on_a_gpu_are_compared(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr(CudaAttention, "_attend_parts", lambda *args: 1.001 * attend_parts(*args))
         assert compared() == (True, False)
-    monkeypatch.setattr(cuda_attention, "row_blocks", lambda _: np.array([[0, 2]], np.int32))
+    attend_alone = CudaAttention._attend
+
+    def attend_otherwise(
+        self: CudaAttention, placed: DeviceRows, heads_THE: Tensor, *, blocks_B2: Tensor | None
+    ) -> Tensor:
+        found_TD = attend_alone(self, placed, heads_THE, blocks_B2=blocks_B2)
+        return found_TD if blocks_B2 is None else 1.001 * found_TD
+
+    monkeypatch.setattr(CudaAttention, "_attend", attend_otherwise)
     assert compared() == (False, True)
