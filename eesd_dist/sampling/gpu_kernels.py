@@ -55,7 +55,11 @@ def gumbel_kernel(
 
 @triton.jit
 def _two_best(scores_N: "Any", columns_N: "Any") -> "Any":
-    """Returns the two largest scores and their columns, of equal ones the first."""
+    """Returns the two largest scores and their columns, of equal ones the first.
+
+    NaN counts as infinite, as on a CPU: a column is always found.
+    """
+    scores_N = tl.where(scores_N == scores_N, scores_N, float("inf"))
     first = tl.max(scores_N, 0)
     at_first = tl.min(tl.where(scores_N == first, columns_N, 2147483647), 0)
     rest_N = tl.where(columns_N == at_first, float("-inf"), scores_N)

@@ -85,7 +85,7 @@ class _NoLaunch:
 class Rerun:
     """A twin of a CUDA graph that runs its work again, on any device."""
 
-    def __init__(self, run: Callable[[], Tensor]) -> None:
+    def __init__(self, run: Callable[[], Tensor], pool: object) -> None:
         self.replay = run
 
 
@@ -103,5 +103,6 @@ def fake_cuda() -> Iterator[None]:
         patch.object(gpu_rule, "block_kernel", _NoLaunch()),
         patch.object(gpu_rule, "best_kernel", _NoLaunch()),
         patch.object(cuda_layers, "Graph", Rerun),
+        patch.object(cuda_attention, "checked_ways", lambda *_: cuda_attention.Ways(True, True)),
     ):
         yield

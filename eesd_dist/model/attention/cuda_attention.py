@@ -1,11 +1,13 @@
 """Attention over one layer's pages on a GPU: one launch stores, one attends all rows."""
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from eesd_dist.model.attention.rows import (
     BLOCK_ROWS,
@@ -30,7 +32,7 @@ _FEWEST = 16
 """Smallest side of a product on tensor cores."""
 _KEYS = 64
 """Keys of one block."""
-_SPLIT_ROWS = 32
+SPLIT_ROWS = 32
 """Up to this many rows, parts are computed in parallel: more rows fill a GPU by themselves."""
 
 
@@ -79,32 +81,44 @@ class CudaAttention:
         self.store(rows.on_device, heads_THE, None)
         return self.attend_rows(rows.on_device, heads_THE)
 
-    def store(self, rows: DeviceRows, heads_THE: Tensor, rotation_SC: Tensor | None) -> None:
-        """Rotates queries and keys in place, and writes the keys and values of all rows but
-        padding."""
+    def store(
+        self,
+        rows: DeviceRows,
+        heads_THE: Tensor,
+        rotation_SC: Tensor | None,
+        *,
+        norm_HE: Tensor | None = None,
+        norm_eps: float = 0.0,
+    ) -> None:
+        """Norms and rotates queries and keys in place, and writes the keys and values of all rows
+        but padding. `norm_HE`: the weights of a `HeadNorm`."""
         store_kernel[(rows.num_rows, heads_THE.shape[1])](
             heads_THE,
             self._pages_PKX,
             heads_THE if rotation_SC is None else rotation_SC,
+            heads_THE if norm_HE is None else norm_HE,
+            norm_eps,
             rows.position_T,
             rows.kv_slot_T,
             rows.table_T,
             rows.slots,
             HAS_ROTATION=rotation_SC is not None,
+            HAS_NORM=norm_HE is not None,
             num_warps=1,
             **self._storing,
         )
 
     def attend_rows(self, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
         """Attends all rows after `store`; zeros in padding rows."""
-        if rows.blocks_B2 is not None and self._ways.in_blocks:
-            return self._attend(rows, heads_THE, blocks_B2=rows.blocks_B2)
-        if rows.num_parts > 1 and rows.num_rows <= _SPLIT_ROWS and self._ways.in_parts:
+        if rows.blocks_B2 is not None and self.ways.in_blocks:
+            return self._attend_blocks(rows, heads_THE)
+        if rows.num_parts > 1 and rows.num_rows <= SPLIT_ROWS and self.ways.in_parts:
             return self._attend_parts(rows, heads_THE)
         return self._attend(rows, heads_THE, blocks_B2=None)
 
     @property
-    def _ways(self) -> "Ways":
+    def ways(self) -> "Ways":
+        """Which ways this machine may use."""
         return checked_ways(self._shape, self._pages_PKX.dtype, self._pages_PKX.device)
 
     def _attend(self, rows: DeviceRows, heads_THE: Tensor, *, blocks_B2: Tensor | None) -> Tensor:
@@ -121,6 +135,10 @@ class CudaAttention:
             num_queries=num_queries,
         )
         return mixed_TD
+
+    def _attend_blocks(self, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
+        """Attends the rows of a block in one program."""
+        return self._attend(rows, heads_THE, blocks_B2=rows.blocks_B2)
 
     def _attend_parts(self, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
         """Attends each part in a program of its own, then merges them."""
@@ -226,22 +244,19 @@ def compared_ways(
             blocks_B2=torch.from_numpy(row_blocks(arrays)).to(device),
         )
 
+    def is_same(attend: Callable[[DeviceRows, Tensor], Tensor], start: int) -> bool:
+        try:
+            return torch.equal(attend(placed(start), heads_THE[start:]), alone_TD[start:])
+        except OutOfResources:  # a block does not fit into this GPU's shared memory
+            return False
+
     every = placed(0)
     attention.store(every, heads_THE, None)
     alone_TD = attention._attend(every, heads_THE, blocks_B2=None)
-    last = length - min(length, _SPLIT_ROWS)
     return Ways(
-        in_blocks=all(
-            torch.equal(
-                attention._attend(rows, heads_THE[start:], blocks_B2=rows.blocks_B2),
-                alone_TD[start:],
-            )
-            for start in (0, 5)  # rows at other places of their blocks
-            for rows in [placed(start)]
-        ),
-        in_parts=torch.equal(
-            attention._attend_parts(placed(last), heads_THE[last:]), alone_TD[last:]
-        ),
+        # From the second start on, rows are at other places of their blocks.
+        in_blocks=all(is_same(attention._attend_blocks, start) for start in (0, 5)),
+        in_parts=is_same(attention._attend_parts, length - min(length, SPLIT_ROWS)),
     )
 
 

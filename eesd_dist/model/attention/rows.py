@@ -60,15 +60,21 @@ class RowPlan:
     def on_device(self) -> "DeviceRows":
         """The arrays on a GPU, uploaded together."""
         packed = packed_rows(self.arrays, self.num_rows)
-        blocks_B2 = None
-        if self.num_rows > _FEWEST_IN_BLOCKS:
-            blocks_B2 = torch.from_numpy(row_blocks(self.arrays)).to(self.device)
+        blocks_B2 = self.long_blocks
         return DeviceRows(
             torch.from_numpy(packed).to(self.device),
             self.num_rows,
             num_parts=num_parts(self.arrays),
-            blocks_B2=blocks_B2,
+            blocks_B2=None if blocks_B2 is None else torch.from_numpy(blocks_B2).to(self.device),
         )
+
+    @cached_property
+    def long_blocks(self) -> Ints | None:
+        """`row_blocks`, where most rows are in long ones: a prefill; None elsewhere."""
+        if self.num_rows < _FEWEST_IN_BLOCKS:
+            return None
+        blocks_B2 = row_blocks(self.arrays)
+        return blocks_B2 if len(blocks_B2) * _LONG_BLOCK <= self.num_rows else None
 
 
 class DeviceRows:
@@ -88,18 +94,29 @@ class DeviceRows:
         """At least as many parts as the row with the most keys has."""
         self.blocks_B2 = blocks_B2
         """First and last row of each block of rows that are attended together; None: none are."""
-        by_row = packed.narrow(0, 0, _NUMBERS_PER_ROW * num_rows).view(_NUMBERS_PER_ROW, num_rows)
-        self.position_T, self.kv_slot_T, self.in_order_T, self.branch_T, self.table_T = by_row
+        stride = _aligned(num_rows)
+        by_row = packed.narrow(0, 0, _NUMBERS_PER_ROW * stride).view(_NUMBERS_PER_ROW, stride)
+        self.position_T, self.kv_slot_T, self.in_order_T, self.branch_T, self.table_T = (
+            by_row.narrow(1, 0, num_rows)
+        )
         self.slots = packed.narrow(0, by_row.numel(), packed.numel() - by_row.numel())
         """KV slots of branches and pages of tables, where `branch_T` and `table_T` say."""
 
 
 _NUMBERS_PER_ROW = 5
+
+
+def _aligned(num_rows: int) -> int:
+    """Returns a multiple of 16 bytes: Triton compiles once more for numbers at other addresses."""
+    return -(-num_rows // 4) * 4
+
+
 PART = 256
 """Keys of one part of a row's keys on a GPU."""
 BLOCK_ROWS = 16
-_FEWEST_IN_BLOCKS = 256
-"""Passes of more rows are attended in blocks of rows: they share loads of keys."""
+_FEWEST_IN_BLOCKS = 64
+_LONG_BLOCK = 8
+"""Passes of more rows, and of this many in a block, are attended in blocks: rows share loads."""
 
 
 def num_parts(arrays: RowArrays) -> int:
@@ -132,7 +149,7 @@ def packed_rows(arrays: RowArrays, num_padded: int) -> Ints:
     """Returns the rows in one array: each row's position, KV slot, keys in order, and where its
     branch and its table begin in what follows. Padding rows are at position and slot -1."""
     num_rows, num_branch = len(arrays.position_R), len(arrays.branch_slots)
-    by_row = np.full((_NUMBERS_PER_ROW, num_padded), -1, np.int32)
+    by_row = np.full((_NUMBERS_PER_ROW, _aligned(num_padded)), -1, np.int32)
     by_row[2:, num_rows:] = 0
     by_row[0, :num_rows] = arrays.position_R
     by_row[1, :num_rows] = arrays.kv_slot_R

@@ -88,11 +88,11 @@ def attend_kernel(
     part_numbers = key_numbers + PAGE_SIZE * VALUE_WIDTH
     channel_E = tl.arange(0, PADDED_CHANNELS)
     is_channel_E = channel_E < CHANNELS
-    is_query_QE = is_query_Q[:, None] & is_channel_E[None, :]
     head_Q = (query_Q % PER_KV) * NUM_KV + kv
     row_numbers = (PER_KV + 2) * NUM_KV * CHANNELS
     from_QE = (row_Q.to(tl.int64) * row_numbers + head_Q * CHANNELS)[:, None] + channel_E[None, :]
-    queries_QE = tl.load(heads + from_QE, mask=is_query_QE, other=0.0)
+    is_number_QE = is_query_Q[:, None] & is_channel_E[None, :]
+    queries_QE = tl.load(heads + from_QE, mask=is_number_QE, other=0.0)
     ones_NC = tl.full([KEYS, 16], 1.0, queries_QE.dtype)
     highest_Q = tl.full([QUERIES], float("-inf"), tl.float32)
     total_Q = tl.zeros([QUERIES], tl.float32)
@@ -101,6 +101,7 @@ def attend_kernel(
     if IS_SPLIT:
         past_part = tl.minimum(past_part, tl.program_id(2) + 1)
         first_part = tl.maximum(first_part, tl.program_id(2))
+        is_query_Q = is_query_Q & (first_part < past_part)  # others store nothing
     for part in range(first_part, past_part):
         begin = tl.maximum(part * PART, first_key // KEYS * KEYS)
         end = tl.minimum((part + 1) * PART, last_key + 1)
@@ -158,10 +159,14 @@ def attend_kernel(
         tl.store(weights + 2 * to_Q + 1, total_Q, mask=is_query_Q)
     else:
         sum_QE = sum_QE / tl.where(total_Q > 0, total_Q, 1.0)[:, None]  # padding sees no key
-    tl.store(mixed + to_Q[:, None] * CHANNELS + channel_E[None, :], sum_QE, mask=is_query_QE)
+    tl.store(
+        mixed + to_Q[:, None] * CHANNELS + channel_E[None, :],
+        sum_QE,
+        mask=is_query_Q[:, None] & is_channel_E[None, :],
+    )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def merge_kernel(
     parts: "Any",
     weights: "Any",

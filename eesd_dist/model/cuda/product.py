@@ -11,6 +11,10 @@ _PROGRAMS = 128
 """A call is split into this many programs where it can be: about the multiprocessors of a GPU."""
 
 
+MOST_ROWS = 801
+"""Row counts above this one have the same tile."""
+
+
 class Tile(NamedTuple):
     """Rows, output channels and input channels of a step, and how a program runs."""
 
@@ -59,7 +63,9 @@ class TiledProduct:
 
 
 def tile_for(num_rows: int, num_out: int) -> Tile:
-    """Returns the widest tile that leaves enough programs."""
+    """Returns the widest tile that leaves enough programs. Long calls have the tile of a shorter
+    one, so that a few row counts have every tile of a matrix."""
+    num_rows = min(num_rows, MOST_ROWS)
     tiles = _SHORT if num_rows <= 16 else _MIDDLE if num_rows <= 64 else _LONG
     for tile in tiles:
         if triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.channels) >= _PROGRAMS:

@@ -65,6 +65,8 @@ def store_kernel(
     heads: "Any",
     pages: "Any",
     rotation: "Any",
+    norm_weight: "Any",
+    norm_eps: "Any",
     position_T: "Any",
     kv_slot_T: "Any",
     table_T: "Any",
@@ -76,12 +78,14 @@ def store_kernel(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """Rotates one head of a row by the row's position, in place, and stores keys and values.
+    """Norms one head of a row (see `HeadNorm`), rotates it by the row's position, in place, and
+    stores keys and values.
 
-    Heads are query heads, then keys, then values; values are not rotated. Rows without a slot are
-    padding. `rotation` has a cosine and a sine for each position and pair.
+    Heads are query heads, then keys, then values; values are stored as they are. Rows without a
+    slot are padding. `rotation` has a cosine and a sine for each position and pair.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     kv_slot = tl.load(kv_slot_T + row)
@@ -92,6 +96,13 @@ def store_kernel(
         first_P = (row.to(tl.int64) * num_heads + head) * CHANNELS + 2 * pair_P
         a_P = tl.load(heads + first_P, mask=is_pair_P, other=0.0)
         b_P = tl.load(heads + first_P + 1, mask=is_pair_P, other=0.0)
+        if HAS_NORM and head < NUM_QUERIES + NUM_KV:
+            real_P, imaginary_P = a_P.to(tl.float32), b_P.to(tl.float32)
+            squares = tl.sum(real_P * real_P + imaginary_P * imaginary_P, 0)
+            scale = tl.rsqrt(squares / CHANNELS + norm_eps)
+            weight_P = norm_weight + head * CHANNELS + 2 * pair_P
+            a_P = (real_P * scale).to(a_P.dtype) * tl.load(weight_P, mask=is_pair_P)
+            b_P = (imaginary_P * scale).to(b_P.dtype) * tl.load(weight_P + 1, mask=is_pair_P)
         if HAS_ROTATION and head < NUM_QUERIES + NUM_KV:
             turn_P = tl.load(position_T + row).to(tl.int64) * CHANNELS + 2 * pair_P
             cosine_P = tl.load(rotation + turn_P, mask=is_pair_P, other=0.0)

@@ -14,6 +14,10 @@ def add_and_norm(
     x_TD: Tensor, added_TD: Tensor | None, *, weight_D: Tensor, floor: float, dtype: torch.dtype
 ) -> Tensor:
     """Adds `added_TD` to x in place; returns the norm of x (see `RmsNorm`)."""
+    assert x_TD.dim() == 2, "rows"
+    assert x_TD.is_contiguous(), "the kernel reads one row after the other"
+    if added_TD is not None:
+        added_TD = added_TD.contiguous()
     normed_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
     norm_kernel[(x_TD.shape[0],)](
         x_TD,

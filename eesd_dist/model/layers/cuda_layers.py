@@ -6,12 +6,15 @@ copied into buffers, and the rest of the rows is padding. Rows do not depend on 
 a row has the same bits with and without a graph.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eesd_dist.model.attention.cuda_attention import CudaAttention
+from eesd_dist.model.attention.cuda_attention import SPLIT_ROWS, CudaAttention
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import DeviceRows, RowPlan, num_parts, packed_rows
 from eesd_dist.model.cuda.rows import activated
@@ -19,9 +22,14 @@ from eesd_dist.model.elementwise import SILU
 from eesd_dist.model.layers.layer import DecoderLayer
 
 GRAPH_ROWS = (8, 16, 32, 64, 128, 256)
-"""Numbers of rows that have a graph. Longer passes take the GPU longer than the host."""
+"""Numbers of rows that have a graph. Longer passes, and those of long prompts, take the GPU longer
+than the host."""
+_CAPTURING = Lock()
+"""torch captures one graph of a process at a time."""
 _NUMBERS = 1 << 16
 """First size of the buffer for a plan."""
+
+logger = logging.getLogger(__name__)
 
 AfterLayer = Callable[[int, Tensor], None]
 """The number of layers done and the rows [T, D] after them."""
@@ -46,19 +54,24 @@ class CudaLayers:
         device = rotation_SP.device
         self._numbers = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
         self._rows_TD = torch.zeros(GRAPH_ROWS[-1], hidden_size, dtype=dtype, device=device)
+        self._pool = graph_pool(device)
         self.take_pages(pages)
 
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
         """Reads and writes these pages from now on."""
         self._attention = [_on_gpu(part) for part in pages]
         self._graphs: dict[tuple[int, int], Graph] = {}
+        for attention in self._attention:
+            _ = attention.ways  # compared while weights are loaded, not in a round
 
+    @torch.inference_mode()
     def forward(
         self, hidden_TD: Tensor, rows: RowPlan, *, after_layer: AfterLayer | None = None
     ) -> Tensor:
         """`after_layer` is called with the number of layers done and the rows after them."""
         num_rows = rows.num_rows
-        if after_layer is not None or not self._has_graphs or num_rows > GRAPH_ROWS[-1]:
+        is_long = num_rows > GRAPH_ROWS[-1] or rows.long_blocks is not None
+        if after_layer is not None or is_long or not self._has_graphs:
             return self._run(
                 hidden_TD.to(self._rows_TD.dtype, copy=True), rows.on_device, after_layer
             )
@@ -69,14 +82,18 @@ class CudaLayers:
             self._graphs.clear()
         self._numbers.narrow(0, 0, len(packed)).copy_(torch.from_numpy(packed), non_blocking=True)
         self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
-        size = num_padded, num_parts(rows.arrays)
+        size = num_padded, num_parts(rows.arrays) if num_padded <= SPLIT_ROWS else 1
         graph = self._graphs.get(size)
         if graph is not None:
             return graph.replay().narrow(0, 0, num_rows).clone()
         placed = DeviceRows(self._numbers, num_padded, num_parts=size[1])
         x_TD = self._rows_TD.narrow(0, 0, num_padded)
         found_TD = self._run(x_TD.clone(), placed, None)  # compiles the kernels
-        self._graphs[size] = Graph(lambda: self._run(x_TD.clone(), placed, None))
+        try:
+            self._graphs[size] = Graph(lambda: self._run(x_TD.clone(), placed, None), self._pool)
+        except RuntimeError as error:  # no memory, or an operation that graphs do not have
+            logger.warning("no_graphs rows=%d error=%s", num_padded, error)
+            self._has_graphs = False
         return found_TD.narrow(0, 0, num_rows)
 
     def _run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None) -> Tensor:
@@ -87,13 +104,19 @@ class CudaLayers:
         ):
             normed_TD = layer.attention_norm.added(x_TD, added_TD)
             heads_THE = layer.qkv(normed_TD).view(x_TD.shape[0], -1, layer.head_dim)
-            if layer.head_norm is not None:
-                turned = heads_THE.narrow(1, 0, heads_THE.shape[1] - layer.num_kv_heads)
-                turned.copy_(layer.head_norm(turned))
-            attention.store(rows, heads_THE, self._rotation_SC)
+            norm = layer.head_norm
+            attention.store(
+                rows,
+                heads_THE,
+                self._rotation_SC,
+                norm_HE=None if norm is None else norm.weight_HE,
+                norm_eps=0.0 if norm is None else norm.eps,
+            )
             added_TD = layer.output(attention.attend_rows(rows, heads_THE))
             gate_up = layer.mlp.gate_up(layer.mlp_norm.added(x_TD, added_TD))
-            added_TD = layer.mlp.down(activated(gate_up, is_silu=layer.mlp.activation is SILU))
+            added_TD = layer.mlp.down(
+                activated(gate_up, is_silu=layer.mlp.activation.name == SILU.name)
+            )
             if after_layer is not None:
                 after_layer(done, x_TD + added_TD)
         return x_TD if added_TD is None else x_TD + added_TD
@@ -102,16 +125,32 @@ class CudaLayers:
 class Graph:
     """Kernels that were launched once, to be launched again together."""
 
-    def __init__(self, run: Callable[[], Tensor]) -> None:
+    def __init__(self, run: Callable[[], Tensor], pool: Any) -> None:
+        """`pool`: memory that graphs share; one is replayed at a time, and its output copied."""
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU at the same time.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._out = run()
+        stream = torch.cuda.current_stream()
+        try:
+            # Other threads may use the GPU at the same time.
+            with (
+                _CAPTURING,
+                torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
+            ):
+                self._out = run()
+        finally:
+            torch.cuda.set_stream(stream)  # torch leaves its own set where a capture fails
 
     def replay(self) -> Tensor:
         """Returns the output, which the next replay overwrites."""
         self._graph.replay()
         return self._out
+
+
+def graph_pool(device: torch.device) -> Any:
+    """Returns a pool of memory for graphs; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    with torch.cuda.device(device):
+        return torch.cuda.graph_pool_handle()
 
 
 def _on_gpu(pages: LayerPages) -> CudaAttention:

@@ -35,7 +35,8 @@ class RmsNorm:
         return cls(weight_D, eps=spec.rms_norm_eps, dtype=dtype, offset=offset)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        if x_TD.is_cuda and not torch.is_grad_enabled():
+        needs_grad = x_TD.requires_grad or self.scaled_weight_D.requires_grad
+        if x_TD.is_cuda and not (needs_grad and torch.is_grad_enabled()):
             return self.added(x_TD, None)
         if self._dtype != torch.float32:
             return self._normed(x_TD.float()).to(self._dtype)
@@ -46,7 +47,7 @@ class RmsNorm:
         from eesd_dist.model.cuda.rows import add_and_norm
 
         return add_and_norm(
-            x_TD.contiguous(),
+            x_TD if added_TD is not None else x_TD.contiguous(),
             added_TD,
             weight_D=self.scaled_weight_D,
             floor=self.floor,

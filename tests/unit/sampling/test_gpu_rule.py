@@ -34,3 +34,18 @@ def test_the_two_best_scores_are_the_same(num_columns: int, is_truncated: bool) 
     found_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, vocab_ids).numpy()
     assert np.array_equal(found_S4[:, :2], ids_V.numpy()[columns_S2])
     assert np.array_equal(found_S4[:, 2:].view(np.float32), values_S2)
+
+
+@pytest.mark.parametrize("num_columns", [1024, 1500, 2048])
+def test_not_a_number_is_the_largest_score_as_on_a_cpu(num_columns: int) -> None:
+    """A model that overflows must not choose a token outside the vocabulary."""
+    logits_SV = torch.randn(3, num_columns)
+    logits_SV[0] = torch.nan
+    logits_SV[1, 700:] = torch.nan
+    words_S3 = key_words([0, 0, 0])
+    columns_S2, _ = best_two(
+        logits_SV.numpy(), [0.0] * 3, words_S3, torch.arange(num_columns, dtype=torch.int32).numpy()
+    )
+    found_S4 = best_two_on_gpu(logits_SV, [0.0] * 3, words_S3, None).numpy()
+    assert np.array_equal(found_S4[:, 0], columns_S2[:, 0])
+    assert found_S4[:, :2].max() < num_columns

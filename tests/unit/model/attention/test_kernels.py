@@ -249,7 +249,7 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(
     monkeypatch.setattr(rows, "PART", 32)
     monkeypatch.setattr(rows, "BLOCK_ROWS", 4)
     monkeypatch.setattr(cuda_attention, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(cuda_attention, "_SPLIT_ROWS", 1000)
+    monkeypatch.setattr(cuda_attention, "SPLIT_ROWS", 1000)
     rng = Random(str(shape))
     free = list(range(400))
     rng.shuffle(free)
@@ -295,7 +295,7 @@ def test_ways_to_attend_on_a_gpu_are_compared(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cuda_attention, "_KEYS", 16)
     monkeypatch.setattr(cuda_attention, "PART", 16)
     monkeypatch.setattr(rows, "PART", 16)
-    monkeypatch.setattr(cuda_attention, "_SPLIT_ROWS", 3)
+    monkeypatch.setattr(cuda_attention, "SPLIT_ROWS", 3)
     shape = Shape(num_kv=1, head_dim=8, page_size=8).attention
     compared = partial(cuda_attention.compared_ways, shape, torch.float32, CPU, length=40)
     assert compared() == (True, True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eesd_dist.model.attention import rows
 from eesd_dist.model.attention.cuda_attention import CudaAttention
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
@@ -148,3 +149,39 @@ def test_a_longer_plan_than_its_buffer_and_other_pages_make_new_graphs(
     _, found_TD = twins.run([RowSegment(0, 5, tuple(range(9)))], x_TD)
     assert torch.equal(found_TD, expected_TD)
     assert all(pages.parts_PKX[0].any() for pages in other)
+
+
+def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    save_tiny_model(tmp_path, "llama")
+    twins = Twins(tmp_path)
+    x_TD = torch.randn(3, twins.spec.hidden_size)
+    _, expected_TD = twins.run([RowSegment(0, 3, (7,))], x_TD)
+    monkeypatch.setattr(cuda_layers, "Graph", no_room)
+    for _ in range(3):
+        _, found_TD = twins.run([RowSegment(0, 3, (9,), (-1, 0, 1))], x_TD)
+        assert torch.equal(found_TD, expected_TD)
+    twins.run([RowSegment(0, 9, (7, 8, 9))], torch.randn(9, twins.spec.hidden_size))
+    assert caplog.text.count("no_graphs") == 1
+
+
+def test_a_prefill_is_attended_in_blocks_and_without_a_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "_FEWEST_IN_BLOCKS", 20)
+    save_tiny_model(tmp_path, "llama")
+    twins = Twins(tmp_path)
+    x_TD = torch.randn(24, twins.spec.hidden_size)
+    segments = [RowSegment(0, 24, tuple(range(6)))]
+    plan = RowPlan.build(segments, page_size=PAGE_SIZE, device=CPU, numerics="fast")
+    assert plan.on_device.blocks_B2 is not None
+    expected_TD, found_TD = twins.run(segments, x_TD)
+    torch.testing.assert_close(found_TD, expected_TD, rtol=2e-4, atol=2e-4)
+    assert not twins.twin._graphs
+    short = [RowSegment(0, 2, (at,)) for at in range(12)]  # a batch of requests
+    plan = RowPlan.build(short, page_size=PAGE_SIZE, device=CPU, numerics="fast")
+    assert plan.on_device.blocks_B2 is None
