@@ -101,7 +101,7 @@ def attend_kernel(
     if IS_SPLIT:
         past_part = tl.minimum(past_part, tl.program_id(2) + 1)
         first_part = tl.maximum(first_part, tl.program_id(2))
-        is_query_Q = is_query_Q & (first_part < past_part)  # others store nothing
+        is_query_Q = is_query_Q & (first_part + 0 * query_Q < past_part)  # or store nothing
     for part in range(first_part, past_part):
         begin = tl.maximum(part * PART, first_key // KEYS * KEYS)
         end = tl.minimum((part + 1) * PART, last_key + 1)
