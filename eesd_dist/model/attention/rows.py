@@ -70,7 +70,7 @@ class RowPlan:
 
     @cached_property
     def long_blocks(self) -> Ints | None:
-        """`row_blocks`, where most rows are in long ones: a prefill; None elsewhere."""
+        """`row_blocks`, where most rows are in long ones: a prefill; else None."""
         if self.num_rows < _FEWEST_IN_BLOCKS:
             return None
         blocks_B2 = row_blocks(self.arrays)
