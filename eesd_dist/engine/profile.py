@@ -29,6 +29,8 @@ from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 _REPEATS = 15
 _FEWEST = 3
 _WARM_UPS = 2
+_LEAST_SHARE = 0.1
+"""Least share of a draft's time that its tokens take: noise must not make them look free."""
 _POINT_S = 0.09
 """Time for one figure; slow rounds are repeated less often, but at least `_FEWEST` times."""
 
@@ -69,7 +71,10 @@ def measure_cost(
     length = min(4, max_draft_tokens, fitting - 1)
     drafts_s = [bench.draft_s(size, length=length) for size in (1, *sizes)]
     steps_s = isotonic(
-        [max(d - k, 0.0) / max(length, 1) for d, k in zip(drafts_s, known_s, strict=True)]
+        [
+            max(d - k, _LEAST_SHARE * d) / max(length, 1)
+            for d, k in zip(drafts_s, known_s, strict=True)
+        ]
     )
     guess_s = bench.guess_s()
     return CostModel(

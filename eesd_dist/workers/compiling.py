@@ -27,6 +27,8 @@ def start_compiling(config: EngineConfig) -> None:
     command = [sys.executable, "-m", __name__, config.model_dump_json()]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     atexit.register(process.kill)
+    # Without a wait for it, a process that has ended stays in the table.
+    threading.Thread(target=process.wait, name="eesd-compiling", daemon=True).start()
 
 
 def _kept_file(config: EngineConfig) -> Path:

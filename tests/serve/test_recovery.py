@@ -24,7 +24,7 @@ from eesd_dist.bench.streamed import Listener, Streamed
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from eesd_dist.workers.tenure import placement_groups_named, workers_named
+from eesd_dist.workers.tenure import LAST_WAIT_S, placement_groups_named, workers_named
 from serve_app.app import application_of
 from serve_app.config import service_config
 from serve_app.operations.serving import WaitingLine, deploy
@@ -487,7 +487,7 @@ def test_workers_without_a_supervisor_exit_and_one_that_wakes_up_begins_again(
         ]
         name, seconds = next(match.groups() for match in found if match is not None)
         assert name == before.pipeline
-        assert 1 <= int(seconds) <= 20 + 3
+        assert 1 <= int(seconds) <= 20 + LAST_WAIT_S
         serve.delete("successor")
     finally:
         os.kill(before.pid, signal.SIGCONT)

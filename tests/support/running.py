@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from psutil import NoSuchProcess, Process
+from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
 
 from eesd_dist.errors import EesdError
 from eesd_dist.telemetry.tracing import Tracing
@@ -131,11 +131,18 @@ def tokens_of(items: Any) -> list[int]:
 
 
 def descendants(root: int | None = None) -> set[Process]:
-    """Returns children, their children and so on, of this process or of `root`."""
+    """Returns children, their children and so on, of this process or of `root`, that run."""
     try:
-        return set(Process(root).children(recursive=True))
+        return set(filter(_runs, Process(root).children(recursive=True)))
     except NoSuchProcess:
         return set()
+
+
+def _runs(process: Process) -> bool:
+    try:
+        return process.status() != STATUS_ZOMBIE
+    except NoSuchProcess:
+        return False
 
 
 def until(holds: Callable[[], T], *, timeout_s: float = 30.0) -> T:
