@@ -89,6 +89,12 @@ def _onednn_pack(dtype: torch.dtype) -> Pack:
     return pack
 
 
+def _triton_pack(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    from eesd_dist.model.cuda.product import TiledProduct
+
+    return TiledProduct(weight_OI, bias_O)
+
+
 def in_row_tiles(pack: Pack, *, tile_rows: int) -> Pack:
     """Computes the product in tiles of `tile_rows` rows: every library call has the same shape, so
     that no decision by the row count affects a row. Slow for many rows."""
@@ -130,9 +136,7 @@ _NATIVE_TILED = Candidate(
     in_row_tiles(plain_linear, tile_rows=_TILE_ROWS_CUDA),
     has_few_tilings=True,
 )
-_TRITON = Candidate(
-    "Triton", lambda weight_OI, bias_O: _triton_pack(weight_OI, bias_O), has_few_tilings=True
-)
+_TRITON = Candidate("Triton", _triton_pack, has_few_tilings=True)
 _LIBRARY_TILED = Candidate(
     f"library float32 in tiles of {_TILE_ROWS_CPU} rows",
     in_row_tiles(_upcast_linear, tile_rows=_TILE_ROWS_CPU),
@@ -237,12 +241,6 @@ def _cuda_candidates(dtype: DType, numerics: Numerics) -> Sequence[Candidate]:
     if numerics == "fast":
         return (_NATIVE,)
     return (_NATIVE_TILED,) if dtype == "float32" else (_TRITON, _NATIVE_TILED)
-
-
-def _triton_pack(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    from eesd_dist.model.cuda.product import TiledProduct
-
-    return TiledProduct(weight_OI, bias_O)
 
 
 @cache

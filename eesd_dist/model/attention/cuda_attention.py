@@ -6,6 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -15,10 +16,10 @@ from eesd_dist.model.attention.rows import (
     DeviceRows,
     RowPlan,
     RowSegment,
+    chain_blocks,
     num_parts,
     packed_rows,
     row_arrays,
-    row_blocks,
 )
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cuda.attention_kernel import attend_kernel, merge_kernel
@@ -56,7 +57,7 @@ class CudaAttention:
             **layout,
             "PER_KV": shape.queries_per_kv,
             "HAS_SOFTCAP": shape.scores.softcap is not None,
-            "PADDED_CHANNELS": max(_FEWEST, power_of_two(shape.head_dim)),
+            "PADDED_CHANNELS": max(_FEWEST, triton.next_power_of_2(shape.head_dim)),
             "KEYS": _KEYS,
             "PART": PART,
             "enable_fp_fusion": False,
@@ -64,7 +65,7 @@ class CudaAttention:
         self._merging = {
             "NUM_HEADS": shape.num_queries,
             "CHANNELS": shape.head_dim,
-            "PADDED_CHANNELS": max(_FEWEST, power_of_two(shape.head_dim)),
+            "PADDED_CHANNELS": max(_FEWEST, triton.next_power_of_2(shape.head_dim)),
             "PART": PART,
             "enable_fp_fusion": False,
             "num_warps": 1,
@@ -72,7 +73,7 @@ class CudaAttention:
         self._storing = {
             **layout,
             "NUM_QUERIES": shape.num_queries,
-            "PAIRS": power_of_two(shape.head_dim // 2),
+            "PAIRS": triton.next_power_of_2(shape.head_dim // 2),
         }
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ class CudaAttention:
             self._shape.window or 0,
             self._shape.scale,
             self._shape.scores.softcap or 0.0,
-            QUERIES=max(_FEWEST, power_of_two(num_queries)),
+            QUERIES=max(_FEWEST, triton.next_power_of_2(num_queries)),
             num_warps=8 if num_queries > 64 else 4,
             HAS_BLOCKS=blocks is not None,
             IS_SPLIT=weights is not None,
@@ -212,8 +213,6 @@ class Ways(NamedTuple):
 @cache
 def checked_ways(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Ways:
     """Compares the ways once, on a random text, before the first pass that could use one."""
-    if device.type == "cpu":  # Triton's interpreter, in tests
-        return Ways(in_blocks=True, in_parts=True)
     ways = compared_ways(shape, dtype, device, length=2 * PART + 150)
     if not all(ways):
         logger.warning("attention_self_check_failed ways=%s shape=%s dtype=%s", ways, shape, dtype)
@@ -241,7 +240,7 @@ def compared_ways(
             torch.from_numpy(packed_rows(arrays, length - start)).to(device),
             length - start,
             num_parts=num_parts(arrays),
-            blocks_B2=torch.from_numpy(row_blocks(arrays)).to(device),
+            blocks_B2=torch.from_numpy(chain_blocks(arrays)).to(device),
         )
 
     def is_same(attend: Callable[[DeviceRows, Tensor], Tensor], start: int) -> bool:
@@ -258,8 +257,3 @@ def compared_ways(
         in_blocks=all(is_same(attention._attend_blocks, start) for start in (0, 5)),
         in_parts=is_same(attention._attend_parts, length - min(length, SPLIT_ROWS)),
     )
-
-
-def power_of_two(size: int) -> int:
-    """Returns the smallest power of two that is at least `size`."""
-    return 1 << max(0, size - 1).bit_length()

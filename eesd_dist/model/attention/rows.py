@@ -70,10 +70,10 @@ class RowPlan:
 
     @cached_property
     def long_blocks(self) -> Ints | None:
-        """`row_blocks`, where most rows are in long ones: a prefill; else None."""
+        """`chain_blocks`, where most rows are in long ones: a prefill; else None."""
         if self.num_rows < _FEWEST_IN_BLOCKS:
             return None
-        blocks_B2 = row_blocks(self.arrays)
+        blocks_B2 = chain_blocks(self.arrays)
         return blocks_B2 if len(blocks_B2) * _LONG_BLOCK <= self.num_rows else None
 
 
@@ -125,7 +125,7 @@ def num_parts(arrays: RowArrays) -> int:
     return int(4 ** -(-(most - 1).bit_length() // 2))
 
 
-def row_blocks(arrays: RowArrays) -> Ints:
+def chain_blocks(arrays: RowArrays) -> Ints:
     """Returns the first and last row [B, 2] of blocks of consecutive rows of a text's chain. A
     tree's row is a block of its own where it sees other keys than the row before and itself."""
     position_R = arrays.position_R

@@ -51,14 +51,12 @@ from eesd_dist.model.cpu.tiles import BLOCK
 from eesd_dist.model.elementwise import GELU_TANH, SILU
 from eesd_dist.model.kernels import Linear
 from eesd_dist.model.kv_layout import NO_ROWS, RowArrays
-from eesd_dist.model.layers.layer import DecoderLayer
+from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
 from eesd_dist.transport.contracts import TensorGroup
 
 _FLOAT_BYTES = 4
 _PARTS = (cpu, kv_layout)
 _ACTIVATIONS = {SILU.name: 0, GELU_TANH.name: 1}
-AfterLayer = Callable[[int, Tensor], None]
-"""The number of layers done and the rows [T, D] after them."""
 
 
 # Shapes: T rows, D hidden channels, S positions, P pairs of channels.

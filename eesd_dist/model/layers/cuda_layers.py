@@ -19,7 +19,7 @@ from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import DeviceRows, RowPlan, num_parts, packed_rows
 from eesd_dist.model.cuda.rows import activated
 from eesd_dist.model.elementwise import SILU
-from eesd_dist.model.layers.layer import DecoderLayer
+from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
 
 GRAPH_ROWS = (8, 16, 32, 64, 128, 256)
 """Numbers of rows that have a graph. Longer passes, and those of long prompts, take the GPU longer
@@ -30,9 +30,6 @@ _NUMBERS = 1 << 16
 """First size of the buffer for a plan."""
 
 logger = logging.getLogger(__name__)
-
-AfterLayer = Callable[[int, Tensor], None]
-"""The number of layers done and the rows [T, D] after them."""
 
 
 # Shapes: T rows, D hidden channels, S positions, C channels of a head, as pairs of numbers.
@@ -54,7 +51,7 @@ class CudaLayers:
         device = rotation_SP.device
         self._numbers = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
         self._rows_TD = torch.zeros(GRAPH_ROWS[-1], hidden_size, dtype=dtype, device=device)
-        self._pool = graph_pool(device)
+        self._pool = _graph_pool(device)
         self.take_pages(pages)
 
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
@@ -94,6 +91,7 @@ class CudaLayers:
         except RuntimeError as error:  # no memory, or an operation that graphs do not have
             logger.warning("no_graphs rows=%d error=%s", num_padded, error)
             self._has_graphs = False
+            self._graphs.clear()
         return found_TD.narrow(0, 0, num_rows)
 
     def _run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None) -> Tensor:
@@ -145,7 +143,7 @@ class Graph:
         return self._out
 
 
-def graph_pool(device: torch.device) -> Any:
+def _graph_pool(device: torch.device) -> Any:
     """Returns a pool of memory for graphs; None without a GPU."""
     if not torch.cuda.is_available():
         return None

@@ -29,6 +29,9 @@ from eesd_dist.transport.contracts import TensorGroup
 Attend = Callable[[Tensor], Tensor]
 """heads_THE -> mixed_TD: stores the keys and values, and attends the queries to their keys."""
 
+AfterLayer = Callable[[int, Tensor], None]
+"""The number of layers done and the rows [T, D] after them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:

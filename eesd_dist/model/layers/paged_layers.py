@@ -3,7 +3,7 @@
 Shared by spans and exit heads. Where products are compiled, all layers of a pass are one call.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -17,7 +17,7 @@ from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.attention.whole import attend_whole
 from eesd_dist.model.families.family import Scores
 from eesd_dist.model.kernels import pad_rows
-from eesd_dist.model.layers.layer import DecoderLayer
+from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
 from eesd_dist.model.rank_memory import kv_page_bytes
 from eesd_dist.model.rope import rotation_table
 from eesd_dist.model.spec import ModelSpec
@@ -76,7 +76,7 @@ class PagedLayers:
         self._windows = tuple(windows)
         self._scores = spec.traits.scores
         self._compiled = compiled_layers(self._layers, self._pages, rotation_SP)
-        self._on_gpu = _layers_on_gpu(
+        self._fused = self._compiled or _layers_on_gpu(
             self._layers,
             self._pages,
             rotation_SP,
@@ -89,12 +89,11 @@ class PagedLayers:
         hidden_TD: Tensor,
         rows: RowPlan,
         *,
-        after_layer: Callable[[int, Tensor], None] | None = None,
+        after_layer: AfterLayer | None = None,
     ) -> Tensor:
         """`after_layer` is called with the number of layers done and the rows after them."""
-        fused = self._compiled or self._on_gpu
-        if fused is not None:
-            return fused.forward(hidden_TD, rows, after_layer=after_layer)
+        if self._fused is not None:
+            return self._fused.forward(hidden_TD, rows, after_layer=after_layer)
         x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
         rotation_T1P = self._rotation_SP.index_select(0, rows.positions).unsqueeze(1)
         for done, (layer, pages) in enumerate(zip(self._layers, self._pages, strict=True), start=1):
@@ -151,9 +150,8 @@ class PagedLayers:
     def take_pages(self, other: "PagedLayers") -> None:
         """Takes over the keys and values of layers of the same shape."""
         self._pages = other._pages
-        fused = self._compiled or self._on_gpu
-        if fused is not None:
-            fused.take_pages(self._pages)
+        if self._fused is not None:
+            self._fused.take_pages(self._pages)
 
     def forward_full(self, hidden_BLD: Tensor) -> Tensor:
         return forward_whole(

@@ -10,6 +10,7 @@ import pytest
 from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.registry import CONTROLLER_NAMES
+from eesd_dist.engine import profile
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.contracts import RoundHeader
@@ -55,6 +56,15 @@ def test_the_profile_knows_one_request_and_batches_and_never_a_free_row(
         assert all(one <= other for one, other in pairwise(figures))
     assert 0.0 <= cost.guess_s <= cost.draft_step_s
     assert cost.verify_batch(144, 24) > cost.verify_batch(6)
+
+
+def test_noise_does_not_make_a_draft_look_free(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile._Bench, "draft_s", lambda *_, length: 0.9 if length else 1.0)
+    cost = LocalEngine(make_config()).engine.cost
+    assert cost is not None
+    assert 0.0 < cost.draft_step_s < 0.1
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(128, 8), (4, 2), (250, 1)])

@@ -250,6 +250,7 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(
     monkeypatch.setattr(rows, "BLOCK_ROWS", 4)
     monkeypatch.setattr(cuda_attention, "BLOCK_ROWS", 4)
     monkeypatch.setattr(cuda_attention, "SPLIT_ROWS", 1000)
+    monkeypatch.setattr(cuda_attention, "checked_ways", lambda *_: cuda_attention.Ways(True, True))
     rng = Random(str(shape))
     free = list(range(400))
     rng.shuffle(free)
@@ -265,11 +266,11 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(
         assert torch.equal(twin_PKX, pages.parts_PKX), "what is stored"
         # In one program or one for each part, alone, in a block or with padding: the same bits.
         assert plan.on_device.num_parts > 1 or plan.arrays.position_R.max() < 32
-        assert len(rows.row_blocks(plan.arrays)) < plan.num_rows or plan.num_rows < 4
+        assert len(rows.chain_blocks(plan.arrays)) < plan.num_rows or plan.num_rows < 4
         for num_padded, num_parts, blocks in (
             (plan.num_rows, 1, None),
             (plan.num_rows + 1, 4, None),
-            (plan.num_rows, 1, rows.row_blocks(plan.arrays)),
+            (plan.num_rows, 1, rows.chain_blocks(plan.arrays)),
         ):
             placed = DeviceRows(
                 torch.from_numpy(rows.packed_rows(plan.arrays, num_padded)),

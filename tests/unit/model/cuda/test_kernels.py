@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eesd_dist.model import kernels
 from eesd_dist.model.cuda.product import TiledProduct, tile_for
 from eesd_dist.model.cuda.rows import activated
 from eesd_dist.model.elementwise import GELU_TANH, SILU, Activation
@@ -37,6 +38,12 @@ def test_tiles_leave_a_program_for_each_multiprocessor_where_they_can() -> None:
     assert tile_for(17, 4096).rows == 64
     assert tile_for(4096, 4096).channels == 128
     assert tile_for(65, 4096).channels == 64
+
+
+@pytest.mark.parametrize("num_out", [128, 1024, 2048, 4096, 128_256])
+def test_the_row_counts_of_the_self_check_have_every_tile(num_out: int) -> None:
+    checked = {tile_for(num_rows, num_out) for num_rows in kernels._CHECKED_ROWS}
+    assert {tile_for(num_rows, num_out) for num_rows in range(1, 5000)} == checked
 
 
 @pytest.mark.parametrize("width", [64, 100, 2048])

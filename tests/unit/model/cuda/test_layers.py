@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_dist.model.attention import rows
-from eesd_dist.model.attention.cuda_attention import CudaAttention
+from eesd_dist.model.attention import cuda_attention, rows
+from eesd_dist.model.attention.cuda_attention import CudaAttention, Ways
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.layers import cuda_layers
@@ -22,6 +22,10 @@ from tests.support.tiny_checkpoints import save_tiny_model
 CPU = torch.device("cpu")
 PAGE_SIZE, NUM_PAGES = 4, 40
 FAMILIES = ["llama", "llama, biases", "mistral, sliding window", "qwen3", "gemma2"]
+
+
+def plan_of(segments: Sequence[RowSegment]) -> RowPlan:
+    return RowPlan.build(segments, page_size=PAGE_SIZE, device=CPU, numerics="fast")
 
 
 class Twins:
@@ -66,14 +70,15 @@ class Twins:
         return pages
 
     def run(self, segments: Sequence[RowSegment], x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        plan = RowPlan.build(segments, page_size=PAGE_SIZE, device=CPU, numerics="fast")
+        plan = plan_of(segments)
         with torch.inference_mode():
             return self.span.forward(x_TD, plan), self.twin.forward(x_TD, plan)
 
 
 @pytest.fixture(autouse=True)
-def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_layers, "Graph", Rerun)
+    monkeypatch.setattr(cuda_attention, "checked_ways", lambda *_: Ways(True, True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -109,9 +114,7 @@ def test_a_row_has_the_same_bits_in_a_graph_of_any_size_and_without_one(tmp_path
             part_TD = x_TD[start : start + count]
             _, found_TD = twins.run([RowSegment(start, count, table)], part_TD)
             assert torch.equal(found_TD, together_TD[start : start + count])
-    plan = RowPlan.build(
-        [RowSegment(0, 30, table)], page_size=PAGE_SIZE, device=CPU, numerics="fast"
-    )
+    plan = plan_of([RowSegment(0, 30, table)])
     seen: list[Tensor] = []
     with torch.inference_mode():
         found_TD = twins.twin.forward(x_TD, plan, after_layer=lambda _, x: seen.append(x.clone()))
@@ -177,11 +180,9 @@ def test_a_prefill_is_attended_in_blocks_and_without_a_graph(
     twins = Twins(tmp_path)
     x_TD = torch.randn(24, twins.spec.hidden_size)
     segments = [RowSegment(0, 24, tuple(range(6)))]
-    plan = RowPlan.build(segments, page_size=PAGE_SIZE, device=CPU, numerics="fast")
-    assert plan.on_device.blocks_B2 is not None
+    assert plan_of(segments).on_device.blocks_B2 is not None
     expected_TD, found_TD = twins.run(segments, x_TD)
     torch.testing.assert_close(found_TD, expected_TD, rtol=2e-4, atol=2e-4)
     assert not twins.twin._graphs
     short = [RowSegment(0, 2, (at,)) for at in range(12)]  # a batch of requests
-    plan = RowPlan.build(short, page_size=PAGE_SIZE, device=CPU, numerics="fast")
-    assert plan.on_device.blocks_B2 is None
+    assert plan_of(short).on_device.blocks_B2 is None
