@@ -19,6 +19,8 @@ from serve_app.openai.sse import encoded
 HEAD_TIMEOUT_S = 20.0
 """Longest the head of a request may take, and a connection may stay open before its first one."""
 
+_PART_BYTES = 8192
+
 
 def proxy_middlewares() -> list[Middleware]:
     uvicorn.protocols.http.auto.AutoHTTPProtocol = BoundedHead
@@ -42,6 +44,14 @@ class BoundedHead(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        # One read may hold the end of a request and a large part of the next head, of which the
+        # parser does not say where it begins: in parts, at most one part of it is not counted.
+        for begin in range(0, len(data), _PART_BYTES):
+            if self.transport.is_closing():
+                return
+            self._received(data[begin : begin + _PART_BYTES])
+
+    def _received(self, data: bytes) -> None:
         self._has_advanced = False
         super().data_received(data)
         if self._has_advanced:
