@@ -62,8 +62,9 @@ def multiplies_bfloat16() -> bool:
     return bool(host_features().get("avx512bf16"))
 
 
-MOST_ROWS = 12 if host_features().get("avx512f") else 3
-"""Rows of one tile: as many sums as the registers hold. Fewer rows with more blocks would hide more
+MOST_ROWS = 10 if host_features().get("avx512f") else 3
+"""Rows of one tile: as many sums as the registers hold with what is added to them (of 12 rows, LLVM
+keeps some in memory, and 24 rows take a fifth longer). Fewer rows with more blocks would hide more
 of an instruction's latency, but reading several blocks at once is slower than that."""
 
 

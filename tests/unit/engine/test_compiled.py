@@ -23,7 +23,7 @@ from eesd_dist.engine.build import (
     load_draft_weights,
     load_verify_weights,
 )
-from eesd_dist.engine.compiled import draft_kernel, verify_kernel
+from eesd_dist.engine.compiled import draft_kernel, pass_kernel
 from eesd_dist.engine.compiled.drafter import ChainDrafter
 from eesd_dist.engine.compiled.verifier import Verifier
 from eesd_dist.engine.core import EngineCore
@@ -309,7 +309,7 @@ def test_work_goes_on_while_the_calls_are_compiled(
     monkeypatch.setattr(ChainDrafter, "of", slowly(ChainDrafter.of))
     monkeypatch.setattr(Verifier, "of", slowly(Verifier.of))
     monkeypatch.setattr(draft_kernel, "is_chain_kept", lambda: False)
-    monkeypatch.setattr(verify_kernel, "is_verify_kept", lambda: False)
+    monkeypatch.setattr(pass_kernel, "is_pass_kept", lambda: False)
     stage = remaining.stage(num_pages=64, compiles_later=True)
     shard = draft.shard(num_pages=64, compiles_later=True)
     engine = build_draft_engine(config, MemoryChannel(stage.verify), cost=COST, shard=shard)
