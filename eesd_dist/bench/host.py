@@ -25,8 +25,8 @@ from eesd_dist.bench.output import print_report, say_unless
 from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.draft import DraftStage
-from eesd_dist.engine.draft_ranks import DraftCompute
+from eesd_dist.engine.drafting.ranks import DraftCompute
+from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.sampling.row_rules import rules_of

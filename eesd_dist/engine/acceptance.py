@@ -6,7 +6,7 @@ Pure: compares the drafts of a round with the verifier's tokens.
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from eesd_dist.engine.draft import DraftRun
+from eesd_dist.engine.drafting.stage import DraftRun
 from eesd_dist.schedule.scheduler import Committed, PlanItem
 from eesd_dist.transport.contracts import VerifyReply
 from eesd_dist.trees import ROOT

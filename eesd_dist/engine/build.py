@@ -17,8 +17,8 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.overlap_policy import OverlapPolicy
 from eesd_dist.control.registry import entry_of
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.draft import DraftStage
-from eesd_dist.engine.draft_ranks import DraftCompute, HeadShelf, LeadingShard, OwnShard
+from eesd_dist.engine.drafting.ranks import DraftCompute, HeadShelf, LeadingShard, OwnShard
+from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.headers import RoundIds
 from eesd_dist.engine.kv_room import fallback_bytes, kv_room
 from eesd_dist.engine.profile import measure_cost

@@ -16,7 +16,7 @@ from eesd_dist.control.learnt_cost import RoundCost
 from eesd_dist.control.overlap_policy import OverlapPolicy
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.acceptance import Accepted, accepted_drafts
-from eesd_dist.engine.draft import DraftStage
+from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.head_exchange import HeadExchange
 from eesd_dist.engine.headers import HeaderWriter, KvMoves, RoundIds
 from eesd_dist.engine.kv_sharing import KvSharing

@@ -2,7 +2,7 @@
 
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.engine.draft import DraftStage
+from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.schedule.scheduler import Scheduler

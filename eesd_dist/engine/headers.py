@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from eesd_dist.engine.draft import DraftedRound, DraftRun
+from eesd_dist.engine.drafting.stage import DraftedRound, DraftRun
 from eesd_dist.engine.recording.recorder import RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.schedule.scheduler import RoundPlan

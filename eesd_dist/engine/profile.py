@@ -19,7 +19,7 @@ from eesd_dist.control.chain_rule import REFUSAL, of_length
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.fits.isotonic import isotonic
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.engine.draft import DraftStage
+from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.page_table import PageTable
 from eesd_dist.schedule.live import LiveRequest
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
@@ -135,12 +135,12 @@ class _Bench:
 
     def guess_s(self) -> float:
         """Measures a guess that is not taken."""
-        chain = self.draft.chain
-        if chain is None:
+        calls = self.draft.calls
+        if calls is None:
             refused = SpeculationConfig(controller="threshold", threshold=1.0)
             return _usual(partial(self._draft, 1, 1, refused)) - self.draft_s(1, length=0)
         run = partial(
-            chain.draft,
+            calls.chain.draft,
             0,
             at=self.kv_range.start,
             pages=self.kv_range.pages,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.engine.draft import DraftStage
+from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.recording.recorder import RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.errors import RequestError

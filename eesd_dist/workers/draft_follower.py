@@ -7,7 +7,7 @@ import torch
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import DraftWeights, head_shelf, layout_of, load_draft_weights
 from eesd_dist.engine.compiled.ahead import wait_for_layers
-from eesd_dist.engine.draft_ranks import HeadShelf, OwnShard, follow_commands
+from eesd_dist.engine.drafting.ranks import HeadShelf, OwnShard, follow_commands
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.transport.command_stream import DistCommandSource

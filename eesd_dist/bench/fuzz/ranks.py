@@ -20,7 +20,7 @@ from eesd_dist.engine.build import (
     head_shelf,
     layout_of,
 )
-from eesd_dist.engine.draft_ranks import HeadShelf, OwnShard, follow_commands
+from eesd_dist.engine.drafting.ranks import HeadShelf, OwnShard, follow_commands
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.command_stream import CommandSource

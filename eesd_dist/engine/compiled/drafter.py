@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +23,12 @@ from eesd_dist.engine.compiled.draft_kernel import (
     Stage,
     chain_kernel,
 )
-from eesd_dist.engine.draft_run import MOST_GIVEN, RowSlice
+from eesd_dist.engine.row_slices import RowSlice
 from eesd_dist.model.attention.rows import one_table
 from eesd_dist.model.cpu.calls import call_in_threads, threads_for
 from eesd_dist.model.cpu.packed import in_blocks
 from eesd_dist.model.heads.exit_head import ExitHead
+from eesd_dist.model.kv_layout import Ints
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.page_table import NO_PAGES, PageTable
 from eesd_dist.sampling.compiled_rule import Floats
@@ -58,7 +58,9 @@ class DraftedChain:
 class ChainDrafter:
     """Layers [0, N) and the exit head of one rank as one kernel. One call at a time."""
 
-    def __init__(self, span: LlamaSpan, head: ExitHead) -> None:
+    def __init__(self, span: LlamaSpan, head: ExitHead, *, most_given: int) -> None:
+        """`fits_one_call` holds for the two. `most_given`: maximum tokens of a draft that is known
+        already."""
         layers, head_layer = span.paged.compiled, head.paged.compiled
         lm_head, embedding_VD = head.logits_head.compiled, span.embedding
         assert layers is not None
@@ -69,9 +71,8 @@ class ChainDrafter:
         self._hidden_size, self._width = layers.hidden_size, layers.width
         self._kind = layers.kind
         self._owned = (lm_head, embedding_VD)
-        layers_call, self._memory = layers.call(1 + MOST_GIVEN)
+        layers_call, self._memory = layers.call(1 + most_given)
         head_call, self._head_memory = head_layer.call(MOST_LAGGING + 1)
-        ids_V = torch.arange(num_tokens) if head.vocab_ids is None else head.vocab_ids
         self._stage = Stage(
             layers=layers_call,
             head=head_call,
@@ -81,7 +82,7 @@ class ChainDrafter:
             no_slots=np.zeros(0, np.int32),
             lm_head=lm_head.call,
             embedding_VD=_bits(embedding_VD),
-            ids_V=ids_V.to(torch.int32).numpy().copy(),
+            ids_V=token_ids(head, num_tokens),
             logits_V=np.zeros(in_blocks(num_tokens), np.float32),
             scores_V=np.zeros(num_tokens, np.float32),
             lost_V=np.zeros(num_tokens, np.float32),
@@ -99,24 +100,6 @@ class ChainDrafter:
         self._run(_chain(NO_PAGES, position=0, most=-1), of_length(0), nothing)  # compiles
         self._num_threads = threads_for(layers.products_per_row)
 
-    @classmethod
-    def of(cls, span: LlamaSpan, head: ExitHead) -> Self | None:
-        """Returns None for a stage that has no such kernel: products that are not compiled, parts
-        of a head, a head that reads the embedding or caps its logits, float16."""
-        layers, head_layer = span.paged.compiled, head.paged.compiled
-        lm_head, embedding_VD = head.logits_head.compiled, span.embedding
-        if layers is None or head_layer is None or lm_head is None or embedding_VD is None:
-            return None
-        fits = (
-            layers.is_alone
-            and head_layer.is_alone
-            and not head.reads_embedding
-            and layers.kind.dtype == head_layer.kind.dtype == lm_head.product.kind
-            and embedding_VD.dtype in (torch.float32, torch.bfloat16)
-            and lm_head.product.num_out >= 2
-        )
-        return cls(span, head) if fits else None
-
     def draft(
         self,
         token: int,
@@ -132,7 +115,7 @@ class ChainDrafter:
     ) -> DraftedChain:
         """Runs a token at position `at`, and drafts at most `most` tokens after it.
 
-        `given`: tokens after it, at most MOST_GIVEN, that are drafted instead of the exit head's.
+        `given`: tokens after it, at most `most_given`, that are drafted instead of the exit head's.
         `lagging`: the head's inputs of the rows before it that the head has not read yet, at most
         MOST_LAGGING; None: there are none. `temperature`: 0 for a greedy choice.
         """
@@ -214,3 +197,26 @@ def _bits(embedding_VD: Tensor) -> npt.NDArray[np.generic]:
     if embedding_VD.dtype == torch.float32:
         return embedding_VD.detach().contiguous().numpy()
     return embedding_VD.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def fits_one_call(span: LlamaSpan, head: ExitHead) -> bool:
+    """Returns False for a stage that has no such kernels: products that are not compiled, parts of
+    a head, a head that reads the embedding or caps its logits, float16."""
+    layers, head_layer = span.paged.compiled, head.paged.compiled
+    lm_head, embedding_VD = head.logits_head.compiled, span.embedding
+    if layers is None or head_layer is None or lm_head is None or embedding_VD is None:
+        return False
+    return (
+        layers.is_alone
+        and head_layer.is_alone
+        and not head.reads_embedding
+        and layers.kind.dtype == head_layer.kind.dtype == lm_head.product.kind
+        and embedding_VD.dtype in (torch.float32, torch.bfloat16)
+        and lm_head.product.num_out >= 2
+    )
+
+
+def token_ids(head: ExitHead, num_tokens: int) -> Ints:
+    """Returns the token of each row of the head's LM head."""
+    ids_V = torch.arange(num_tokens) if head.vocab_ids is None else head.vocab_ids
+    return ids_V.to(torch.int32).numpy().copy()

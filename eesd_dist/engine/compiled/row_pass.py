@@ -18,7 +18,7 @@ from eesd_dist.model.kv_layout import NO_ROWS, Ints, RowArrays
 from eesd_dist.model.layers.compiled_layers import CompiledLayers
 from eesd_dist.model.layers.logits_head import NormedProduct
 
-_NO_SOURCE = Source(np.zeros(0, np.int64), 0, False)
+NO_SOURCE = Source(np.zeros(0, np.int64), 0, False)
 
 
 # Shapes: T rows, D channels, S sampled rows, V vocabulary.
@@ -40,7 +40,7 @@ class RowPass:
         self._ids_V = ids_V
         self._memory_of: dict[int, Memory] = {}
         """By number of threads."""
-        self.run(NO_ROWS, _NO_SOURCE, new_choices(0))  # compiles
+        self.run(NO_ROWS, NO_SOURCE, new_choices(0))  # compiles
 
     def run(
         self,
@@ -50,7 +50,7 @@ class RowPass:
         *,
         into_TD: Tensor | None = None,
         head_rows: RowArrays = NO_ROWS,
-        head_source: Source = _NO_SOURCE,
+        head_source: Source = NO_SOURCE,
     ) -> None:
         """Runs the rows, and those of the exit head, and fills the choices after the last ones.
 

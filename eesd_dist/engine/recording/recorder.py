@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from eesd_dist.engine.acceptance import Accepted
-from eesd_dist.engine.draft import DraftRun
-from eesd_dist.engine.draft_run import joined
+from eesd_dist.engine.drafting.stage import DraftRun
 from eesd_dist.engine.recording.text_features import featured
+from eesd_dist.engine.row_slices import joined
 from eesd_dist.transport.contracts import Floats, Ints, RoundHeader, RowFeatures, VerifyReply
 from eesd_dist.types import Request, RequestId
 

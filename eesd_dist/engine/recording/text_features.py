@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eesd_dist.engine.draft_run import DraftRun
+from eesd_dist.engine.drafting.run import DraftRun
 from eesd_dist.errors import CapacityError, RequestError
 from eesd_dist.transport.contracts import Floats, Ints, RoundHeader, RowFeatures, VerifyReply
 from eesd_dist.types import Emission, FeatureSpec, Request, RequestId

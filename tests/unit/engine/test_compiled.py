@@ -14,7 +14,7 @@ from eesd_dist.compiled import Later
 from eesd_dist.config import DType, EngineConfig, SchedulerConfig, SpeculationConfig
 from eesd_dist.control.chain_rule import REFUSAL, of_length
 from eesd_dist.control.cost import CostModel
-from eesd_dist.engine import draft_ranks, verify
+from eesd_dist.engine import verify
 from eesd_dist.engine.build import (
     build_draft_engine,
     build_draft_shard,
@@ -23,12 +23,14 @@ from eesd_dist.engine.build import (
     load_draft_weights,
     load_verify_weights,
 )
-from eesd_dist.engine.compiled import draft_kernel, pass_kernel
-from eesd_dist.engine.compiled.drafter import ChainDrafter
+from eesd_dist.engine.compiled import calls as draft_calls
+from eesd_dist.engine.compiled import pass_kernel
+from eesd_dist.engine.compiled.calls import DraftCalls
 from eesd_dist.engine.compiled.verifier import Verifier
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.draft_ranks import OwnShard
-from eesd_dist.engine.draft_run import RowSlice
+from eesd_dist.engine.drafting import ranks
+from eesd_dist.engine.drafting.ranks import OwnShard
+from eesd_dist.engine.row_slices import RowSlice
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.cpu import calls
 from eesd_dist.page_table import PageTable
@@ -104,8 +106,8 @@ def by_steps(config: EngineConfig, length: int, temperature: float, *, num_read:
 
 def in_one_call(config: EngineConfig, length: int, temperature: float, *, num_read: int) -> Chain:
     shard, lagging = shard_with_prompt(config, num_read=num_read)
-    assert shard.chain is not None
-    found = shard.chain.draft(
+    assert shard.calls is not None
+    found = shard.calls.chain.draft(
         TOKEN,
         at=AT,
         pages=PAGES,
@@ -156,8 +158,8 @@ def test_tokens_that_are_given_get_the_rows_of_tokens_that_were_drafted(
     config = make_config()
     drafted = in_one_call(config, 5, 0.8, num_read=AT)
     shard, _ = shard_with_prompt(config, num_read=AT)
-    assert shard.chain is not None
-    given = shard.chain.draft(
+    assert shard.calls is not None
+    given = shard.calls.chain.draft(
         TOKEN,
         given=drafted.tokens,
         at=AT,
@@ -174,8 +176,8 @@ def test_tokens_that_are_given_get_the_rows_of_tokens_that_were_drafted(
 
 def test_a_guess_that_is_not_taken_is_told(make_config: MakeConfig) -> None:
     shard, _ = shard_with_prompt(make_config(), num_read=AT)
-    assert shard.chain is not None
-    found = shard.chain.draft(
+    assert shard.calls is not None
+    found = shard.calls.chain.draft(
         TOKEN,
         at=AT,
         pages=PAGES,
@@ -195,7 +197,7 @@ def test_where_products_are_not_compiled_there_is_no_compiled_chain(
 ) -> None:
     for config in (make_config(numerics="fast"), make_config(dtype="float16")):
         shard = build_draft_shard(config, layout_of(config), SingleGroup())
-        assert shard.chain is None
+        assert shard.calls is None
 
 
 def serve(engine: EngineCore, requests: Sequence[Request]) -> tuple[list[TokenId], list[Outcome]]:
@@ -247,12 +249,12 @@ def test_rounds_draft_and_decide_as_they_do_step_by_step(
     )
     config = make_config(speculation=speculation)
     engine = engine_of(config)
-    assert engine.draft_stage.chain is not None
+    assert engine.draft_stage.calls is not None
     tokens, outcomes = one_by_one(engine, temperature)
-    monkeypatch.setattr(draft_ranks, "chain_of", lambda *_, **__: Later.without())
+    monkeypatch.setattr(ranks, "calls_of", lambda *_, **__: Later.without())
     monkeypatch.setattr(verify, "verifier_of", lambda *_, **__: Later.without())
     stepwise = engine_of(config)
-    assert stepwise.draft_stage.chain is None
+    assert stepwise.draft_stage.calls is None
     expected, expected_outcomes = one_by_one(stepwise, temperature)
     assert tokens == expected
     assert outcomes == expected_outcomes
@@ -285,7 +287,7 @@ def test_batches_are_verified_as_they_are_step_by_step(
         for number in range(7)
     ]
     tokens, outcomes = serve(engine_of(config), requests)
-    monkeypatch.setattr(draft_ranks, "chain_of", lambda *_, **__: Later.without())
+    monkeypatch.setattr(ranks, "calls_of", lambda *_, **__: Later.without())
     monkeypatch.setattr(verify, "verifier_of", lambda *_, **__: Later.without())
     assert serve(engine_of(config), requests) == (tokens, outcomes)
 
@@ -299,25 +301,25 @@ def test_work_goes_on_while_the_calls_are_compiled(
     may_compile = Event()
 
     def slowly(function: Callable[..., object]) -> Callable[..., object]:
-        def of(*args: object) -> object:
+        def of(*args: object, **named: object) -> object:
             may_compile.wait()
-            return function(*args)
+            return function(*args, **named)
 
         return of
 
     monkeypatch.setattr(compiled, "STARTING_S", 0.01)
-    monkeypatch.setattr(ChainDrafter, "of", slowly(ChainDrafter.of))
+    monkeypatch.setattr(DraftCalls, "of", slowly(DraftCalls.of))
     monkeypatch.setattr(Verifier, "of", slowly(Verifier.of))
-    monkeypatch.setattr(draft_kernel, "is_chain_kept", lambda: False)
+    monkeypatch.setattr(draft_calls, "are_calls_kept", lambda: False)
     monkeypatch.setattr(pass_kernel, "is_pass_kept", lambda: False)
     stage = remaining.stage(num_pages=64, compiles_later=True)
     shard = draft.shard(num_pages=64, compiles_later=True)
     engine = build_draft_engine(config, MemoryChannel(stage.verify), cost=COST, shard=shard)
     before, _ = one_by_one(engine, 0.8)
-    assert shard.chain is None
+    assert shard.calls is None
     may_compile.set()
     began = time.monotonic()
-    while shard.chain is None or stage.verifier is None:
+    while shard.calls is None or stage.verifier is None:
         assert time.monotonic() < began + 60.0
         time.sleep(0.01)
     assert one_by_one(engine, 0.8)[0] == before

@@ -16,7 +16,7 @@ from eesd_dist.engine.build import (
     load_draft_weights,
     load_next_head,
 )
-from eesd_dist.engine.draft_ranks import (
+from eesd_dist.engine.drafting.ranks import (
     DraftCompute,
     HeadShelf,
     LeadingShard,

@@ -4,17 +4,17 @@ Tracks which token follows which, the slots of their rows, and which rows the ex
 Does not depend on models, policies or sampling rules.
 """
 
-# Shapes: T rows, A frontier tokens, D hidden size, E exit head input, V vocabulary, X either size.
+# Shapes: T rows, A frontier tokens, D hidden size, E exit head input, V vocabulary.
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from eesd_dist.engine.ngrams import NgramIndex
+from eesd_dist.engine.drafting.ngrams import NgramIndex
+from eesd_dist.engine.row_slices import RowSlice, joined
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.page_table import NO_PAGES, PageTable
 from eesd_dist.schedule.scheduler import PlanItem
@@ -23,67 +23,6 @@ from eesd_dist.types import Evidence, RequestId, Value
 
 MOST_GIVEN = 32
 """Maximum tokens of one prompt lookup."""
-_FEW = 3
-"""With more slices of each tensor, one gathering copy is faster than a copy of each."""
-
-
-class RowSlice(Value, frozen=True, eq=False):
-    """Some rows of a tensor, which is cut only when they are needed: a slice of a tensor takes ten
-    times as long to make."""
-
-    source: Tensor
-    first: int
-    end: int
-
-    @classmethod
-    def all_of(cls, rows_TX: Tensor) -> "RowSlice":
-        return cls(rows_TX, 0, rows_TX.shape[0])
-
-    @property
-    def count(self) -> int:
-        return self.end - self.first
-
-    @property
-    def tensor(self) -> Tensor:
-        return self.source[self.first : self.end]
-
-
-def joined(slices: Sequence[RowSlice]) -> Tensor:
-    """Returns all rows in order; without a copy if they are side by side in one tensor."""
-    rows = one_slice(slices)
-    is_whole = rows.first == 0 and rows.end == rows.source.shape[0]
-    return rows.source if is_whole else rows.tensor
-
-
-def one_slice(slices: Sequence[RowSlice]) -> RowSlice:
-    """Returns all rows in order as one slice, as `joined`."""
-    if len(slices) == 1:
-        return slices[0]
-    merged: list[RowSlice] = []
-    for piece in slices:
-        last = merged[-1] if merged else None
-        if last is not None and piece.source is last.source and piece.first == last.end:
-            merged[-1] = RowSlice(last.source, last.first, piece.end)
-        else:
-            merged.append(piece)
-    return merged[0] if len(merged) == 1 else RowSlice.all_of(_copied(merged))
-
-
-def _copied(merged: Sequence[RowSlice]) -> Tensor:
-    sources = {id(piece.source): piece.source for piece in merged}
-    if len(merged) <= _FEW * len(sources):
-        return torch.cat([piece.tensor for piece in merged])
-    first_of: dict[int, int] = {}
-    num_rows = 0
-    for name, source in sources.items():
-        first_of[name] = num_rows
-        num_rows += source.shape[0]
-    rows: list[int] = []
-    for piece in merged:
-        first = first_of[id(piece.source)]
-        rows.extend(range(first + piece.first, first + piece.end))
-    every_TX = torch.cat(list(sources.values()))
-    return every_TX.index_select(0, torch.tensor(rows, device=every_TX.device))
 
 
 class Candidate(Value, frozen=True, kw_only=True):
@@ -235,18 +174,6 @@ class DraftRun:
             rest = RowSlice(rows_TD.source, rows_TD.first + num_guesses, rows_TD.end)
             state.lagging_TE.append(rest)
 
-    def note_row(self, at: int, row_TD: RowSlice, *, is_read: bool) -> None:
-        """Stores the row of a chain's newest token; `is_read`: by the exit head."""
-        state = self.state
-        self.rows_TD.append(row_TD)
-        if is_read:
-            state.lagging_TE.clear()
-            state.exit_len = at + 1
-            return
-        if not state.lagging_TE:
-            state.exit_len = at  # a cached prefix has the exit head's rows
-        state.lagging_TE.append(row_TD)
-
     def append_token(self, token: int, *, parent: int, rank: int = 0) -> None:
         self.tokens.append(token)
         self.parents.append(parent)
@@ -256,6 +183,17 @@ class DraftRun:
     def last_rows(self, count: int) -> RowSegment:
         """Returns the newest `count` drafted tokens as rows to compute."""
         return RowSegment(self.next_place - count, count, self.item.pages, self.branching)
+
+    def note_known(self, hidden_TD: RowSlice, input_TE: RowSlice | None) -> None:
+        """Stores the known rows, and those of a lookup, after they were computed; `input_TE`: None
+        without an exit head."""
+        state = self.state
+        self.rows_TD.append(hidden_TD)
+        if input_TE is None or self.item.live.request.speculation.mode != "auto":
+            return
+        if not state.lagging_TE and state.exit_len < self.item.start:
+            state.exit_len = self.item.start  # a cached prefix has the exit head's rows
+        state.lagging_TE.append(input_TE)
 
     def note_level(self, hidden_AD: RowSlice, input_AE: RowSlice) -> None:
         """Stores the newest tokens' rows and exit head inputs after they were computed."""
@@ -289,6 +227,12 @@ class DraftRun:
             return
         self.num_seen = len(self.tokens)
         self.exit_AD = out_TD
+
+    def note_read(self, count: int) -> None:
+        """Marks a chain's rows as read, without the exit head's output for them."""
+        self.state.exit_len += count
+        self.state.lagging_TE.clear()
+        self.exit_AD = None
 
     def keep_branch(self, path: Sequence[int], *, drafts: bool) -> None:
         """Turns the accepted branch into known text; rows the exit head has not seen lag behind."""

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eesd_dist.engine.ngrams import MOST_CONTEXT, Match, NgramIndex
+from eesd_dist.engine.drafting.ngrams import MOST_CONTEXT, Match, NgramIndex
 from eesd_dist.types import TokenId
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)

@@ -3,7 +3,7 @@
 Rank 0 is the drafting actor. It owns scheduler, controllers, page tables and sampling, and sends
 each operation to the other ranks as a command before it computes its own part. The other ranks hold
 their part of layers [0, N) and of the exit head, with the KV pages of both, and run the commands.
-The order of operations is decided in `draft.py`.
+The order of operations is decided in `stage.py`.
 """
 
 # Shapes: T rows, A frontier tokens, D hidden size, E exit head input, V vocabulary (or the draft
@@ -21,6 +21,7 @@ from torch import Tensor
 from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
 from eesd_dist.engine.compiled.ahead import when_kept
+from eesd_dist.engine.drafting.run import MOST_GIVEN
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
@@ -39,7 +40,7 @@ from eesd_dist.transport.commands import (
 from eesd_dist.transport.contracts import TensorGroup
 
 if TYPE_CHECKING:
-    from eesd_dist.engine.compiled.drafter import ChainDrafter
+    from eesd_dist.engine.compiled.calls import DraftCalls
 
 
 class DraftCompute(Protocol):
@@ -53,8 +54,8 @@ class DraftCompute(Protocol):
     def group(self) -> TensorGroup: ...
 
     @property
-    def chain(self) -> "ChainDrafter | None":
-        """Layers and head as one compiled call for a chain; None where there is none."""
+    def calls(self) -> "DraftCalls | None":
+        """Layers and head in compiled calls; None where there are none."""
         ...
 
     def run_layers(
@@ -109,8 +110,8 @@ class OwnShard:
         numerics: Numerics,
         compiles_later: bool = False,
     ) -> None:
-        """`compiles_later`: work begins before a chain's compiled call is there, where a machine
-        has not kept it."""
+        """`compiles_later`: work begins before the compiled calls are there, where a machine has
+        not kept them."""
         self.span = span
         self.head = head
         self.group = group
@@ -122,11 +123,11 @@ class OwnShard:
         self._rows: RowPlan | None = None
         """Plan of `_segments`, the rows computed last; None before the first rows."""
         self._compiles_later = compiles_later
-        self._chain = chain_of(span, head, compiles_later=compiles_later)
+        self._calls = calls_of(span, head, compiles_later=compiles_later)
 
     @property
-    def chain(self) -> "ChainDrafter | None":
-        return self._chain.get()
+    def calls(self) -> "DraftCalls | None":
+        return self._calls.get()
 
     def run_layers(
         self,
@@ -157,7 +158,7 @@ class OwnShard:
         if self.head is not None:
             head.take_pages(self.head)
         self.head = head
-        self._chain = chain_of(self.span, head, compiles_later=self._compiles_later)
+        self._calls = calls_of(self.span, head, compiles_later=self._compiles_later)
 
     def begin(self) -> None:
         self.span.paged.begin()
@@ -192,17 +193,16 @@ class OwnShard:
         return self._rows
 
 
-def chain_of(
+def calls_of(
     span: LlamaSpan, head: ExitHead | None, *, compiles_later: bool
-) -> "Later[ChainDrafter]":
-    """Returns layers and head as one compiled call, where this machine and this stage have it."""
+) -> "Later[DraftCalls]":
+    """Returns layers and head in compiled calls, where this machine and this stage have them."""
     if head is None or not can_compile():
         return Later.without()
-    from eesd_dist.engine.compiled.draft_kernel import is_chain_kept
-    from eesd_dist.engine.compiled.drafter import ChainDrafter
+    from eesd_dist.engine.compiled.calls import DraftCalls, are_calls_kept
 
-    make = partial(ChainDrafter.of, span, head)
-    return when_kept(make, is_kept=is_chain_kept, is_needed=not compiles_later)
+    make = partial(DraftCalls.of, span, head, most_given=MOST_GIVEN)
+    return when_kept(make, is_kept=are_calls_kept, is_needed=not compiles_later)
 
 
 class LeadingShard:
@@ -211,7 +211,7 @@ class LeadingShard:
     def __init__(self, own: OwnShard, commands: CommandSink) -> None:
         self._own = own
         self._commands = commands
-        self.chain = None
+        self.calls = None
         self.begin()
 
     @property

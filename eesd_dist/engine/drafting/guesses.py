@@ -14,11 +14,12 @@ from torch import Tensor
 
 from eesd_dist.config import TreeConfig
 from eesd_dist.control.offers import Offer
-from eesd_dist.engine.draft_ranks import DraftCompute
-from eesd_dist.engine.draft_run import Candidate, DraftRun, joined
+from eesd_dist.engine.drafting.ranks import DraftCompute
+from eesd_dist.engine.drafting.run import Candidate, DraftRun
+from eesd_dist.engine.row_slices import joined
 from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.rejection import draft_sample
-from eesd_dist.sampling.row_rules import RowRule
+from eesd_dist.sampling.row_rules import RowRule, chooses_by_score, noise_temperature
 from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.types import Evidence
 
@@ -48,7 +49,7 @@ class Guesser:
         """`tree`: number of alternatives for requests that draft trees."""
         self._compute = compute
         self._tree = tree
-        self._rejection = rejection
+        self.rejection = rejection
 
     def guess(self, runs: Sequence[DraftRun], *, with_probs: bool) -> list[list[Guess]]:
         """Returns guesses for each run, first choices first, up to a tree's room. The head has read
@@ -91,7 +92,7 @@ class Guesser:
     ) -> _Drawn:
         head = self._compute.head
         assert head is not None
-        if self._rejection:
+        if self.rejection:
             sample = draft_sample(
                 logits_AV,
                 rules,
@@ -104,6 +105,19 @@ class Guesser:
         width = min(width, logits_AV.shape[-1])
         choice = draft_choice(logits_AV, rules, vocab_ids=head.vocab_ids, width=width)
         return _Drawn(choice.tokens.tolist(), choice.scores.tolist(), choice.gaps.tolist(), None)
+
+
+def noise_of(run: DraftRun) -> float:
+    """Returns the temperature of the request's choices, 0 for greedy ones."""
+    return noise_temperature(run.item.live.request.sampling.temperature)
+
+
+def chooses_plainly(run: DraftRun) -> bool:
+    """Returns whether the next token is one, chosen among all by its score alone."""
+    live = run.item.live
+    return not run.is_tree and chooses_by_score(
+        live.request.sampling, num_generated=live.num_generated
+    )
 
 
 def offer_of(guess: Guess) -> Offer:

@@ -1,0 +1,309 @@
+"""Drafting level by level: the next tokens of all requests are offered and computed together.
+
+A level is the rows of the tokens taken before and the exit head's guesses after them, for those
+requests that the policy wants another guess of. Where it can be, that is one compiled call
+(`compiled/level_pass`); else layers, head, logits and choices are calls of their own. For trees,
+alternatives are offered too, each with its ancestors as history and for its noise.
+"""
+
+# Shapes: T rows, A frontier tokens, E exit head input.
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import NamedTuple
+
+import torch
+
+from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.engine.drafting.guesses import Guess, Guesser, chooses_plainly, noise_of, offer_of
+from eesd_dist.engine.drafting.ranks import DraftCompute
+from eesd_dist.engine.drafting.run import Candidate, DraftRun
+from eesd_dist.engine.row_slices import RowSlice, joined
+from eesd_dist.model.attention.rows import RowSegment
+from eesd_dist.model.layers.paged_layers import LayerRows
+from eesd_dist.types import Evidence, RequestId
+
+CATCH_UP_ROWS = 32
+"""In rounds without drafts the exit head lags behind; it catches up this many rows at a time."""
+
+
+class _Fresh(NamedTuple):
+    """Rows to compute for one request: known ones, drafted ones, or known ones with a lookup."""
+
+    run: DraftRun
+    tokens: Sequence[int]
+    segment: RowSegment
+    num_known: int
+
+
+class LevelDrafter:
+    """Drafts of any requests, by any rule."""
+
+    def __init__(
+        self, compute: DraftCompute, guesser: Guesser, *, page_size: int, log_evidence: bool
+    ) -> None:
+        self._compute = compute
+        self._guesser = guesser
+        self._page_size = page_size
+        self._log_evidence = log_evidence
+        self._ahead_of: set[RequestId] = set()
+
+    def draft(
+        self, runs: Sequence[DraftRun], drafting: Sequence[DraftRun], policy: DraftPolicy
+    ) -> None:
+        """Computes the known rows of all runs, reusing those computed ahead, and drafts for those
+        of `drafting` what the policy chooses."""
+        fresh = list(_known(runs))
+        active = _worth_guessing(drafting, policy)
+        guesses = self._level(fresh, active, policy)
+        while active:
+            taken: list[Guess] = []
+            for guess, is_taken in zip(
+                guesses, policy.choose([offer_of(guess) for guess in guesses]), strict=True
+            ):
+                if is_taken:
+                    taken.append(guess)
+                elif not guess.run.is_tree:  # still the best guess for drafting ahead
+                    guess.run.prefetched.appendleft(guess.candidate)
+            fresh = _taken(taken)
+            going_on = {id(guess.run) for guess in taken}
+            active = _worth_guessing(
+                [run for run in active if id(run) in going_on and run.may_grow], policy
+            )
+            guesses = self._level(fresh, active, policy)
+
+    def catch_up(self, runs: Sequence[DraftRun]) -> None:
+        """Runs the exit head over the rows it has not seen; keeps its output at the frontier."""
+        pieces: list[RowSlice] = []
+        segments: list[RowSegment] = []
+        for run in runs:
+            unseen, segment = run.unseen()
+            pieces.extend(unseen)
+            segments.append(segment)
+        out_TD = self._compute.run_head(joined(pieces), segments)
+        end = 0
+        for run, segment in zip(runs, segments, strict=True):
+            end += segment.num_rows
+            run.note_seen(RowSlice(out_TD, end - segment.num_rows, end))
+
+    def _level(
+        self, fresh: Sequence[_Fresh], active: Sequence[DraftRun], policy: DraftPolicy
+    ) -> list[Guess]:
+        """Computes the fresh rows. Returns guesses after each active run's frontier, run by run:
+        for a chain one, for a tree the best ones of each token, first choices first, up to the
+        tree's room."""
+        found: dict[int, list[Guess]] = {}
+        missing: list[DraftRun] = []
+        for run in active:
+            if run.prefetched:
+                (frontier_node,) = run.frontier
+                found[id(run)] = [Guess(run, frontier_node, 0, run.prefetched.popleft())]
+            else:
+                missing.append(run)
+        with_probs = bool(missing) and (
+            self._log_evidence
+            or any(run.item.live.tree == "dynamic" for run in missing)
+            or policy.needs_probs([run.request_id for run in missing])
+        )
+        level = self._in_one_call if self._fits_one_call(fresh, missing, with_probs) else None
+        if level is not None:
+            guesses = level(fresh, missing)
+        else:
+            self._compute_rows(fresh)
+            guesses = self._guess(missing, with_probs=with_probs)
+        found.update((id(run), ours) for run, ours in zip(missing, guesses, strict=True))
+        guessed = {id(run) for run in missing}
+        behind = [
+            row.run
+            for row in fresh
+            if row.run.state.num_lagging >= CATCH_UP_ROWS and id(row.run) not in guessed
+        ]
+        if behind:
+            self.catch_up(behind)
+        return [guess for run in active for guess in found[id(run)]]
+
+    def _fits_one_call(
+        self, fresh: Sequence[_Fresh], missing: Sequence[DraftRun], with_probs: bool
+    ) -> bool:
+        return (
+            self._compute.calls is not None
+            and not with_probs
+            and bool(fresh or missing)
+            and not any(row.run.is_tree or row.run.item.live.request.features for row in fresh)
+            and all(chooses_plainly(run) for run in missing)
+            and not self._guesser.rejection
+        )
+
+    def _in_one_call(
+        self, fresh: Sequence[_Fresh], missing: Sequence[DraftRun]
+    ) -> list[list[Guess]]:
+        from eesd_dist.engine.compiled.level_pass import GuessAfter
+
+        assert self._compute.calls is not None
+        call = self._compute.calls.level
+        tokens = [token for row in fresh for token in row.tokens]
+        rows_TD = call.new_rows(len(tokens))
+        self._note_rows(fresh, rows_TD, rows_TD, kept=None)
+        after: list[GuessAfter] = []
+        for run in missing:
+            inputs, segment = run.unseen()
+            sampling = run.item.live.request.sampling
+            after.append(
+                GuessAfter(segment, list(inputs), run.next_place, noise_of(run), sampling.seed)
+            )
+        guessed, gaps = call.run(tokens, [row.segment for row in fresh], rows_TD, after)
+        guesses: list[list[Guess]] = []
+        for run, how, token, gap in zip(missing, after, guessed, gaps, strict=True):
+            run.note_read(how.segment.num_rows)
+            evidence = Evidence(depth=len(run.tokens), temperature=how.temperature, gap=gap)
+            candidate = Candidate(token=token, evidence=evidence, probs_V=None)
+            guesses.append([Guess(run, run.frontier[0], 0, candidate)])
+        return guesses
+
+    def _compute_rows(self, fresh: Sequence[_Fresh]) -> None:
+        if not fresh:
+            return
+        kept = _rows_to_keep(fresh)
+        hidden_TD, input_TE = self._compute.run_layers(
+            [token for row in fresh for token in row.tokens],
+            [row.segment for row in fresh],
+            kept=kept,
+        )
+        self._note_rows(fresh, hidden_TD, input_TE, kept=kept)
+
+    def _note_rows(
+        self,
+        fresh: Sequence[_Fresh],
+        hidden_TD: torch.Tensor,
+        input_TE: torch.Tensor,
+        *,
+        kept: LayerRows | None,
+    ) -> None:
+        """Hands the rows to their runs."""
+        end = 0
+        for run, tokens, _, num_known in fresh:
+            first, end = end, end + len(tokens)
+            hidden, inputs = RowSlice(hidden_TD, first, end), RowSlice(input_TE, first, end)
+            if not num_known:
+                run.note_level(hidden, inputs)
+                continue
+            reads = self._compute.head is not None
+            run.note_known(hidden, inputs if reads else None)
+            if kept is not None:
+                known = slice(first, first + num_known)
+                run.kept_TD = {layer: x_TD[known] for layer, x_TD in kept.rows.items()}
+
+    def _guess(self, runs: Sequence[DraftRun], *, with_probs: bool) -> list[list[Guess]]:
+        """Draws the exit head's next tokens for each run, with the noise the verifier will use."""
+        behind = [run for run in runs if run.is_unseen]
+        if behind:
+            self.catch_up(behind)
+        return self._guesser.guess(runs, with_probs=with_probs) if runs else []
+
+    def go_ahead(
+        self, runs: Sequence[DraftRun], policy: DraftPolicy, *, until: Callable[[], bool]
+    ) -> None:
+        """Drafts past the end of the draft until the verdict arrives, for a single request."""
+        while not until():
+            able = self._ahead_room(runs)
+            if len(able) != 1:
+                break
+            (run,) = able
+            if run.is_tree or run.is_lookup:  # a tree's verdict may fall on any branch
+                break
+            if len(run.state.ahead) > run.item.max_draft:
+                break
+            self._guess_ahead(run, with_probs=policy.needs_probs([run.request_id]))
+
+    def ahead_of(self, *, keep: Set[RequestId]) -> Set[RequestId]:
+        """Returns the requests drafted ahead for, except those to keep, and forgets them."""
+        dropped = self._ahead_of - keep
+        self._ahead_of &= keep
+        return dropped
+
+    def _ahead_room(self, runs: Sequence[DraftRun]) -> list[DraftRun]:
+        """Returns the runs that may draft ahead while their verdict is pending: those with room in
+        their pages and in the model's positions."""
+        return [
+            run
+            for run in runs
+            if run.item.max_draft > 0
+            and run.item.is_final
+            and not run.rests
+            and run.next_place + len(run.state.ahead)
+            < min(len(run.item.pages) * self._page_size, run.item.live.max_len)
+        ]
+
+    @torch.inference_mode()
+    def _guess_ahead(self, run: DraftRun, *, with_probs: bool) -> None:
+        """Guesses one more token past the draft; useful if the whole draft is accepted."""
+        assert not run.is_tree, "the accepted branch of a tree is not known yet"
+        ahead = run.state.ahead
+        if not ahead:
+            run.state.ahead_from = run.next_place
+            run.state.ahead_pages = run.item.pages
+            self._ahead_of.add(run.item.live.request.request_id)
+        shadow = DraftRun(item=run.item, state=run.state, exit_AD=run.exit_AD)
+        for at, token in enumerate([*run.tokens, *(c.token for c in ahead)]):
+            shadow.append_token(token, parent=at - 1)
+        shadow.frontier = [len(shadow.tokens) - 1]
+        if run.prefetched:
+            guess = run.prefetched.popleft()
+        else:
+            (((_, _, _, guess),),) = self._guess(
+                [shadow], with_probs=with_probs or self._log_evidence
+            )
+        if guess.hidden_D is None:
+            hidden_1D, input_1E = self._compute.run_layers(
+                [guess.token], [RowSegment(shadow.next_place, 1, run.item.pages)]
+            )
+            run.state.lagging_TE.append(RowSlice.all_of(input_1E))
+            run.exit_AD = None
+            guess = Candidate(
+                token=guess.token,
+                evidence=guess.evidence,
+                probs_V=guess.probs_V,
+                hidden_D=hidden_1D[0],
+            )
+        else:
+            run.exit_AD = shadow.exit_AD
+        ahead.append(guess)
+
+
+def _worth_guessing(runs: Sequence[DraftRun], policy: DraftPolicy) -> list[DraftRun]:
+    """Returns the runs for which the policy wants another guess; other drafts end here."""
+    if not runs:
+        return []
+    wanted = policy.worth_a_guess([run.request_id for run in runs])
+    return [run for run in runs if run.request_id in wanted or run.prefetched]
+
+
+def _known(runs: Sequence[DraftRun]) -> Iterator[_Fresh]:
+    """Yields the rows before each draft, with those of a lookup."""
+    for run in runs:
+        if run.prefetched:
+            known = run.prefetched.popleft()
+            assert known.hidden_D is not None
+            run.rows_TD.append(RowSlice.all_of(known.hidden_D.unsqueeze(0)))
+            continue
+        item = run.item
+        tokens = [*item.live.tokens[item.start : item.start + item.num_known], *run.tokens]
+        segment = RowSegment(item.start, len(tokens), item.pages)
+        yield _Fresh(run, tokens, segment, item.num_known)
+
+
+def _taken(taken: Sequence[Guess]) -> list[_Fresh]:
+    """Appends the taken guesses to their drafts. Returns the rows to compute, grouped by run."""
+    fresh: dict[int, tuple[DraftRun, list[int]]] = {}
+    for run, parent, rank, candidate in taken:
+        if candidate.hidden_D is None:
+            fresh.setdefault(id(run), (run, []))[1].append(candidate.token)
+        else:
+            run.rows_TD.append(RowSlice.all_of(candidate.hidden_D.unsqueeze(0)))
+        run.append(candidate, parent=parent, rank=rank)
+    return [_Fresh(run, tokens, run.last_rows(len(tokens)), 0) for run, tokens in fresh.values()]
+
+
+def _rows_to_keep(fresh: Sequence[_Fresh]) -> LayerRows | None:
+    wanted = [row.run.item.live.request.features for row in fresh if row.num_known]
+    exits = {layer for spec in wanted if spec is not None for layer in spec.exits}
+    return LayerRows(exits) if exits else None
