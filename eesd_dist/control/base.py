@@ -105,13 +105,15 @@ class DraftRound(Protocol):
         agree before the earlier occurrence and how many follow it, zeros if there is none."""
         ...
 
-    def chain_rule(self, *, temperature: float) -> ChainRule | None:
-        """Returns the decisions on the chain of the round's only request as numbers; None if they
-        cannot be made in advance. A drafter that uses it asks neither of the other two, and
-        reports once. `temperature`: of the choice, 0 if it is greedy."""
+    def chain_rules(
+        self, temperatures: Mapping[RequestId, float]
+    ) -> Mapping[RequestId, ChainRule] | None:
+        """Returns the decisions on the chains of these requests as numbers; None if they cannot be
+        made in advance. A drafter that uses them asks neither of the other two, and reports once.
+        `temperatures`: of each choice, 0 if it is greedy."""
         ...
 
-    def report(self, report: ChainReport) -> None: ...
+    def report(self, reports: Mapping[RequestId, ChainReport]) -> None: ...
 
 
 class BatchController(Protocol):

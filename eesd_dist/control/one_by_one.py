@@ -88,18 +88,26 @@ class _Round:
     def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
         return 0
 
-    def chain_rule(self, *, temperature: float) -> ChainRule | None:
-        """Returns the length of a controller that needs no evidence."""
-        (controller,) = self._controllers.values()
-        if controller.needs_evidence:
+    def chain_rules(
+        self, temperatures: Mapping[RequestId, float]
+    ) -> Mapping[RequestId, ChainRule] | None:
+        """Returns the lengths of controllers that need no evidence."""
+        controllers = {request_id: self._controllers[request_id] for request_id in temperatures}
+        if any(controller.needs_evidence for controller in controllers.values()):
             return None
+        return {
+            request_id: of_length(self._length(controller))
+            for request_id, controller in controllers.items()
+        }
+
+    def report(self, reports: Mapping[RequestId, ChainReport]) -> None:
+        """Does nothing: such a controller learns from verdicts."""
+
+    def _length(self, controller: Controller) -> int:
         length = 0
         while length < self._most and controller.keep_drafting(_NOT_COMPUTED):
             length += 1
-        return of_length(length)
-
-    def report(self, report: ChainReport) -> None:
-        """Does nothing: such a controller learns from verdicts."""
+        return length
 
     def _may_go_on(self, request_id: RequestId) -> bool:
         controller = self._controllers[request_id]

@@ -168,18 +168,35 @@ class DraftPolicy:
         (round_,) = (round_ for mine, round_ in self._rounds if mine is group)
         return round_.lookup_length(request_id, find)
 
-    def chain_rule(self, *, temperature: float) -> ChainRule | None:
-        """Returns the decisions of a round with one request in advance, where its controller has
-        them. A drafter that uses them calls `report` once, and asks nothing else in this round."""
-        if len(self._rounds) != 1:
-            return None
-        ((_, round_),) = self._rounds
-        return round_.chain_rule(temperature=temperature)
+    def chain_rules(
+        self, temperatures: Mapping[RequestId, float]
+    ) -> Mapping[RequestId, ChainRule] | None:
+        """Returns the decisions on the chains of these requests of the round in advance, if their
+        controllers can make them. A drafter that uses them calls `report` once, and asks nothing
+        else in this round. `temperatures`: of each request's choices, 0 if they are greedy."""
+        rules: dict[RequestId, ChainRule] = {}
+        for group, round_ in self._rounds:
+            mine = {
+                request_id: temperature
+                for request_id, temperature in temperatures.items()
+                if self._requests[request_id].group is group
+            }
+            found = round_.chain_rules(mine) if mine else {}
+            if found is None:
+                return None
+            rules.update(found)
+        return rules
 
-    def report(self, report: ChainReport) -> None:
-        """Takes what was drafted by the chain rule."""
-        ((_, round_),) = self._rounds
-        round_.report(report)
+    def report(self, reports: Mapping[RequestId, ChainReport]) -> None:
+        """Takes what was drafted by the chain rules."""
+        for group, round_ in self._rounds:
+            mine = {
+                request_id: report
+                for request_id, report in reports.items()
+                if self._requests[request_id].group is group
+            }
+            if mine:
+                round_.report(mine)
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> Set[RequestId]:
         """Returns requests with a next guess worth the exit head's time; the other drafts end."""

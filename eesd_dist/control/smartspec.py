@@ -104,8 +104,10 @@ class _OneLength:
     def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
         return 0
 
-    def chain_rule(self, *, temperature: float) -> ChainRule | None:
-        return of_length(self._left)
+    def chain_rules(
+        self, temperatures: Mapping[RequestId, float]
+    ) -> Mapping[RequestId, ChainRule] | None:
+        return dict.fromkeys(temperatures, of_length(self._left))
 
-    def report(self, report: ChainReport) -> None:
+    def report(self, reports: Mapping[RequestId, ChainReport]) -> None:
         """Does nothing: the length was decided before."""

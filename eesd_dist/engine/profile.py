@@ -15,11 +15,12 @@ import torch
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
-from eesd_dist.control.chain_rule import REFUSAL, of_length
+from eesd_dist.control.chain_rule import REFUSAL
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.fits.isotonic import isotonic
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.drafting.stage import DraftStage
+from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.page_table import PageTable
 from eesd_dist.schedule.live import LiveRequest
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
@@ -135,21 +136,15 @@ class _Bench:
 
     def guess_s(self) -> float:
         """Measures a guess that is not taken."""
-        calls = self.draft.calls
-        if calls is None:
+        drafter = self.draft.drafter
+        if drafter is None:
             refused = SpeculationConfig(controller="threshold", threshold=1.0)
             return _usual(partial(self._draft, 1, 1, refused)) - self.draft_s(1, length=0)
-        run = partial(
-            calls.chain.draft,
-            0,
-            at=self.kv_range.start,
-            pages=self.kv_range.pages,
-            lagging=None,
-            most=1,
-            seed=0,
-            temperature=0.0,
-        )
-        return _usual(partial(run, rule=REFUSAL)) - _usual(partial(run, rule=of_length(0)))
+        from eesd_dist.engine.compiled.drafter import ChainStart
+
+        segment = RowSegment(self.kv_range.start, 1, self.kv_range.pages)
+        asked, silent = ChainStart([0], segment, 1, REFUSAL), ChainStart([0], segment, 0, REFUSAL)
+        return _usual(partial(drafter.draft, [asked])) - _usual(partial(drafter.draft, [silent]))
 
     def _draft(self, num: int, length: int, speculation: SpeculationConfig) -> None:
         policy = DraftPolicy(speculation=speculation, cost=None, calibrator=None)

@@ -181,11 +181,11 @@ def verifier_of(span: LlamaSpan, *, compiles_later: bool) -> "Later[Verifier]":
     """Returns the stage as one compiled call, where this machine and this span have it."""
     if not can_compile():
         return Later.without()
-    from eesd_dist.engine.compiled.pass_kernel import is_pass_kept
     from eesd_dist.engine.compiled.verifier import Verifier
+    from eesd_dist.engine.compiled.verify_kernel import is_verify_kept
 
     make = partial(Verifier.of, span)
-    return when_kept(make, is_kept=is_pass_kept, is_needed=not compiles_later)
+    return when_kept(make, is_kept=is_verify_kept, is_needed=not compiles_later)
 
 
 def _is_plain(header: RoundHeader) -> bool:

@@ -1,5 +1,7 @@
 """Caches the cost model as tables by count."""
 
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -7,13 +9,16 @@ import numpy as np
 from eesd_dist.control.chain_rule import Doubles
 from eesd_dist.control.cost import CostModel
 
+_MOST_CHAINS = 1024
+"""Kept at a time."""
+
 
 class ChainCosts(NamedTuple):
-    """A round of one request by the number of its drafted tokens, from 0."""
+    """A round in which several requests draft as many tokens each, by that number, from 0."""
 
     seconds: list[float]
     longer_s: Doubles
-    """Seconds more than without a draft."""
+    """One request's share of the seconds more than without drafts."""
 
 
 class CostTable:
@@ -24,18 +29,28 @@ class CostTable:
         self._steps = [0.0]
         self._rows = [0.0]
         self._known: dict[int, float] = {}
-        self._chains: dict[int, ChainCosts] = {}
+        self._chains: dict[tuple[int, int, int, bool], ChainCosts] = {}
         self.guess_share = cost.guess_batch(1) / cost.draft_step_s if cost.draft_step_s else 0.0
 
-    def chain(self, known: int, longest: int) -> ChainCosts:
-        """Returns the costs of a round of one request, up to `longest` drafted tokens or more."""
-        found = self._chains.get(known)
+    def chains(
+        self, count: int, longest: int, *, known: int, requests: int, overlapped: bool
+    ) -> ChainCosts:
+        """Returns the costs of a round in which `count` of its `requests` draft, up to `longest`
+        tokens each or more. `known`: its known rows; `overlapped`: the longer of drafting and
+        verifying counts, not both."""
+        key = (count, known, requests, overlapped)
+        found = self._chains.get(key)
         if found is None or len(found.seconds) <= longest:
-            step_s, verify_s = self.step(1), self.verify_from(known, longest, 1)
-            first_s = self.known(known)
-            seconds = [first_s + count * step_s + v for count, v in enumerate(verify_s)]
-            found = ChainCosts(seconds, np.array(seconds) - seconds[0])
-            self._chains[known] = found
+            step_s, known_s = self.step(count), self.known(known)
+            rows = range(known, known + longest * count + 1, count)
+            verify_s = accumulate((self._cost.verify_batch(row, requests) for row in rows), max)
+            drafting_s = [known_s + length * step_s for length in range(longest + 1)]
+            both = max if overlapped else add
+            seconds = list(map(both, drafting_s, verify_s))
+            longer_s = (np.array(seconds) - seconds[0]) / count
+            if len(self._chains) >= _MOST_CHAINS:
+                self._chains.clear()
+            found = self._chains[key] = ChainCosts(seconds, longer_s)
         return found
 
     def known(self, rows: int) -> float:

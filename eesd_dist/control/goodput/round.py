@@ -12,6 +12,7 @@ from eesd_dist.control.chain_rule import (
     PROBE,
     ChainReport,
     ChainRule,
+    Doubles,
     takes,
     wants_guess,
 )
@@ -92,27 +93,19 @@ class GoodputRound:
         self._num_looked_up = 0
         """Rows of tokens found by prompt lookup."""
         self._level = 0
-        self._alone: ChainCosts | None = None
-        """Costs of a round with one request, as long as its draft is a chain."""
-        if load.num_requests == 1 and not load.overlapped:
-            self._alone = alone = setup.costs.chain(load.num_known, setup.max_draft_tokens)
-            plain_s = alone.seconds[0]
-            probe_s = alone.seconds[1] - plain_s
-            plain = 1.0 / plain_s
-            self._promise = self._best_chain(alone)
-        else:
-            plain_s = self._seconds()
-            probe_s = self._seconds(level=self._num_ours) - plain_s
-            plain = load.num_requests / plain_s
-            self._promise = self._best_promise(plain)
+        self._chains = self._chains_up_to(setup.max_draft_tokens)
+        plain_s, with_probe_s = self._chains.seconds[:2]
+        plain = load.num_requests / plain_s
+        self._promise = self._best_promise(plain)
         self._rate = max(self._promise * promise_ratio, plain)
         """Value of a second, in tokens."""
-        self._probe_price = self._rate * probe_s
+        self._probe_price = self._rate * (with_probe_s - plain_s)
         """Price in tokens of one drafted token for every request."""
         self._is_probe = False
         self._look_price = 0.0
         """Price in tokens of this level's guesses that are not expected to pay."""
         self._rule: ChainRule | None = None
+        """Of the only request."""
         setup.exploration.earn(
             num_requests=load.num_requests + num_rested, probe_price=self._probe_price
         )
@@ -159,48 +152,46 @@ class GoodputRound:
     def head_gain(self, outcome: Outcome) -> float:
         """Returns the tokens of a draft of the exit head above the price of its seconds, as if it
         had been the round's only draft."""
-        costs, load, count = self._costs, self._load, outcome.num_drafted
-        if self._alone is not None and count < len(self._alone.seconds):
-            seconds = self._alone.seconds[count] - self._alone.seconds[0]
-            return outcome.num_accepted - self._rate * seconds
-        verify_s = costs.verify_from(load.num_known, count, load.num_requests)
-        seconds = (
-            verify_s[count] - verify_s[0] + count * costs.step(self._num_ours) / self._num_ours
-        )
-        return outcome.num_accepted - self._rate * seconds
+        count = outcome.num_drafted
+        longer_s = self._chains_up_to(max(count, self._setup.max_draft_tokens)).longer_s
+        return outcome.num_accepted - self._rate * float(longer_s[count])
 
-    def chain_rule(self, *, temperature: float) -> ChainRule | None:
-        """Returns the decisions of the round's only request in advance; None if there are others,
-        or the calibration reads more than the score gap."""
-        forecast = self._setup.forecast
-        if self._alone is None or forecast.needs_probs:
+    def chain_rules(
+        self, temperatures: Mapping[RequestId, float]
+    ) -> Mapping[RequestId, ChainRule] | None:
+        """Returns the decisions of each request in advance, by its share of the price of a round in
+        which all draft as far; None if the calibration reads more than the score gap."""
+        if self._setup.forecast.needs_probs:
             return None
-        self._rule = self._rule_alone(self._alone, temperature)
-        return self._rule
+        prices = self._rate * self._chains.longer_s
+        return {
+            request_id: self._rule_of(self._drafts[request_id], prices, temperature)
+            for request_id, temperature in temperatures.items()
+        }
 
-    def report(self, report: ChainReport) -> None:
-        """Takes what a drafter did by the chain rule."""
-        assert self._rule is not None
-        (draft,) = self._drafts.values()
-        draft.means = report.means
-        for mean in report.means:
-            self._setup.forecast.see(draft.request, mean)
-        exploration = self._setup.exploration
-        exploration.drafting -= report.spent + self._probe_price * report.probed
-        for _ in range(report.num_looks):
-            profit = report.looked / report.num_looks
-            exploration.looked(profit, price=self._rule.guess_price)
-        step_s, share = self._costs.step(1), self._costs.guess_share
-        guessing_s = share * step_s * len(report.means)
-        self._drafting_s += guessing_s + (1.0 - share) * step_s * report.num_drafted
-        self._num_drafted += report.num_drafted
+    def report(self, reports: Mapping[RequestId, ChainReport]) -> None:
+        """Takes what a drafter did by the chain rules."""
+        exploration, share = self._setup.exploration, self._costs.guess_share
+        step_s = self._costs.step(self._num_ours) / self._num_ours
+        guess_price = self._rate * share * step_s
+        for request_id, report in reports.items():
+            draft = self._drafts[request_id]
+            draft.means = report.means
+            for mean in report.means:
+                self._setup.forecast.see(draft.request, mean)
+            exploration.drafting -= report.spent + self._probe_price * report.probed * self.share
+            for _ in range(report.num_looks):
+                exploration.looked(report.looked / report.num_looks, price=guess_price)
+            guesses = share * len(report.means) + (1.0 - share) * report.num_drafted
+            self._drafting_s += step_s * guesses
+            self._num_drafted += report.num_drafted
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
         """Returns the requests to guess for, judged by the running mean of each request."""
         if not request_ids:
             return frozenset()
-        if self._alone is not None and self._num_drafted == self._level:
-            return self._worth_a_guess_alone(self._alone, request_ids)
+        if self._is_alone and self._num_drafted == self._level:
+            return self._worth_a_guess_alone(request_ids)
         drafts = [self._drafts[request_id] for request_id in request_ids]
         expected = [draft.best.expected * draft.mean for draft in drafts]
         wanted = self._worth(request_ids, expected, guess_weight=1.0)
@@ -235,35 +226,48 @@ class GoodputRound:
         )
         return taken
 
-    def _rule_alone(self, alone: ChainCosts, temperature: float | None) -> ChainRule:
-        """Returns the rule of a round with one request; without a temperature, it does not forecast
-        guesses."""
+    def _chains_up_to(self, longest: int) -> ChainCosts:
+        """Returns the costs of the round, if all of its drafts are chains of one length."""
+        load = self._load
+        return self._costs.chains(
+            self._num_ours,
+            longest,
+            known=load.num_known,
+            requests=load.num_requests,
+            overlapped=load.overlapped,
+        )
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._load.num_requests == 1 and not self._load.overlapped
+
+    def _rule_of(self, draft: Draft, prices: Doubles, temperature: float | None) -> ChainRule:
+        """Returns a request's rule; without a temperature, it does not forecast guesses."""
         costs, exploration, forecast = self._costs, self._setup.exploration, self._setup.forecast
-        (draft,) = self._drafts.values()
         odds, shift, deviation = NO_ODDS, 0.0, 0.0
         if temperature is not None:
             odds, shift, std = forecast.at(draft.request, temperature)
             deviation = draft.chance * std
         mean = draft.mean
-        guess_price = self._rate * costs.guess_share * costs.step(1)
+        guesses_price = self._rate * costs.guess_share * costs.step(self._num_ours)
         return ChainRule(
-            prices=self._rate * alone.longer_s,
-            guess_price=guess_price,
+            prices=prices,
+            guess_price=guesses_price * self.share,
             mean=mean,
             hopeful=min(mean + forecast.spread, 1.0),
-            looks=exploration.may_look(guess_price),
+            looks=exploration.may_look(guesses_price),
             probes=exploration.drafting >= self._probe_price,
-            optimism=exploration.drafting,
+            optimism=exploration.drafting * self.share,
             odds=odds,
             shift=shift,
             deviation=deviation,
         )
 
-    def _worth_a_guess_alone(
-        self, alone: ChainCosts, request_ids: Sequence[RequestId]
-    ) -> frozenset[RequestId]:
+    def _worth_a_guess_alone(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
         (draft,) = self._drafts.values()
-        rule = self._rule = self._rule or self._rule_alone(alone, None)
+        rule = self._rule
+        if rule is None:
+            rule = self._rule = self._rule_of(draft, self._rate * self._chains.longer_s, None)
         answer = wants_guess(rule, self._num_drafted, draft.best.expected)
         self._is_probe = answer == PROBE
         self._look_price = rule.guess_price if answer == LOOK else 0.0
@@ -280,30 +284,16 @@ class GoodputRound:
             return max(drafting_s, verifying_s)
         return drafting_s + verifying_s
 
-    def _best_chain(self, alone: ChainCosts) -> float:
-        """Returns `_best_promise` of a round with one request."""
-        (draft,) = self._drafts.values()
-        theta, best, tokens, survival = draft.mean, 0.0, 0.0, 1.0
-        for seconds in alone.seconds:
-            tokens += survival
-            survival *= theta
-            best = max(best, tokens / seconds)
-        return best
-
     def _best_promise(self, plain: float) -> float:
         """Returns tokens per second of the mean request at the best common length, so that the
         value of a second follows the load immediately."""
-        load, count = self._load, self._num_ours
+        count = self._num_ours
         theta = sum(draft.mean for draft in self._drafts.values()) / count
-        best, drafting_s = plain, self._drafting_s
-        tokens, survival = float(load.num_requests), 1.0
-        step_s = self._costs.step(count)
-        for length in range(1, self._setup.max_draft_tokens + 1):
+        best, tokens, survival = plain, float(self._load.num_requests), 1.0
+        for seconds in self._chains.seconds[1:]:
             survival *= theta
             tokens += count * survival
-            drafting_s += step_s
-            verifying_s = self._costs.verify(load.num_known + length * count, load.num_requests)
-            best = max(best, tokens / self._both(drafting_s, verifying_s))
+            best = max(best, tokens / seconds)
         return best
 
     def _looks_that_pay(self, looked: frozenset[RequestId]) -> frozenset[RequestId]:

@@ -1,10 +1,11 @@
-"""One compiled call for the drafting of one request: layers, exit head, choice and stop rule.
+"""One compiled call for the drafting of a round: layers, exit head, choices and stop rules.
 
-Every step runs one token through the layers and its row through the head, which then guesses the
-next token with the verifier's noise; the rule decides whether to guess and whether to draft. Rows
-are those of `run_layers` and choices those of `draft_choice`, bit for bit.
+The known rows of all requests run through the layers. Then, level by level, the exit head reads
+what it has not read of every request whose rule wants a guess, guesses a token with the verifier's
+noise, and the tokens that the rules take run through the layers. Rows are those of `run_layers` and
+choices those of `draft_choice`, bit for bit.
 
-Every thread of a call runs this function, as `run_layers`; the first one chooses and decides.
+Every thread of a call runs this function, as `run_layers`; the first one decides.
 """
 
 from collections.abc import Callable
@@ -13,249 +14,346 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import float32
 
 from eesd_dist.compiled import inner, is_kept, kernel, use_in_kernels
 from eesd_dist.control import chain_rule
-from eesd_dist.control.chain_rule import LOOK, NO, PROBE, ChainRule, acceptance, takes, wants_guess
+from eesd_dist.control.chain_rule import (
+    LOOK,
+    NO,
+    PROBE,
+    ChainRule,
+    Doubles,
+    LogOdds,
+    acceptance,
+    takes,
+    wants_guess,
+)
+from eesd_dist.engine.compiled import choosing, sources
+from eesd_dist.engine.compiled.choosing import Choices, Memory, choose_tokens
+from eesd_dist.engine.compiled.sources import Source, copy_rows
 from eesd_dist.model import cpu, kv_layout
-from eesd_dist.model.cpu.lanes import address_of, floats, load, store
-from eesd_dist.model.cpu.layers import LayersCall, Scratch
-from eesd_dist.model.cpu.products import Kind, LmHead, multiply, norm_row, part_of
+from eesd_dist.model.cpu.lanes import address_of, load, store
+from eesd_dist.model.cpu.layers import LayersCall
+from eesd_dist.model.cpu.products import Kind, LmHead, part_of
 from eesd_dist.model.cpu.threads import wait
-from eesd_dist.model.cpu.tiles import BLOCK
 from eesd_dist.model.kv_layout import LANES, Ints, RowArrays
 from eesd_dist.model.layers.compiled_layers import layers_kernel
 from eesd_dist.sampling import compiled_rule
-from eesd_dist.sampling.compiled_rule import Floats, choice_words, score_row, two_largest
-from eesd_dist.sampling.rule import WIDEST_GAP
+from eesd_dist.sampling.compiled_rule import Floats
 
-_FLOAT_BYTES = 4
-_WIDEST_GAP = np.float32(WIDEST_GAP)
+Longs = npt.NDArray[np.int64]
 
-# Places in `Drafted.counts`: how many tokens were drafted, how many guesses and looks were made,
-# whether the first token was a probe; what the threads tell each other.
-NUM_DRAFTED, NUM_GUESSES, NUM_LOOKS, PROBED, _GOES_ON = range(5)
+# Columns of `Drafted.counts_BN`: how many tokens were drafted, how many guesses and looks were
+# made, whether the first token was a probe; the answer of `wants_guess` to the last guess.
+NUM_DRAFTED, NUM_GUESSES, NUM_LOOKS, PROBED, _ANSWER = range(5)
 NUM_COUNTS = 5
-# Places in `Drafted.sums`: the value of looks, and what optimism has cost.
-LOOKED, SPENT = range(2)
-NUM_SUMS = 2
+# Columns of `Drafted.sums_BN`: the value of looks, what optimism has cost; the survival of the
+# draft, by the mean and by the draw.
+LOOKED, SPENT, _EXPECTED, _DRAWN = range(4)
+NUM_SUMS = 4
+# Columns of `Rules.numbers_BN`, the numbers of a `ChainRule` in their order.
+NUM_NUMBERS = 12
+# Places in `Work.counts`.
+_NUM_ROWS, _NUM_ALIVE = range(2)
+NUM_WORK_COUNTS = 2
 
-_PARTS = (cpu, kv_layout, compiled_rule, chain_rule)
+_PARTS = (cpu, kv_layout, compiled_rule, chain_rule, choosing, sources)
 _run_layers = layers_kernel()
 use_in_kernels(chain_rule.PORTABLE)
 
 
-# Shapes: K longest draft, M rows that the head has not read, D padded hidden channels, P positions
-# in memory, V draft vocabulary, W pages.
+# Shapes: B requests, T known rows of all, K longest draft, M rows of one step, N = T + B * K,
+# L rows that the head has not read, V draft vocabulary, C curves, Q their points, U price tables.
 class Stage(NamedTuple):
-    """What is the same in all calls: weights, tables and memory."""
+    """What does not depend on the requests: weights, and memory for so many rows."""
 
     layers: LayersCall
     head: LayersCall
-    """With memory for M + 1 rows, `scratch.x` included."""
-    hidden_bytes: int
-    """Of a row between the stages, which is not padded."""
-    positions_P: Ints
-    zeros_P: Ints
-    no_slots: Ints
-    """Empty."""
     lm_head: LmHead
-    embedding_VD: npt.NDArray[np.generic]
-    """float32, or the bits of bfloat16 as uint16."""
     ids_V: Ints
-    logits_V: Floats
-    """Padded to a block."""
-    scores_V: Floats
-    lost_V: Floats
-    keys_V: Ints
-    mantissas_V: Ints
-    words_3: npt.NDArray[np.uint32]
+    memory: Memory
+    embedding_at: int
+    embedding_bytes: int
+    """Of a row."""
+    num_channels: int
+    is_bfloat16: bool
+    """The embedding; else float32."""
 
 
-class Chain(NamedTuple):
-    """One request's chain: the token to start with, known or taken, and where its rows go."""
+class Batch(NamedTuple):
+    """The requests of a round, each with one known row or more."""
 
-    tables_1W: Ints
-    position: int
-    """Of the first token."""
-    num_given: int
-    """Drafted tokens that are known already; the exit head then drafts none."""
-    most: int
-    """Tokens to draft; -1: only compile."""
-    divisor: np.float32
+    rows: RowArrays
+    """The known rows, request by request."""
+    source_T: Longs
+    """Address of each row's embedding."""
+    first_B: Ints
+    """Each request's first known row."""
+    place_B: Ints
+    """Where its rows begin in the results, with room for its draft after each."""
+    most_B: Ints
+    """Tokens to draft at most; 0: no guess either."""
+    divisors_B: Floats
     """Temperature of the choice; 0: greedy."""
-    mixed_seed: np.uint64
-    num_lagging: int
-    """Rows before the first token's that the head has not read."""
-    lagging_at: int
-    lagging_bytes: int
-    """Where they are, and the distance between them."""
+    mixed_seeds_B: npt.NDArray[np.uint64]
+    first_lagging_B: Ints
+    """Begin of each request's part of `lagging_L`, and at the end its length."""
+    lagging_L: Longs
+    """Addresses of the rows before the known ones that the head has not read."""
+
+
+class Rules(NamedTuple):
+    """The requests' `ChainRule`s."""
+
+    numbers_BN: Doubles
+    prices_UK: Doubles
+    num_prices_U: Ints
+    prices_B: Ints
+    """Which prices are a request's."""
+    curves_CQ2: Doubles
+    num_points_C: Ints
+    curve_B: Ints
 
 
 class Drafted(NamedTuple):
     """Results."""
 
-    tokens_K1: npt.NDArray[np.int64]
-    """The first token, then the drafted ones, then the guess that was not taken."""
-    hidden_KD: Floats
-    """[K + 1, D] rows after the layers."""
-    gaps_K: Floats
-    means_K: npt.NDArray[np.float64]
+    rows_ND: Floats
+    """The rows after the layers, request by request: known ones, drafted ones; after the last, rows
+    without meaning."""
+    tokens_BK: Longs
+    """Of every guess, taken or not."""
+    gaps_BK: Floats
+    means_BK: Doubles
     """Acceptance of each guess by the rule's mean."""
-    counts: npt.NDArray[np.int64]
-    sums: npt.NDArray[np.float64]
+    counts_BN: Longs
+    sums_BN: Doubles
+
+
+class Work(NamedTuple):
+    """Memory for a step's rows."""
+
+    source_M: Longs
+    target_M: Longs
+    """Where a row goes after the layers."""
+    table_M: Ints
+    position_M: Ints
+    in_order_M: Ints
+    zeros_M: Ints
+    alive_B: Ints
+    """Requests with a guess in this level."""
+    choices: Choices
+    counts: Longs
 
 
 @inner
-def _at(scratch: Scratch, x: int) -> Scratch:
-    return Scratch(
-        x,
-        scratch.x_bytes,
-        scratch.inputs,
-        scratch.inputs_bytes,
-        scratch.wide,
-        scratch.wide_bytes,
-        scratch.added,
-        scratch.added_bytes,
-        scratch.angles,
-        scratch.angles_bytes,
+def _rule(rules: Rules, b: int) -> ChainRule:
+    n, curve, prices = rules.numbers_BN[b], rules.curve_B[b], rules.prices_B[b]
+    return ChainRule(
+        rules.prices_UK[prices, : rules.num_prices_U[prices]],
+        n[0],
+        n[1],
+        n[2],
+        n[3] != 0.0,
+        n[4] != 0.0,
+        n[5],
+        LogOdds(n[6], n[7], n[8], n[9], rules.curves_CQ2[curve, : rules.num_points_C[curve]]),
+        n[10],
+        n[11],
     )
 
 
 @inner
-def _rows(stage: Stage, chain: Chain, first: int, count: int) -> RowArrays:
-    end = first + count
-    zeros_R, position_R = stage.zeros_P[:count], stage.positions_P[first:end]
-    in_order_R = stage.positions_P[first + 1 : end + 1]
-    return RowArrays(
-        chain.tables_1W, zeros_R, position_R, position_R, in_order_R, zeros_R, stage.no_slots
-    )
+def _end(batch: Batch, b: int) -> int:
+    """Returns the end of a request's known rows."""
+    return batch.first_B[b + 1] if b + 1 < len(batch.first_B) else len(batch.source_T)
 
 
 @inner
-def _begin(stage: Stage, chain: Chain, drafted: Drafted, width: int) -> None:
-    """Lays out the positions, and the rows that the head has not read."""
-    first = chain.position - chain.num_lagging
-    for at in range(chain.num_lagging + chain.num_given + chain.most + 2):
-        stage.positions_P[at] = first + at
-    for row in range(chain.num_lagging):
-        source = floats(chain.lagging_at + row * chain.lagging_bytes)
-        target = floats(stage.head.scratch.x + row * stage.head.scratch.x_bytes)
-        num_channels = stage.hidden_bytes // _FLOAT_BYTES
-        for d in range(num_channels):
-            target[d] = source[d]
-        for d in range(num_channels, width):
-            target[d] = float32(0.0)
-    drafted.counts[:] = 0
-    drafted.sums[:] = 0.0
+def _place(batch: Batch, drafted: Drafted, b: int) -> int:
+    """Returns the address of a request's first row in the results, while they have gaps."""
+    place: int = address_of(drafted.rows_ND) + batch.place_B[b] * drafted.rows_ND.strides[0]
+    return place
 
 
 @inner
-def _embed(row_D: npt.NDArray[np.generic], x_at: int, width: int) -> None:
-    x, bits = floats(x_at), floats(x_at).view(np.uint32)
-    for d in range(len(row_D)):
-        if row_D.itemsize == 2:
-            bits[d] = np.uint32(np.uint32(row_D[d]) << np.uint32(16))
+def _begin(batch: Batch, drafted: Drafted, work: Work) -> None:
+    """Lays out where the known rows go: with room for each request's draft after them."""
+    row_bytes = drafted.rows_ND.strides[0]
+    num_alive = 0
+    for b in range(len(batch.first_B)):
+        first, place = batch.first_B[b], _place(batch, drafted, b)
+        for row in range(first, _end(batch, b)):
+            work.target_M[row] = place + (row - first) * row_bytes
+        drafted.counts_BN[b, :] = 0
+        drafted.sums_BN[b, LOOKED] = drafted.sums_BN[b, SPENT] = 0.0
+        drafted.sums_BN[b, _EXPECTED] = drafted.sums_BN[b, _DRAWN] = 1.0
+        if batch.most_B[b] > 0:
+            work.alive_B[num_alive] = b
+            num_alive += 1
+    work.counts[_NUM_ALIVE] = num_alive
+
+
+@inner
+def _add_row(work: Work, row: int, source: int, table: int, position: int) -> None:
+    work.source_M[row] = source
+    work.table_M[row] = table
+    work.position_M[row] = position
+    work.in_order_M[row] = position + 1
+
+
+@inner
+def _ask(batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
+    """Lays out the rows for the head to read of the requests whose rules want a guess."""
+    row_bytes = drafted.rows_ND.strides[0]
+    num_rows = num_alive = 0
+    for at in range(work.counts[_NUM_ALIVE]):
+        b = work.alive_B[at]
+        num_drafted = drafted.counts_BN[b, NUM_DRAFTED]
+        if num_drafted == batch.most_B[b]:
+            continue
+        answer = wants_guess(_rule(rules, b), num_drafted, drafted.sums_BN[b, _EXPECTED])
+        if answer == NO:
+            continue
+        drafted.counts_BN[b, _ANSWER] = answer
+        work.alive_B[num_alive] = b
+        first, end, place = batch.first_B[b], _end(batch, b), _place(batch, drafted, b)
+        table, position = batch.rows.table_R[first], batch.rows.position_R[first]
+        if num_drafted == 0:
+            lagging, end_lagging = batch.first_lagging_B[b], batch.first_lagging_B[b + 1]
+            for row in range(lagging, end_lagging):
+                before = position - (end_lagging - row)
+                _add_row(work, num_rows, batch.lagging_L[row], table, before)
+                num_rows += 1
+            for row in range(end - first):
+                _add_row(work, num_rows, place + row * row_bytes, table, position + row)
+                num_rows += 1
         else:
-            x[d] = row_D[d]
-    for d in range(len(row_D), width):
-        x[d] = float32(0.0)
+            row = end - first + num_drafted - 1
+            _add_row(work, num_rows, place + row * row_bytes, table, position + row)
+            num_rows += 1
+        work.choices.rows_S[num_alive] = num_rows - 1
+        work.choices.divisors_S[num_alive] = batch.divisors_B[b]
+        work.choices.mixed_seeds_S[num_alive] = batch.mixed_seeds_B[b]
+        work.choices.positions_S[num_alive] = work.in_order_M[num_rows - 1]
+        num_alive += 1
+    work.counts[_NUM_ROWS], work.counts[_NUM_ALIVE] = num_rows, num_alive
 
 
 @inner
-def _logits(
-    kind: Kind,
-    stage: Stage,
-    x_at: int,
-    counters: npt.NDArray[np.int64],
-    part: int,
-    num_parts: int,
-) -> None:
-    lm_head, scratch = stage.lm_head, stage.head.scratch
-    if part == 0:
-        norm_row(kind, x_at, lm_head.width, lm_head.floor, lm_head.norm_at, scratch.inputs)
-    wait(counters, num_parts)
-    first, end = part_of(len(stage.logits_V) // BLOCK, part, num_parts)
-    multiply(
-        kind,
-        lm_head.weights,
-        lm_head.block_bytes,
-        lm_head.num_steps,
-        scratch.inputs,
-        scratch.inputs_bytes,
-        address_of(stage.logits_V),
-        len(stage.logits_V) * _FLOAT_BYTES,
-        1,
-        lm_head.bias,
-        first,
-        end,
-    )
-    wait(counters, num_parts)
+def _takes(rule: ChainRule, drafted: Drafted, b: int, gap: np.float32) -> bool:
+    """Decides on a request's guess, and counts it."""
+    counts_N, sums_N = drafted.counts_BN[b], drafted.sums_BN[b]
+    num_drafted, answer = counts_N[NUM_DRAFTED], counts_N[_ANSWER]
+    drawn, mean = acceptance(rule, num_drafted, float(gap))
+    sums_N[_DRAWN] *= drawn
+    sums_N[_EXPECTED] *= mean
+    drafted.means_BK[b, num_drafted] = mean
+    left = rule.optimism - sums_N[SPENT]
+    taken, spent, value = takes(rule, num_drafted, sums_N[_DRAWN], sums_N[_EXPECTED], left)
+    if answer == PROBE:
+        taken, spent = True, 0.0
+        counts_N[PROBED] = 1
+    if answer == LOOK:
+        counts_N[NUM_LOOKS] += 1
+        sums_N[LOOKED] += max(value, 0.0) - rule.guess_price
+    sums_N[SPENT] += spent
+    counts_N[NUM_GUESSES] += 1
+    counts_N[NUM_DRAFTED] += taken
+    return taken
 
 
 @inner
-def _choose(stage: Stage, chain: Chain, drafted: Drafted, num_drafted: int, at: int) -> float:
-    """Stores the guess after the row at place `at`, and its gap, which it returns."""
-    choice_words(chain.mixed_seed, stage.positions_P[at] + 1, stage.words_3)
-    score_row(
-        stage.logits_V[: len(stage.ids_V)],
-        chain.divisor,
-        stage.words_3,
-        stage.ids_V,
-        stage.scores_V,
-        stage.lost_V,
-        stage.keys_V,
-        stage.mantissas_V,
-    )
-    best, second = two_largest(stage.keys_V)
-    gap = min(float32(stage.scores_V[best] - stage.scores_V[second]), _WIDEST_GAP)
-    drafted.tokens_K1[num_drafted + 1] = stage.ids_V[best]
-    drafted.gaps_K[num_drafted] = gap
-    return float(gap)
+def _decide(stage: Stage, batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
+    """Lays out the rows of the guesses that are taken."""
+    row_bytes = drafted.rows_ND.strides[0]
+    num_taken = 0
+    for at in range(work.counts[_NUM_ALIVE]):
+        b, token = work.alive_B[at], work.choices.tokens_S[at]
+        num_drafted = drafted.counts_BN[b, NUM_DRAFTED]
+        drafted.tokens_BK[b, num_drafted] = token
+        drafted.gaps_BK[b, num_drafted] = work.choices.gaps_S[at]
+        if not _takes(_rule(rules, b), drafted, b, work.choices.gaps_S[at]):
+            continue
+        source = stage.embedding_at + token * stage.embedding_bytes
+        table = batch.rows.table_R[batch.first_B[b]]
+        _add_row(work, num_taken, source, table, work.choices.positions_S[at])
+        row = _end(batch, b) - batch.first_B[b] + num_drafted
+        work.target_M[num_taken] = _place(batch, drafted, b) + row * row_bytes
+        work.alive_B[num_taken] = b
+        num_taken += 1
+    work.counts[_NUM_ROWS] = work.counts[_NUM_ALIVE] = num_taken
 
 
-def draft_chain(
+@inner
+def _copy(target: int, source: int, width: int) -> None:
+    for d in range(0, width, LANES):
+        store(target, d, load(source, d))
+
+
+@inner
+def _close_gaps(batch: Batch, drafted: Drafted, width: int) -> None:
+    """Moves the rows together."""
+    row_bytes = drafted.rows_ND.strides[0]
+    target = address_of(drafted.rows_ND)
+    for b in range(len(batch.first_B)):
+        source = _place(batch, drafted, b)
+        num_rows = _end(batch, b) - batch.first_B[b] + drafted.counts_BN[b, NUM_DRAFTED]
+        if source != target:
+            for row in range(num_rows):
+                _copy(target + row * row_bytes, source + row * row_bytes, width)
+        target += num_rows * row_bytes
+
+
+def draft_round(
     kind: Kind,
     stage: Stage,
-    chain: Chain,
-    rule: ChainRule,
+    batch: Batch,
+    rules: Rules,
     drafted: Drafted,
+    work: Work,
     counters: npt.NDArray[np.int64],
     part: int,
     num_parts: int,
 ) -> None:
-    """Drafts until the rule stops, at most `chain.most` tokens."""
-    width, x_bytes = stage.layers.widths.hidden, stage.layers.scratch.x_bytes
-    counts, head_x = drafted.counts, stage.head.scratch.x
-    survival = drawn_survival = 1.0
-    num_lagging, num_drafted = chain.num_lagging, 0
-    at, last_at, wanted = num_lagging, head_x, NO
-    if part == 0:
-        _begin(stage, chain, drafted, width)
-    is_guess = False
+    """Runs the known rows, and drafts until every request's rule stops."""
+    width = stage.layers.widths.hidden
+    num_rows = len(batch.source_T)
+    if num_rows == 0:
+        return
     # Not constants, for which Numba would compile the layers once more.
-    never, always = chain.most < -1, chain.most >= -1
-    while chain.most >= 0:
-        x_at = address_of(drafted.hidden_KD) + num_drafted * x_bytes
+    never, always = num_rows < 0, num_rows >= 0
+    if part == 0:
+        _begin(batch, drafted, work)
+    wait(counters, num_parts)
+    is_known, is_guess = True, False
+    while num_rows > 0:
+        call = stage.head if is_guess else stage.layers
         # One place that runs layers: each is compiled again.
-        if is_guess:
-            call, rows_at = stage.head, head_x
-            rows = _rows(stage, chain, at - num_lagging, num_lagging + 1)
-        else:
-            num_rows = 1 + chain.num_given
-            call, rows_at, rows = stage.layers, x_at, _rows(stage, chain, at, num_rows)
-            if part == 0:
-                for row in range(num_rows):
-                    token = drafted.tokens_K1[num_drafted + row]
-                    _embed(stage.embedding_VD[token], x_at + row * x_bytes, width)
-            wait(counters, num_parts)
+        rows = batch.rows
+        source_M = batch.source_T
+        if not is_known:
+            source_M = work.source_M
+            rows = RowArrays(
+                rows.tables_BW,
+                work.table_M[:num_rows],
+                work.position_M[:num_rows],
+                work.position_M[:num_rows],
+                work.in_order_M[:num_rows],
+                work.zeros_M[:num_rows],
+                rows.branch_slots,
+            )
+        source = Source(source_M, stage.num_channels, stage.is_bfloat16 and not is_guess)
+        scratch = call.scratch
+        first_row, end_row = part_of(num_rows, part, num_parts)
+        copy_rows(source, scratch.x, scratch.x_bytes, width, first_row, end_row)
+        wait(counters, num_parts)
         _run_layers(
             kind,
             call.geometry,
             call.widths,
             call.norms,
-            _at(call.scratch, rows_at),
+            scratch,
             call.table,
             rows,
             call.rotation_at,
@@ -268,52 +366,38 @@ def draft_chain(
             num_parts,
         )
         wait(counters, num_parts)
-        if not is_guess:
-            if chain.num_given > 0 or num_drafted == chain.most:
-                break
-            last_at = head_x + num_lagging * x_bytes
+        if is_guess:
+            choose_tokens(
+                kind,
+                stage.lm_head,
+                stage.ids_V,
+                stage.memory,
+                scratch,
+                work.choices,
+                work.counts[_NUM_ALIVE],
+                counters,
+                part,
+                num_parts,
+            )
             if part == 0:
-                wanted = wants_guess(rule, num_drafted, survival)
-                counts[_GOES_ON] = wanted != NO
-                for d in range(0, width, LANES):
-                    store(last_at, d, load(x_at, d))
-            wait(counters, num_parts)
-            if counts[_GOES_ON] == 0:
-                break
-            is_guess = True
-            continue
-        _logits(kind, stage, last_at, counters, part, num_parts)
-        if part == 0:
-            gap = _choose(stage, chain, drafted, num_drafted, at)
-            drawn, mean = acceptance(rule, num_drafted, gap)
-            drawn_survival *= drawn
-            survival *= mean
-            drafted.means_K[num_drafted] = mean
-            left = rule.optimism - drafted.sums[SPENT]
-            taken, spent, value = takes(rule, num_drafted, drawn_survival, survival, left)
-            if wanted == PROBE:
-                taken, spent = True, 0.0
-                counts[PROBED] = 1
-            if wanted == LOOK:
-                counts[NUM_LOOKS] += 1
-                drafted.sums[LOOKED] += max(value, 0.0) - rule.guess_price
-            drafted.sums[SPENT] += spent
-            counts[NUM_GUESSES] += 1
-            counts[NUM_DRAFTED] += taken
-            counts[_GOES_ON] = taken
+                _decide(stage, batch, rules, drafted, work)
+        else:
+            for row in range(first_row, end_row):
+                _copy(work.target_M[row], scratch.x + row * scratch.x_bytes, width)
+            if part == 0:
+                _ask(batch, rules, drafted, work)
         wait(counters, num_parts)
-        if counts[_GOES_ON] == 0:
-            break
-        num_lagging, is_guess = 0, False
-        num_drafted += 1
-        at += 1
+        num_rows = work.counts[_NUM_ROWS]
+        is_known, is_guess = False, not is_guess
+    if part == 0:
+        _close_gaps(batch, drafted, width)
 
 
 @cache
-def chain_kernel() -> Callable[..., None]:
-    return kernel(draft_chain, *_PARTS)
+def draft_kernel() -> Callable[..., None]:
+    return kernel(draft_round, *_PARTS)
 
 
-def is_chain_kept() -> bool:
+def is_draft_kept() -> bool:
     """Returns whether the kernel need not be compiled."""
-    return is_kept(draft_chain, *_PARTS)
+    return is_kept(draft_round, *_PARTS)

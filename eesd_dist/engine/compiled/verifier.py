@@ -8,8 +8,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eesd_dist.engine.compiled.row_pass import RowPass, new_choices, source_of
+from eesd_dist.engine.compiled.choosing import Choices, Memory, new_choices, new_memory
+from eesd_dist.engine.compiled.sources import Source, source_of
+from eesd_dist.engine.compiled.verify_kernel import verify_kernel
 from eesd_dist.model.attention.rows import RowSegment, row_arrays
+from eesd_dist.model.cpu.calls import call_in_threads, threads_for
+from eesd_dist.model.kv_layout import NO_ROWS, RowArrays
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.noise import mixed_seed
 from eesd_dist.sampling.row_rules import noise_temperature, positions_after
@@ -25,8 +29,14 @@ class Verifier:
         assert layers is not None
         assert head is not None
         assert head.compiled is not None
-        ids_V = np.arange(head.compiled.product.num_out, dtype=np.int32)
-        self._pass = RowPass(layers, head.compiled, ids_V=ids_V)
+        self._layers = layers
+        self._head = head.compiled
+        self._lm_head = self._head.call
+        self._ids_V = np.arange(self._head.product.num_out, dtype=np.int32)
+        self._memory_of: dict[int, Memory] = {}
+        """By number of threads."""
+        nothing = source_of(torch.zeros(0, layers.hidden_size))
+        self._run(nothing, NO_ROWS, new_choices(0, with_gaps=False))  # compiles
 
     @classmethod
     def of(cls, span: LlamaSpan) -> Self | None:
@@ -49,7 +59,7 @@ class Verifier:
                 for s in segments
             ]
         )
-        choices = new_choices(sum(segment.num_sampled for segment in segments))
+        choices = new_choices(sum(s.num_sampled for s in segments), with_gaps=False)
         at = end_row = 0
         for segment in segments:
             end_row += segment.num_rows
@@ -62,5 +72,24 @@ class Verifier:
                 if temperature:
                     choices.mixed_seeds_S[at:end] = mixed_seed(segment.seed)
             at = end
-        self._pass.run(rows, source_of(hidden_TD), choices)
+        self._run(source_of(hidden_TD), rows, choices)
         return choices.tokens_S
+
+    def _run(self, source: Source, rows: RowArrays, choices: Choices) -> None:
+        num_rows = len(rows.position_R)
+        num_threads = threads_for(num_rows * self._layers.products_per_row)
+        memory = self._memory_of.get(num_threads)
+        if memory is None:
+            memory = self._memory_of[num_threads] = new_memory(len(self._ids_V), num_threads)
+        call_in_threads(
+            verify_kernel(),
+            num_threads,
+            self._layers.kind,
+            self._layers.call_over(num_rows),
+            self._lm_head,
+            self._ids_V,
+            memory,
+            rows,
+            source,
+            choices,
+        )

@@ -1,18 +1,19 @@
 """Drafting level by level: the next tokens of all requests are offered and computed together.
 
 A level is the rows of the tokens taken before and the exit head's guesses after them, for those
-requests that the policy wants another guess of. Where it can be, that is one compiled call
-(`compiled/level_pass`); else layers, head, logits and choices are calls of their own. For trees,
+requests that the policy wants another guess of. Where it can be, that is one compiled call; else
+layers, head, logits and choices are calls of their own. For trees,
 alternatives are offered too, each with its ancestors as history and for its noise.
 """
 
 # Shapes: T rows, A frontier tokens, E exit head input.
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from eesd_dist.control.chain_rule import REFUSAL, ChainRule
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.drafting.guesses import Guess, Guesser, chooses_plainly, noise_of, offer_of
 from eesd_dist.engine.drafting.ranks import DraftCompute
@@ -22,11 +23,14 @@ from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.types import Evidence, RequestId
 
+if TYPE_CHECKING:
+    from eesd_dist.engine.compiled.drafter import ChainStart
+
 CATCH_UP_ROWS = 32
 """In rounds without drafts the exit head lags behind; it catches up this many rows at a time."""
 
 
-class _Fresh(NamedTuple):
+class FreshRows(NamedTuple):
     """Rows to compute for one request: known ones, drafted ones, or known ones with a lookup."""
 
     run: DraftRun
@@ -52,7 +56,7 @@ class LevelDrafter:
     ) -> None:
         """Computes the known rows of all runs, reusing those computed ahead, and drafts for those
         of `drafting` what the policy chooses."""
-        fresh = list(_known(runs))
+        fresh = list(known_rows(runs))
         active = _worth_guessing(drafting, policy)
         guesses = self._level(fresh, active, policy)
         while active:
@@ -86,7 +90,7 @@ class LevelDrafter:
             run.note_seen(RowSlice(out_TD, end - segment.num_rows, end))
 
     def _level(
-        self, fresh: Sequence[_Fresh], active: Sequence[DraftRun], policy: DraftPolicy
+        self, fresh: Sequence[FreshRows], active: Sequence[DraftRun], policy: DraftPolicy
     ) -> list[Guess]:
         """Computes the fresh rows. Returns guesses after each active run's frontier, run by run:
         for a chain one, for a tree the best ones of each token, first choices first, up to the
@@ -104,9 +108,8 @@ class LevelDrafter:
             or any(run.item.live.tree == "dynamic" for run in missing)
             or policy.needs_probs([run.request_id for run in missing])
         )
-        level = self._in_one_call if self._fits_one_call(fresh, missing, with_probs) else None
-        if level is not None:
-            guesses = level(fresh, missing)
+        if fresh and self._fits_one_call(fresh, missing, with_probs):
+            guesses = self._in_one_call(fresh, missing)
         else:
             self._compute_rows(fresh)
             guesses = self._guess(missing, with_probs=with_probs)
@@ -122,44 +125,37 @@ class LevelDrafter:
         return [guess for run in active for guess in found[id(run)]]
 
     def _fits_one_call(
-        self, fresh: Sequence[_Fresh], missing: Sequence[DraftRun], with_probs: bool
+        self, fresh: Sequence[FreshRows], missing: Sequence[DraftRun], with_probs: bool
     ) -> bool:
+        drafter, have_rows = self._compute.drafter, {id(row.run) for row in fresh}
         return (
-            self._compute.calls is not None
+            drafter is not None
             and not with_probs
-            and bool(fresh or missing)
-            and not any(row.run.is_tree or row.run.item.live.request.features for row in fresh)
-            and all(chooses_plainly(run) for run in missing)
             and not self._guesser.rejection
+            and not any(row.run.is_tree or row.run.item.live.request.features for row in fresh)
+            and all(chooses_plainly(run) and id(run) in have_rows for run in missing)
         )
 
     def _in_one_call(
-        self, fresh: Sequence[_Fresh], missing: Sequence[DraftRun]
+        self, fresh: Sequence[FreshRows], missing: Sequence[DraftRun]
     ) -> list[list[Guess]]:
-        from eesd_dist.engine.compiled.level_pass import GuessAfter
+        drafter, guessing = self._compute.drafter, {id(run) for run in missing}
+        assert drafter is not None
+        starts = [chain_start(row, REFUSAL, most=int(id(row.run) in guessing)) for row in fresh]
+        found: dict[int, list[Guess]] = {}
+        _, chains = drafter.draft(starts)
+        for row, (rows_TD, guesses, gaps, _) in zip(fresh, chains, strict=True):
+            run = row.run
+            self._note_rows(row, rows_TD, rows_TD)
+            if not guesses:
+                continue
+            run.note_read()
+            evidence = Evidence(depth=len(run.tokens), temperature=noise_of(run), gap=gaps[0])
+            candidate = Candidate(token=guesses[0], evidence=evidence, probs_V=None)
+            found[id(run)] = [Guess(run, run.frontier[0], 0, candidate)]
+        return [found[id(run)] for run in missing]
 
-        assert self._compute.calls is not None
-        call = self._compute.calls.level
-        tokens = [token for row in fresh for token in row.tokens]
-        rows_TD = call.new_rows(len(tokens))
-        self._note_rows(fresh, rows_TD, rows_TD, kept=None)
-        after: list[GuessAfter] = []
-        for run in missing:
-            inputs, segment = run.unseen()
-            sampling = run.item.live.request.sampling
-            after.append(
-                GuessAfter(segment, list(inputs), run.next_place, noise_of(run), sampling.seed)
-            )
-        guessed, gaps = call.run(tokens, [row.segment for row in fresh], rows_TD, after)
-        guesses: list[list[Guess]] = []
-        for run, how, token, gap in zip(missing, after, guessed, gaps, strict=True):
-            run.note_read(how.segment.num_rows)
-            evidence = Evidence(depth=len(run.tokens), temperature=how.temperature, gap=gap)
-            candidate = Candidate(token=token, evidence=evidence, probs_V=None)
-            guesses.append([Guess(run, run.frontier[0], 0, candidate)])
-        return guesses
-
-    def _compute_rows(self, fresh: Sequence[_Fresh]) -> None:
+    def _compute_rows(self, fresh: Sequence[FreshRows]) -> None:
         if not fresh:
             return
         kept = _rows_to_keep(fresh)
@@ -168,29 +164,20 @@ class LevelDrafter:
             [row.segment for row in fresh],
             kept=kept,
         )
-        self._note_rows(fresh, hidden_TD, input_TE, kept=kept)
-
-    def _note_rows(
-        self,
-        fresh: Sequence[_Fresh],
-        hidden_TD: torch.Tensor,
-        input_TE: torch.Tensor,
-        *,
-        kept: LayerRows | None,
-    ) -> None:
-        """Hands the rows to their runs."""
         end = 0
-        for run, tokens, _, num_known in fresh:
-            first, end = end, end + len(tokens)
-            hidden, inputs = RowSlice(hidden_TD, first, end), RowSlice(input_TE, first, end)
-            if not num_known:
-                run.note_level(hidden, inputs)
-                continue
-            reads = self._compute.head is not None
-            run.note_known(hidden, inputs if reads else None)
-            if kept is not None:
-                known = slice(first, first + num_known)
-                run.kept_TD = {layer: x_TD[known] for layer, x_TD in kept.rows.items()}
+        for row in fresh:
+            first, end = end, end + len(row.tokens)
+            self._note_rows(row, RowSlice(hidden_TD, first, end), RowSlice(input_TE, first, end))
+            if kept is not None and row.num_known:
+                known = slice(first, first + row.num_known)
+                row.run.kept_TD = {layer: x_TD[known] for layer, x_TD in kept.rows.items()}
+
+    def _note_rows(self, row: FreshRows, hidden: RowSlice, inputs: RowSlice) -> None:
+        """Hands the rows to their run."""
+        if not row.num_known:
+            row.run.note_level(hidden, inputs)
+            return
+        row.run.note_known(hidden, inputs if self._compute.head is not None else None)
 
     def _guess(self, runs: Sequence[DraftRun], *, with_probs: bool) -> list[list[Guess]]:
         """Draws the exit head's next tokens for each run, with the noise the verifier will use."""
@@ -269,6 +256,20 @@ class LevelDrafter:
         ahead.append(guess)
 
 
+def chain_start(row: FreshRows, rule: ChainRule, *, most: int) -> "ChainStart":
+    """Returns a request's part of a compiled call: rows to compute, and tokens to draft after
+    them."""
+    from eesd_dist.engine.compiled.drafter import ChainStart
+
+    if not most:
+        return ChainStart(row.tokens, row.segment, 0, rule)
+    run = row.run
+    seed = run.item.live.request.sampling.seed
+    return ChainStart(
+        row.tokens, row.segment, most, rule, run.state.lagging_TE, noise_of(run), seed
+    )
+
+
 def _worth_guessing(runs: Sequence[DraftRun], policy: DraftPolicy) -> list[DraftRun]:
     """Returns the runs for which the policy wants another guess; other drafts end here."""
     if not runs:
@@ -277,7 +278,7 @@ def _worth_guessing(runs: Sequence[DraftRun], policy: DraftPolicy) -> list[Draft
     return [run for run in runs if run.request_id in wanted or run.prefetched]
 
 
-def _known(runs: Sequence[DraftRun]) -> Iterator[_Fresh]:
+def known_rows(runs: Sequence[DraftRun]) -> Iterator[FreshRows]:
     """Yields the rows before each draft, with those of a lookup."""
     for run in runs:
         if run.prefetched:
@@ -288,10 +289,10 @@ def _known(runs: Sequence[DraftRun]) -> Iterator[_Fresh]:
         item = run.item
         tokens = [*item.live.tokens[item.start : item.start + item.num_known], *run.tokens]
         segment = RowSegment(item.start, len(tokens), item.pages)
-        yield _Fresh(run, tokens, segment, item.num_known)
+        yield FreshRows(run, tokens, segment, item.num_known)
 
 
-def _taken(taken: Sequence[Guess]) -> list[_Fresh]:
+def _taken(taken: Sequence[Guess]) -> list[FreshRows]:
     """Appends the taken guesses to their drafts. Returns the rows to compute, grouped by run."""
     fresh: dict[int, tuple[DraftRun, list[int]]] = {}
     for run, parent, rank, candidate in taken:
@@ -300,10 +301,10 @@ def _taken(taken: Sequence[Guess]) -> list[_Fresh]:
         else:
             run.rows_TD.append(RowSlice.all_of(candidate.hidden_D.unsqueeze(0)))
         run.append(candidate, parent=parent, rank=rank)
-    return [_Fresh(run, tokens, run.last_rows(len(tokens)), 0) for run, tokens in fresh.values()]
+    return [FreshRows(run, tokens, run.last_rows(len(tokens)), 0) for run, tokens in fresh.values()]
 
 
-def _rows_to_keep(fresh: Sequence[_Fresh]) -> LayerRows | None:
+def _rows_to_keep(fresh: Sequence[FreshRows]) -> LayerRows | None:
     wanted = [row.run.item.live.request.features for row in fresh if row.num_known]
     exits = {layer for spec in wanted if spec is not None for layer in spec.exits}
     return LayerRows(exits) if exits else None

@@ -21,7 +21,6 @@ from torch import Tensor
 from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
 from eesd_dist.engine.compiled.ahead import when_kept
-from eesd_dist.engine.drafting.run import MOST_GIVEN
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
@@ -40,7 +39,7 @@ from eesd_dist.transport.commands import (
 from eesd_dist.transport.contracts import TensorGroup
 
 if TYPE_CHECKING:
-    from eesd_dist.engine.compiled.calls import DraftCalls
+    from eesd_dist.engine.compiled.drafter import RoundDrafter
 
 
 class DraftCompute(Protocol):
@@ -54,8 +53,8 @@ class DraftCompute(Protocol):
     def group(self) -> TensorGroup: ...
 
     @property
-    def calls(self) -> "DraftCalls | None":
-        """Layers and head in compiled calls; None where there are none."""
+    def drafter(self) -> "RoundDrafter | None":
+        """Layers and head as one compiled call for a round; None where there is none."""
         ...
 
     def run_layers(
@@ -110,8 +109,8 @@ class OwnShard:
         numerics: Numerics,
         compiles_later: bool = False,
     ) -> None:
-        """`compiles_later`: work begins before the compiled calls are there, where a machine has
-        not kept them."""
+        """`compiles_later`: work begins before the compiled call is there, where a machine has not
+        kept it."""
         self.span = span
         self.head = head
         self.group = group
@@ -123,11 +122,11 @@ class OwnShard:
         self._rows: RowPlan | None = None
         """Plan of `_segments`, the rows computed last; None before the first rows."""
         self._compiles_later = compiles_later
-        self._calls = calls_of(span, head, compiles_later=compiles_later)
+        self._round_drafter = drafter_of(span, head, compiles_later=compiles_later)
 
     @property
-    def calls(self) -> "DraftCalls | None":
-        return self._calls.get()
+    def drafter(self) -> "RoundDrafter | None":
+        return self._round_drafter.get()
 
     def run_layers(
         self,
@@ -144,10 +143,10 @@ class OwnShard:
         return hidden_TD, self.head.input_rows(hidden_TD, embedding_TD)
 
     def run_head(self, input_TE: Tensor, segments: Sequence[RowSegment]) -> Tensor:
-        return self._drafter.forward(input_TE, self._plan(segments))
+        return self._own_head.forward(input_TE, self._plan(segments))
 
     def logits(self, exit_AD: Tensor) -> Tensor:
-        return self._drafter.logits(exit_AD)
+        return self._own_head.logits(exit_AD)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         self.span.move(moves)
@@ -158,7 +157,7 @@ class OwnShard:
         if self.head is not None:
             head.take_pages(self.head)
         self.head = head
-        self._calls = calls_of(self.span, head, compiles_later=self._compiles_later)
+        self._round_drafter = drafter_of(self.span, head, compiles_later=self._compiles_later)
 
     def begin(self) -> None:
         self.span.paged.begin()
@@ -172,7 +171,7 @@ class OwnShard:
         return
 
     @property
-    def _drafter(self) -> ExitHead:
+    def _own_head(self) -> ExitHead:
         if self.head is None:
             raise ConfigError(
                 "rank 0 of the draft stage drafts with an exit head and this rank has none: start "
@@ -193,16 +192,17 @@ class OwnShard:
         return self._rows
 
 
-def calls_of(
+def drafter_of(
     span: LlamaSpan, head: ExitHead | None, *, compiles_later: bool
-) -> "Later[DraftCalls]":
-    """Returns layers and head in compiled calls, where this machine and this stage have them."""
+) -> "Later[RoundDrafter]":
+    """Returns layers and head as one compiled call, where this machine and this stage have it."""
     if head is None or not can_compile():
         return Later.without()
-    from eesd_dist.engine.compiled.calls import DraftCalls, are_calls_kept
+    from eesd_dist.engine.compiled.draft_kernel import is_draft_kept
+    from eesd_dist.engine.compiled.drafter import RoundDrafter
 
-    make = partial(DraftCalls.of, span, head, most_given=MOST_GIVEN)
-    return when_kept(make, is_kept=are_calls_kept, is_needed=not compiles_later)
+    make = partial(RoundDrafter.of, span, head)
+    return when_kept(make, is_kept=is_draft_kept, is_needed=not compiles_later)
 
 
 class LeadingShard:
@@ -211,7 +211,7 @@ class LeadingShard:
     def __init__(self, own: OwnShard, commands: CommandSink) -> None:
         self._own = own
         self._commands = commands
-        self.calls = None
+        self.drafter = None
         self.begin()
 
     @property

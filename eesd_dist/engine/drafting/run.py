@@ -144,11 +144,20 @@ class DraftRun:
         is_first = self.depth_of(self.frontier[0]) < self.depths[node]
         self.frontier = [node] if is_first else [*self.frontier, node]
 
-    def take_chain(self, tokens: list[int], evidence: list[Evidence], rows_TD: RowSlice) -> None:
-        """Takes a whole draft: its tokens, and the rows of the last known token and of each."""
+    def take_chain(
+        self, tokens: list[int], evidence: list[Evidence], rows_TD: RowSlice, *, num_guesses: int
+    ) -> None:
+        """Takes a whole draft: its tokens, and the rows of the known tokens and of each. The exit
+        head has read the rows before each of its `num_guesses` guesses, one at least."""
         self.rows_TD.append(rows_TD)
         self._set_tokens(tokens)
         self.evidence = evidence
+        num_read = self.item.num_known + num_guesses - 1
+        self.state.lagging_TE.clear()
+        self.state.exit_len = self.item.start + num_read
+        if num_read < rows_TD.count:
+            unread = RowSlice(rows_TD.source, rows_TD.first + num_read, rows_TD.end)
+            self.state.lagging_TE.append(unread)
 
     def look_up(self, tokens: Sequence[int]) -> None:
         """Drafts tokens found by prompt lookup."""
@@ -161,18 +170,6 @@ class DraftRun:
         self.parents, self.ranks = list(range(ROOT, ROOT + count)), [0] * count
         self.depths = list(range(1, count + 1))
         self.frontier = [count - 1]
-
-    def note_chain(self, *, num_guesses: int) -> None:
-        """Marks the rows before each guess as read by the exit head; later ones lag behind."""
-        state, (rows_TD,) = self.state, self.rows_TD
-        if num_guesses:
-            state.lagging_TE.clear()
-            state.exit_len = self.item.start + num_guesses
-        elif not state.lagging_TE:
-            state.exit_len = self.item.start  # a cached prefix has the exit head's rows
-        if num_guesses < rows_TD.count:
-            rest = RowSlice(rows_TD.source, rows_TD.first + num_guesses, rows_TD.end)
-            state.lagging_TE.append(rest)
 
     def append_token(self, token: int, *, parent: int, rank: int = 0) -> None:
         self.tokens.append(token)
@@ -228,9 +225,9 @@ class DraftRun:
         self.num_seen = len(self.tokens)
         self.exit_AD = out_TD
 
-    def note_read(self, count: int) -> None:
+    def note_read(self) -> None:
         """Marks a chain's rows as read, without the exit head's output for them."""
-        self.state.exit_len += count
+        self.state.exit_len += self.state.num_lagging
         self.state.lagging_TE.clear()
         self.exit_AD = None
 

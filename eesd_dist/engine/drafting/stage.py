@@ -1,15 +1,15 @@
 """The draft stage: embedding, layers [0, N) and the exit head of one pipeline.
 
 Every token of every request, drafted or known, runs through these layers; the verify stage
-continues from their hidden states. A round of one request whose controller can say in advance how
-it decides is drafted in one call; all others level by level (`levels`). Does not depend on queues,
-replies, channels or the number of ranks.
+continues from their hidden states. A round whose controllers can say in advance how they decide is
+drafted in one compiled call where there is one; all others level by level (`levels`). Does not
+depend on queues, replies, channels or the number of ranks.
 """
 
 # Shapes: T rows, K drafted tokens, D hidden size, V vocabulary.
 
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,15 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import TreeConfig
-from eesd_dist.control.chain_rule import ChainReport, ChainRule, of_length
+from eesd_dist.control.chain_rule import ChainRule, of_length
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.drafting.guesses import Guesser, chooses_plainly, noise_of
-from eesd_dist.engine.drafting.levels import CATCH_UP_ROWS, LevelDrafter
+from eesd_dist.engine.drafting.levels import (
+    CATCH_UP_ROWS,
+    LevelDrafter,
+    chain_start,
+    known_rows,
+)
 from eesd_dist.engine.drafting.ngrams import Match
 from eesd_dist.engine.drafting.ranks import DraftCompute
 from eesd_dist.engine.drafting.run import (
@@ -30,7 +35,7 @@ from eesd_dist.engine.drafting.run import (
     DraftState,
     roll_back,
 )
-from eesd_dist.engine.row_slices import RowSlice, joined, one_slice
+from eesd_dist.engine.row_slices import joined
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
@@ -38,8 +43,9 @@ from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.types import Evidence, RequestId
 
 if TYPE_CHECKING:
-    from eesd_dist.engine.compiled.calls import DraftCalls
-    from eesd_dist.engine.compiled.drafter import ChainDrafter
+    from eesd_dist.engine.compiled.drafter import DraftedChain, RoundDrafter
+
+_NO_DRAFT = of_length(0)
 
 __all__ = ["Candidate", "DraftRun", "DraftStage", "DraftState", "DraftedRound"]
 
@@ -94,9 +100,9 @@ class DraftStage:
         return self._compute.group
 
     @property
-    def calls(self) -> "DraftCalls | None":
-        """This stage's drafting in compiled calls; None where there are none."""
-        return self._compute.calls
+    def drafter(self) -> "RoundDrafter | None":
+        """The drafting of a round as one compiled call; None where there is none."""
+        return self._compute.drafter
 
     def swap_head(self, head: ExitHead) -> None:
         """Replaces the exit head between two rounds. The new head takes over the old one's keys and
@@ -149,16 +155,12 @@ class DraftStage:
                 if not run.rests:
                     self._look_up(run, policy)
             drafting = [run for run in drafting if not (run.is_lookup or run.rests)]
-        chain = self._chain_for(runs)
-        rule: ChainRule | None = None
-        if chain is not None:
-            rule = policy.chain_rule(temperature=noise_of(runs[0])) if drafting else of_length(0)
-        if chain is not None and rule is not None:
-            report = self._draft_chain(runs[0], chain, rule)
-            if drafting:
-                policy.report(report)
-        else:
-            self._levels.draft(runs, drafting if self.head is not None else [], policy)
+        drafter = self._drafter_for(runs)
+        if drafter is not None and all(map(chooses_plainly, drafting)):
+            rules = policy.chain_rules({run.request_id: noise_of(run) for run in drafting})
+            if rules is not None:
+                return self._draft_in_one_call(drafter, runs, rules, policy)
+        self._levels.draft(runs, drafting if self.head is not None else [], policy)
         pieces = [piece for run in runs for piece in run.rows_TD]
         probs = [row for run in runs for row in run.probs_V]
         return DraftedRound(
@@ -167,19 +169,61 @@ class DraftStage:
             draft_probs_KV=torch.stack(probs) if probs else None,
         )
 
-    def _chain_for(self, runs: Sequence[DraftRun]) -> "ChainDrafter | None":
-        """Returns the compiled call that can do this round: one known row of one request, with
-        tokens chosen among all and without alternatives."""
-        calls = self._compute.calls
-        if calls is None or len(runs) != 1 or self._rejection or self._log_evidence:
+    def _drafter_for(self, runs: Sequence[DraftRun]) -> "RoundDrafter | None":
+        """Returns the compiled call, if it can run these rows and draft chains after them."""
+        drafter = self._compute.drafter
+        if drafter is None or self._rejection or self._log_evidence:
             return None
-        (run,) = runs
-        is_plain = (
-            run.item.num_known == 1
-            and not run.prefetched
-            and run.item.live.request.features is None
+        fits = not any(
+            run.is_tree or run.prefetched or run.item.live.request.features for run in runs
         )
-        return calls.chain if is_plain and chooses_plainly(run) else None
+        return drafter if fits else None
+
+    def _draft_in_one_call(
+        self,
+        drafter: "RoundDrafter",
+        runs: Sequence[DraftRun],
+        rules: Mapping[RequestId, ChainRule],
+        policy: DraftPolicy,
+    ) -> DraftedRound:
+        hidden_TD, chains = drafter.draft(
+            [
+                chain_start(
+                    row,
+                    rules.get(row.run.request_id, _NO_DRAFT),
+                    most=row.run.item.max_draft if row.run.request_id in rules else 0,
+                )
+                for row in known_rows(runs)
+            ]
+        )
+        behind: list[DraftRun] = []
+        for run, chain in zip(runs, chains, strict=True):
+            self._take(run, chain)
+            if run.state.num_lagging >= CATCH_UP_ROWS:
+                behind.append(run)
+        if behind:
+            self._levels.catch_up(behind)
+        policy.report(
+            {
+                run.request_id: chain.report
+                for run, chain in zip(runs, chains, strict=True)
+                if run.request_id in rules
+            }
+        )
+        return DraftedRound(runs=tuple(runs), hidden_TD=hidden_TD, draft_probs_KV=None)
+
+    def _take(self, run: DraftRun, chain: "DraftedChain") -> None:
+        """Takes over one request's rows and draft."""
+        rows_TD, tokens, gaps, report = chain
+        if not report.means:
+            run.note_known(rows_TD, rows_TD)
+            return
+        temperature, count = noise_of(run), report.num_drafted
+        evidence = [
+            Evidence(depth=depth, temperature=temperature, gap=gap)
+            for depth, gap in enumerate(gaps[:count])
+        ]
+        run.take_chain(tokens[:count], evidence, rows_TD, num_guesses=len(tokens))
 
     def _look_up(self, run: DraftRun, policy: DraftPolicy) -> None:
         """Drafts what followed the text's last tokens before, where that promises more."""
@@ -198,37 +242,6 @@ class DraftStage:
         length = policy.lookup_length(run.request_id, find)
         if length:
             run.look_up(found[0].tokens[:length])
-
-    def _draft_chain(self, run: DraftRun, chain: "ChainDrafter", rule: ChainRule) -> ChainReport:
-        """Runs the known row and drafts by the rule, in one call."""
-        item, state = run.item, run.state
-        request, temperature = item.live.request, noise_of(run)
-        if state.num_lagging >= CATCH_UP_ROWS:
-            self._levels.catch_up([run])
-        may_guess = len(rule.prices) > 1
-        drafted = chain.draft(
-            item.live.tokens[item.start],
-            given=run.tokens,
-            at=item.start,
-            pages=item.pages,
-            lagging=one_slice(state.lagging_TE) if may_guess and state.lagging_TE else None,
-            rule=rule,
-            most=item.max_draft if item.is_final else 0,
-            seed=request.sampling.seed,
-            temperature=temperature,
-        )
-        report, rows_TD = drafted.report, RowSlice.all_of(drafted.hidden_TD)
-        if run.is_lookup:
-            run.rows_TD.append(rows_TD)
-        else:
-            evidence = [
-                Evidence(depth=depth, temperature=temperature, gap=gap)
-                for depth, gap in enumerate(drafted.gaps[: report.num_drafted])
-            ]
-            run.take_chain(drafted.tokens[: report.num_drafted], evidence, rows_TD)
-        if request.speculation.mode == "auto":
-            run.note_chain(num_guesses=len(report.means))
-        return report
 
     def _open(self, item: PlanItem) -> DraftRun:
         request_id = item.live.request.request_id
@@ -250,7 +263,7 @@ class DraftStage:
         self, drafted: DraftedRound, policy: DraftPolicy, *, until: Callable[[], bool]
     ) -> None:
         """Drafts past the end of the draft until the verdict arrives, for a single request."""
-        if self._chain_for(drafted.runs) is not None:
+        if self._drafter_for(drafted.runs) is not None:
             return  # drafting one token at a time takes longer than the next chain
         self._levels.go_ahead(drafted.runs, policy, until=until)
 

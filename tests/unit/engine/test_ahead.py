@@ -15,7 +15,7 @@ from eesd_dist.compiled import FOLDER_VARIABLE
 from eesd_dist.engine.compiled import ahead
 from eesd_dist.engine.compiled.ahead import at_work, is_at_work, when_kept
 from eesd_dist.engine.compiled.draft_kernel import is_chain_kept
-from eesd_dist.engine.compiled.pass_kernel import is_pass_kept
+from eesd_dist.engine.compiled.verify_kernel import is_verify_kept
 from eesd_dist.workers import compiling
 from eesd_dist.workers.compiling import start_compiling
 from tests.unit.engine.conftest import MakeConfig
@@ -54,7 +54,7 @@ def test_a_process_keeps_all_kernels_for_ranks_that_wait(
     chain = when_kept(lambda: is_chain_kept(), is_kept=is_chain_kept, is_needed=False)
     assert chain.get() is None
     wait_until(lambda: chain.get() is True)
-    assert is_pass_kept()
+    assert is_verify_kept()
     wait_until(lambda: not is_at_work())
     before = children()
     start_compiling(config)

@@ -24,7 +24,7 @@ from eesd_dist.engine.build import (
     load_verify_weights,
 )
 from eesd_dist.engine.compiled import calls as draft_calls
-from eesd_dist.engine.compiled import pass_kernel
+from eesd_dist.engine.compiled import verify_kernel
 from eesd_dist.engine.compiled.calls import DraftCalls
 from eesd_dist.engine.compiled.verifier import Verifier
 from eesd_dist.engine.core import EngineCore
@@ -311,7 +311,7 @@ def test_work_goes_on_while_the_calls_are_compiled(
     monkeypatch.setattr(DraftCalls, "of", slowly(DraftCalls.of))
     monkeypatch.setattr(Verifier, "of", slowly(Verifier.of))
     monkeypatch.setattr(draft_calls, "are_calls_kept", lambda: False)
-    monkeypatch.setattr(pass_kernel, "is_pass_kept", lambda: False)
+    monkeypatch.setattr(verify_kernel, "is_verify_kept", lambda: False)
     stage = remaining.stage(num_pages=64, compiles_later=True)
     shard = draft.shard(num_pages=64, compiles_later=True)
     engine = build_draft_engine(config, MemoryChannel(stage.verify), cost=COST, shard=shard)

@@ -1,0 +1,160 @@
+"""The part of compiled calls that chooses tokens after rows: norm, LM head, noise and choice.
+
+Choices are those of `rule.choose` and `rule.draft_choice`, bit for bit.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import float32
+
+from eesd_dist.compiled import inner
+from eesd_dist.model.cpu.lanes import address_of
+from eesd_dist.model.cpu.layers import Scratch
+from eesd_dist.model.cpu.packed import in_blocks
+from eesd_dist.model.cpu.products import Kind, LmHead, multiply, norm_rows, part_of
+from eesd_dist.model.cpu.threads import wait
+from eesd_dist.model.cpu.tiles import BLOCK, MOST_ROWS
+from eesd_dist.model.kv_layout import Ints
+from eesd_dist.sampling.compiled_rule import (
+    Floats,
+    choice_words,
+    first_largest,
+    score_row,
+    two_largest,
+)
+from eesd_dist.sampling.rule import WIDEST_GAP
+
+_FLOAT_BYTES = 4
+_WIDEST_GAP = np.float32(WIDEST_GAP)
+NUM_ROWS = MOST_ROWS
+"""Rows with logits in memory at a time."""
+
+
+# Shapes: B = NUM_ROWS, S sampled rows, P threads, V vocabulary, W the same, padded to a block.
+class Memory(NamedTuple):
+    """What a call needs in between."""
+
+    logits_BW: Floats
+    scores_PV: Floats
+    lost_PV: Floats
+    keys_PV: Ints
+    mantissas_PV: Ints
+    words_P3: npt.NDArray[np.uint32]
+
+
+class Choices(NamedTuple):
+    """How to choose a token after each sampled row, and the tokens."""
+
+    rows_S: Ints
+    """Index of each sampled row."""
+    divisors_S: Floats
+    """Temperatures; 0: greedy."""
+    mixed_seeds_S: npt.NDArray[np.uint64]
+    positions_S: Ints
+    """Of the tokens to be chosen."""
+    tokens_S: Ints
+    gaps_S: Floats
+    """How far the best score is above the second; empty: not wanted."""
+
+
+def new_memory(num_tokens: int, num_threads: int) -> Memory:
+    wide = (num_threads, num_tokens)
+    return Memory(
+        logits_BW=np.zeros((NUM_ROWS, in_blocks(num_tokens)), np.float32),
+        scores_PV=np.zeros(wide, np.float32),
+        lost_PV=np.zeros(wide, np.float32),
+        keys_PV=np.zeros(wide, np.int32),
+        mantissas_PV=np.zeros(wide, np.int32),
+        words_P3=np.zeros((num_threads, 3), np.uint32),
+    )
+
+
+def new_choices(count: int, *, with_gaps: bool) -> Choices:
+    """Returns greedy choices after so many rows, to be filled."""
+    return Choices(
+        rows_S=np.zeros(count, np.int32),
+        divisors_S=np.zeros(count, np.float32),
+        mixed_seeds_S=np.zeros(count, np.uint64),
+        positions_S=np.zeros(count, np.int32),
+        tokens_S=np.zeros(count, np.int32),
+        gaps_S=np.zeros(count if with_gaps else 0, np.float32),
+    )
+
+
+@inner
+def _choose(
+    memory: Memory, choices: Choices, ids_V: Ints, first: int, at: int, end: int, part: int
+) -> None:
+    """Chooses the tokens of sampled rows [at, end); `first`: the row of the first logits."""
+    scores_V, keys_V = memory.scores_PV[part], memory.keys_PV[part]
+    for row in range(at, end):
+        choice_words(choices.mixed_seeds_S[row], choices.positions_S[row], memory.words_P3[part])
+        score_row(
+            memory.logits_BW[row - first][: len(ids_V)],
+            choices.divisors_S[row],
+            memory.words_P3[part],
+            ids_V,
+            scores_V,
+            memory.lost_PV[part],
+            keys_V,
+            memory.mantissas_PV[part],
+        )
+        if len(choices.gaps_S) > 0:
+            best, second = two_largest(keys_V)
+            gap = float32(scores_V[best] - scores_V[second])
+            choices.gaps_S[row] = min(gap, _WIDEST_GAP)
+        else:
+            best = first_largest(keys_V)
+        choices.tokens_S[row] = ids_V[best]
+
+
+@inner
+def choose_tokens(
+    kind: Kind,
+    lm_head: LmHead,
+    ids_V: Ints,
+    memory: Memory,
+    scratch: Scratch,
+    choices: Choices,
+    num_sampled: int,
+    counters: npt.NDArray[np.int64],
+    part: int,
+    num_parts: int,
+) -> None:
+    """Fills the tokens and gaps of the first `num_sampled` choices, after rows at `scratch.x`.
+    Every thread calls it; all have finished when it returns."""
+    first_block, end_block = part_of(memory.logits_BW.shape[1] // BLOCK, part, num_parts)
+    for first in range(0, num_sampled, NUM_ROWS):
+        end = min(first + NUM_ROWS, num_sampled)
+        mine, mine_end = part_of(end - first, part, num_parts)
+        norm_rows(
+            kind,
+            lm_head,
+            scratch.x,
+            scratch.x_bytes,
+            scratch.inputs,
+            scratch.inputs_bytes,
+            choices.rows_S[first:end],
+            mine,
+            mine_end,
+        )
+        wait(counters, num_parts)
+        multiply(
+            kind,
+            lm_head.weights,
+            lm_head.block_bytes,
+            lm_head.num_steps,
+            scratch.inputs,
+            scratch.inputs_bytes,
+            address_of(memory.logits_BW),
+            memory.logits_BW.shape[1] * _FLOAT_BYTES,
+            end - first,
+            lm_head.bias,
+            first_block,
+            end_block,
+        )
+        wait(counters, num_parts)
+        _choose(memory, choices, ids_V, first, first + mine, first + mine_end, part)
+        wait(counters, num_parts)

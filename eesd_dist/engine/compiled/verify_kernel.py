@@ -1,0 +1,92 @@
+"""One compiled call for a verify pass: layers, LM head and the choice of every sampled row.
+
+Rows are those of `run_layers` and `LogitsHead`, choices those of `rule.choose`, bit for bit.
+
+Every thread of a call runs this function, as `run_layers`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from eesd_dist.compiled import is_kept, kernel
+from eesd_dist.engine.compiled import choosing, sources
+from eesd_dist.engine.compiled.choosing import Choices, Memory, choose_tokens
+from eesd_dist.engine.compiled.sources import Source, copy_rows
+from eesd_dist.model import cpu, kv_layout
+from eesd_dist.model.cpu.layers import LayersCall
+from eesd_dist.model.cpu.products import Kind, LmHead, part_of
+from eesd_dist.model.cpu.threads import wait
+from eesd_dist.model.kv_layout import Ints, RowArrays
+from eesd_dist.model.layers.compiled_layers import layers_kernel
+from eesd_dist.sampling import compiled_rule
+
+_PARTS = (cpu, kv_layout, compiled_rule, choosing, sources)
+_run_layers = layers_kernel()
+
+
+def verify_rows(
+    kind: Kind,
+    layers: LayersCall,
+    lm_head: LmHead,
+    ids_V: Ints,
+    memory: Memory,
+    rows: RowArrays,
+    source: Source,
+    choices: Choices,
+    counters: npt.NDArray[np.int64],
+    part: int,
+    num_parts: int,
+) -> None:
+    """Runs the rows and fills `choices.tokens_S`."""
+    num_rows = len(rows.position_R)
+    if num_rows == 0:
+        return
+    # Not constants, for which Numba would compile the layers once more.
+    never, always = num_rows < 0, num_rows >= 0
+    scratch = layers.scratch
+    first_row, end_row = part_of(num_rows, part, num_parts)
+    copy_rows(source, scratch.x, scratch.x_bytes, layers.widths.hidden, first_row, end_row)
+    wait(counters, num_parts)
+    _run_layers(
+        kind,
+        layers.geometry,
+        layers.widths,
+        layers.norms,
+        scratch,
+        layers.table,
+        rows,
+        layers.rotation_at,
+        np.int64(0),
+        2 * len(layers.table),
+        never,
+        always,
+        counters,
+        part,
+        num_parts,
+    )
+    wait(counters, num_parts)
+    choose_tokens(
+        kind,
+        lm_head,
+        ids_V,
+        memory,
+        scratch,
+        choices,
+        len(choices.rows_S),
+        counters,
+        part,
+        num_parts,
+    )
+
+
+@cache
+def verify_kernel() -> Callable[..., None]:
+    return kernel(verify_rows, *_PARTS)
+
+
+def is_verify_kept() -> bool:
+    """Returns whether the kernel need not be compiled."""
+    return is_kept(verify_rows, *_PARTS)
