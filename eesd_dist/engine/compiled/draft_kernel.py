@@ -53,6 +53,9 @@ LOOKED, SPENT, _EXPECTED, _DRAWN = range(4)
 NUM_SUMS = 4
 # Columns of `Rules.numbers_BN`, the numbers of a `ChainRule` in their order.
 NUM_NUMBERS = 12
+_FIRST, _PLACE, _MOST, _LAGGING = range(4)
+_SOURCE, _TARGET = range(2)
+_TABLE, _POSITION, _IN_ORDER, _ZEROS = range(4)
 # Places in `Work.counts`.
 _NUM_ROWS, _NUM_ALIVE = range(2)
 NUM_WORK_COUNTS = 2
@@ -87,17 +90,13 @@ class Batch(NamedTuple):
     """The known rows, request by request."""
     source_T: Longs
     """Address of each row's embedding."""
-    first_B: Ints
-    """Each request's first known row."""
-    place_B: Ints
-    """Where its rows begin in the results, with room for its draft after each."""
-    most_B: Ints
-    """Tokens to draft at most; 0: no guess either."""
+    ints_4B: Ints
+    """By request: its first known row; where its rows begin in the results, with room for its draft
+    after each; tokens to draft at most, 0 for no guess either; where its part of `lagging_L`
+    begins. One request more, the end."""
     divisors_B: Floats
     """Temperature of the choice; 0: greedy."""
     mixed_seeds_B: npt.NDArray[np.uint64]
-    first_lagging_B: Ints
-    """Begin of each request's part of `lagging_L`, and at the end its length."""
     lagging_L: Longs
     """Addresses of the rows before the known ones that the head has not read."""
 
@@ -106,13 +105,11 @@ class Rules(NamedTuple):
     """The requests' `ChainRule`s."""
 
     numbers_BN: Doubles
+    """As NUM_NUMBERS says."""
     prices_UK: Doubles
-    num_prices_U: Ints
-    prices_B: Ints
-    """Which prices are a request's."""
     curves_CQ2: Doubles
-    num_points_C: Ints
-    curve_B: Ints
+    ints_B4: Ints
+    """By request: which prices are its own and how many, which curve and how many points."""
 
 
 class Drafted(NamedTuple):
@@ -133,13 +130,10 @@ class Drafted(NamedTuple):
 class Work(NamedTuple):
     """Memory for a step's rows."""
 
-    source_M: Longs
-    target_M: Longs
-    """Where a row goes after the layers."""
-    table_M: Ints
-    position_M: Ints
-    in_order_M: Ints
-    zeros_M: Ints
+    longs_2M: Longs
+    """Where a row comes from, and where it goes after the layers."""
+    ints_4M: Ints
+    """A row's table, position and keys in order, and zeros."""
     alive_B: Ints
     """Requests with a guess in this level."""
     choices: Choices
@@ -148,16 +142,17 @@ class Work(NamedTuple):
 
 @inner
 def _rule(rules: Rules, b: int) -> ChainRule:
-    n, curve, prices = rules.numbers_BN[b], rules.curve_B[b], rules.prices_B[b]
+    n = rules.numbers_BN[b]
+    prices, num_prices, curve, num_points = rules.ints_B4[b]
     return ChainRule(
-        rules.prices_UK[prices, : rules.num_prices_U[prices]],
+        rules.prices_UK[prices, :num_prices],
         n[0],
         n[1],
         n[2],
         n[3] != 0.0,
         n[4] != 0.0,
         n[5],
-        LogOdds(n[6], n[7], n[8], n[9], rules.curves_CQ2[curve, : rules.num_points_C[curve]]),
+        LogOdds(n[6], n[7], n[8], n[9], rules.curves_CQ2[curve, :num_points]),
         n[10],
         n[11],
     )
@@ -166,13 +161,14 @@ def _rule(rules: Rules, b: int) -> ChainRule:
 @inner
 def _end(batch: Batch, b: int) -> int:
     """Returns the end of a request's known rows."""
-    return batch.first_B[b + 1] if b + 1 < len(batch.first_B) else len(batch.source_T)
+    end: int = batch.ints_4B[_FIRST, b + 1]
+    return end
 
 
 @inner
 def _place(batch: Batch, drafted: Drafted, b: int) -> int:
     """Returns the address of a request's first row in the results, while they have gaps."""
-    place: int = address_of(drafted.rows_ND) + batch.place_B[b] * drafted.rows_ND.strides[0]
+    place: int = address_of(drafted.rows_ND) + batch.ints_4B[_PLACE, b] * drafted.rows_ND.strides[0]
     return place
 
 
@@ -181,14 +177,14 @@ def _begin(batch: Batch, drafted: Drafted, work: Work) -> None:
     """Lays out where the known rows go: with room for each request's draft after them."""
     row_bytes = drafted.rows_ND.strides[0]
     num_alive = 0
-    for b in range(len(batch.first_B)):
-        first, place = batch.first_B[b], _place(batch, drafted, b)
+    for b in range(len(batch.divisors_B)):
+        first, place = batch.ints_4B[_FIRST, b], _place(batch, drafted, b)
         for row in range(first, _end(batch, b)):
-            work.target_M[row] = place + (row - first) * row_bytes
+            work.longs_2M[_TARGET, row] = place + (row - first) * row_bytes
         drafted.counts_BN[b, :] = 0
         drafted.sums_BN[b, LOOKED] = drafted.sums_BN[b, SPENT] = 0.0
         drafted.sums_BN[b, _EXPECTED] = drafted.sums_BN[b, _DRAWN] = 1.0
-        if batch.most_B[b] > 0:
+        if batch.ints_4B[_MOST, b] > 0:
             work.alive_B[num_alive] = b
             num_alive += 1
     work.counts[_NUM_ALIVE] = num_alive
@@ -196,10 +192,10 @@ def _begin(batch: Batch, drafted: Drafted, work: Work) -> None:
 
 @inner
 def _add_row(work: Work, row: int, source: int, table: int, position: int) -> None:
-    work.source_M[row] = source
-    work.table_M[row] = table
-    work.position_M[row] = position
-    work.in_order_M[row] = position + 1
+    work.longs_2M[_SOURCE, row] = source
+    work.ints_4M[_TABLE, row] = table
+    work.ints_4M[_POSITION, row] = position
+    work.ints_4M[_IN_ORDER, row] = position + 1
 
 
 @inner
@@ -210,17 +206,17 @@ def _ask(batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
     for at in range(work.counts[_NUM_ALIVE]):
         b = work.alive_B[at]
         num_drafted = drafted.counts_BN[b, NUM_DRAFTED]
-        if num_drafted == batch.most_B[b]:
+        if num_drafted == batch.ints_4B[_MOST, b]:
             continue
         answer = wants_guess(_rule(rules, b), num_drafted, drafted.sums_BN[b, _EXPECTED])
         if answer == NO:
             continue
         drafted.counts_BN[b, _ANSWER] = answer
         work.alive_B[num_alive] = b
-        first, end, place = batch.first_B[b], _end(batch, b), _place(batch, drafted, b)
+        first, end, place = batch.ints_4B[_FIRST, b], _end(batch, b), _place(batch, drafted, b)
         table, position = batch.rows.table_R[first], batch.rows.position_R[first]
         if num_drafted == 0:
-            lagging, end_lagging = batch.first_lagging_B[b], batch.first_lagging_B[b + 1]
+            lagging, end_lagging = batch.ints_4B[_LAGGING, b], batch.ints_4B[_LAGGING, b + 1]
             for row in range(lagging, end_lagging):
                 before = position - (end_lagging - row)
                 _add_row(work, num_rows, batch.lagging_L[row], table, before)
@@ -235,7 +231,7 @@ def _ask(batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
         work.choices.rows_S[num_alive] = num_rows - 1
         work.choices.divisors_S[num_alive] = batch.divisors_B[b]
         work.choices.mixed_seeds_S[num_alive] = batch.mixed_seeds_B[b]
-        work.choices.positions_S[num_alive] = work.in_order_M[num_rows - 1]
+        work.choices.positions_S[num_alive] = work.ints_4M[_IN_ORDER, num_rows - 1]
         num_alive += 1
     work.counts[_NUM_ROWS], work.counts[_NUM_ALIVE] = num_rows, num_alive
 
@@ -276,10 +272,10 @@ def _decide(stage: Stage, batch: Batch, rules: Rules, drafted: Drafted, work: Wo
         if not _takes(_rule(rules, b), drafted, b, work.choices.gaps_S[at]):
             continue
         source = stage.embedding_at + token * stage.embedding_bytes
-        table = batch.rows.table_R[batch.first_B[b]]
+        table = batch.rows.table_R[batch.ints_4B[_FIRST, b]]
         _add_row(work, num_taken, source, table, work.choices.positions_S[at])
-        row = _end(batch, b) - batch.first_B[b] + num_drafted
-        work.target_M[num_taken] = _place(batch, drafted, b) + row * row_bytes
+        row = _end(batch, b) - batch.ints_4B[_FIRST, b] + num_drafted
+        work.longs_2M[_TARGET, num_taken] = _place(batch, drafted, b) + row * row_bytes
         work.alive_B[num_taken] = b
         num_taken += 1
     work.counts[_NUM_ROWS] = work.counts[_NUM_ALIVE] = num_taken
@@ -296,9 +292,9 @@ def _close_gaps(batch: Batch, drafted: Drafted, width: int) -> None:
     """Moves the rows together."""
     row_bytes = drafted.rows_ND.strides[0]
     target = address_of(drafted.rows_ND)
-    for b in range(len(batch.first_B)):
+    for b in range(len(batch.divisors_B)):
         source = _place(batch, drafted, b)
-        num_rows = _end(batch, b) - batch.first_B[b] + drafted.counts_BN[b, NUM_DRAFTED]
+        num_rows = _end(batch, b) - batch.ints_4B[_FIRST, b] + drafted.counts_BN[b, NUM_DRAFTED]
         if source != target:
             for row in range(num_rows):
                 _copy(target + row * row_bytes, source + row * row_bytes, width)
@@ -333,14 +329,14 @@ def draft_round(
         rows = batch.rows
         source_M = batch.source_T
         if not is_known:
-            source_M = work.source_M
+            source_M = work.longs_2M[_SOURCE]
             rows = RowArrays(
                 rows.tables_BW,
-                work.table_M[:num_rows],
-                work.position_M[:num_rows],
-                work.position_M[:num_rows],
-                work.in_order_M[:num_rows],
-                work.zeros_M[:num_rows],
+                work.ints_4M[_TABLE, :num_rows],
+                work.ints_4M[_POSITION, :num_rows],
+                work.ints_4M[_POSITION, :num_rows],
+                work.ints_4M[_IN_ORDER, :num_rows],
+                work.ints_4M[_ZEROS, :num_rows],
                 rows.branch_slots,
             )
         source = Source(source_M, stage.num_channels, stage.is_bfloat16 and not is_guess)
@@ -383,7 +379,7 @@ def draft_round(
                 _decide(stage, batch, rules, drafted, work)
         else:
             for row in range(first_row, end_row):
-                _copy(work.target_M[row], scratch.x + row * scratch.x_bytes, width)
+                _copy(work.longs_2M[_TARGET, row], scratch.x + row * scratch.x_bytes, width)
             if part == 0:
                 _ask(batch, rules, drafted, work)
         wait(counters, num_parts)

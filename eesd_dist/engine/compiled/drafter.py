@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eesd_dist.control.chain_rule import ChainReport, ChainRule
+from eesd_dist.control.chain_rule import ChainReport, ChainRule, Doubles
 from eesd_dist.engine.compiled.choosing import Memory, new_choices, new_memory
 from eesd_dist.engine.compiled.draft_kernel import (
     LOOKED,
@@ -82,6 +82,8 @@ class RoundDrafter:
         num_tokens = lm_head.product.num_out
         ids_V = torch.arange(num_tokens) if head.vocab_ids is None else head.vocab_ids
         self._ids_V = ids_V.to(torch.int32).numpy().copy()
+        self._embedding_at = self._embedding_VD.data_ptr()
+        self._drafted_memory, self._work_memory = _new_drafted(1, 1), _new_work(1, 1)
         self._memory_of: dict[int, Memory] = {}
         """By number of threads."""
         self.draft([])  # compiles
@@ -107,18 +109,11 @@ class RoundDrafter:
     def draft(self, chains: Sequence[ChainStart]) -> tuple[Tensor, list[DraftedChain]]:
         """Runs all known rows, and drafts after them. Returns the rows [T, D] after the layers,
         request by request, and each request's results."""
-        batch, most_read = self._batch(chains)
+        batch, num_rows, most_read = self._batch(chains)
         num_known, num = len(batch.source_T), len(chains)
-        num_rows, longest = num_known + int(batch.most_B.sum()), int(batch.most_B.max(initial=0))
+        longest = max([chain.most for chain in chains], default=0)
         rows_ND = torch.empty(num_rows, self._layers.width)
-        drafted = Drafted(
-            rows_ND=rows_ND.numpy(),
-            tokens_BK=np.empty((num, longest), np.int64),
-            gaps_BK=np.empty((num, longest), np.float32),
-            means_BK=np.empty((num, longest)),
-            counts_BN=np.empty((num, NUM_COUNTS), np.int64),
-            sums_BN=np.empty((num, NUM_SUMS)),
-        )
+        drafted = self._drafted(num, longest)._replace(rows_ND=rows_ND.numpy())
         num_threads = threads_for(num_known * self._layers.products_per_row)
         call_in_threads(
             draft_kernel(),
@@ -126,43 +121,62 @@ class RoundDrafter:
             self._layers.kind,
             self._stage(max(num_known, num), max(most_read, num), num_threads),
             batch,
-            _rules(chains),
+            _rules(chains) if longest else _NO_RULES,
             drafted,
-            _work(num, max(num_known, most_read, num)),
+            self._work(num, max(num_known, most_read, num)),
         )
         return self._results(chains, rows_ND, drafted)
 
-    def _batch(self, chains: Sequence[ChainStart]) -> tuple[Batch, int]:
-        """Returns the requests for the kernel, and how many rows the head may read at once."""
+    def _batch(self, chains: Sequence[ChainStart]) -> tuple[Batch, int, int]:
+        """Returns the requests for the kernel, the rows of the results with their gaps, and how
+        many rows the head may read at once."""
+        embedding_at, embedding_bytes = self._embedding_at, self._embedding_bytes
+        source: list[int] = []
         lagging: list[int] = []
-        num_lagging: list[int] = [0]
+        first_B, place_B, most_B, lagging_B = [0], [0], [], [0]
         most_read = 0
-        for chain in chains:
-            if chain.most:
-                for piece in chain.lagging:
+        for tokens, _, most, _, unread, _, _ in chains:
+            source += [embedding_at + token * embedding_bytes for token in tokens]
+            if most:
+                for piece in unread:
                     distance = piece.source.stride(0) * piece.source.itemsize
                     first = piece.source.data_ptr()
-                    lagging.extend(first + at * distance for at in range(piece.first, piece.end))
-                most_read += len(chain.tokens)
-            num_lagging.append(len(lagging))
-        num_known_B = np.array([len(chain.tokens) for chain in chains], np.int32)
-        most_B = np.array([chain.most for chain in chains], np.int32)
-        rooms_B = num_known_B + most_B
-        tokens_T = np.array([token for chain in chains for token in chain.tokens], np.int64)
+                    lagging += [first + at * distance for at in range(piece.first, piece.end)]
+                most_read += len(tokens)
+            most_B.append(most)
+            first_B.append(len(source))
+            place_B.append(place_B[-1] + len(tokens) + most)
+            lagging_B.append(len(lagging))
         batch = Batch(
             rows=row_arrays([chain.segment for chain in chains]) if chains else NO_ROWS,
-            source_T=tokens_T * self._embedding_bytes + self._embedding_VD.data_ptr(),
-            first_B=num_known_B.cumsum(dtype=np.int32) - num_known_B,
-            place_B=rooms_B.cumsum(dtype=np.int32) - rooms_B,
-            most_B=most_B,
+            source_T=np.array(source, np.int64),
+            ints_4B=np.array([first_B, place_B, [*most_B, 0], lagging_B], np.int32),
             divisors_B=np.array([chain.temperature for chain in chains], np.float32),
             mixed_seeds_B=np.array(
                 [mixed_seed(c.seed) if c.temperature else 0 for c in chains], np.uint64
             ),
-            first_lagging_B=np.array(num_lagging, np.int32),
             lagging_L=np.array(lagging, np.int64),
         )
-        return batch, most_read + len(lagging)
+        return batch, place_B[-1], most_read + len(lagging)
+
+    def _drafted(self, num_requests: int, longest: int) -> Drafted:
+        """Returns memory for the results of so many requests, without that of the rows."""
+        memory = self._drafted_memory
+        have_requests, have_longest = memory.tokens_BK.shape
+        if have_requests < num_requests or have_longest < longest:
+            memory = self._drafted_memory = _new_drafted(
+                max(num_requests, have_requests), max(longest, have_longest)
+            )
+        return memory
+
+    def _work(self, num_requests: int, num_rows: int) -> Work:
+        work = self._work_memory
+        have_requests, have_rows = len(work.alive_B), work.ints_4M.shape[1]
+        if have_requests < num_requests or have_rows < num_rows:
+            work = self._work_memory = _new_work(
+                max(num_requests, have_requests), max(num_rows, have_rows)
+            )
+        return work
 
     def _stage(self, num_rows: int, num_read: int, num_threads: int) -> Stage:
         memory = self._memory_of.get(num_threads)
@@ -174,7 +188,7 @@ class RoundDrafter:
             lm_head=self._lm_head.call,
             ids_V=self._ids_V,
             memory=memory,
-            embedding_at=self._embedding_VD.data_ptr(),
+            embedding_at=self._embedding_at,
             embedding_bytes=self._embedding_bytes,
             num_channels=self._layers.hidden_size,
             is_bfloat16=self._embedding_VD.dtype == torch.bfloat16,
@@ -183,8 +197,8 @@ class RoundDrafter:
     def _results(
         self, chains: Sequence[ChainStart], rows_ND: Tensor, drafted: Drafted
     ) -> tuple[Tensor, list[DraftedChain]]:
-        counts: list[list[int]] = drafted.counts_BN.tolist()
-        sums: list[list[float]] = drafted.sums_BN.tolist()
+        counts: list[list[int]] = drafted.counts_BN[: len(chains)].tolist()
+        sums: list[list[float]] = drafted.sums_BN[: len(chains)].tolist()
         num_rows = len(rows_ND) - sum(
             chain.most - count[NUM_DRAFTED] for chain, count in zip(chains, counts, strict=True)
         )
@@ -213,44 +227,72 @@ class RoundDrafter:
         return rows_TD, found
 
 
-def _work(num_requests: int, num_rows: int) -> Work:
+def _new_drafted(num_requests: int, longest: int) -> Drafted:
+    return Drafted(
+        rows_ND=np.empty((0, 0), np.float32),
+        tokens_BK=np.empty((num_requests, longest), np.int64),
+        gaps_BK=np.empty((num_requests, longest), np.float32),
+        means_BK=np.empty((num_requests, longest)),
+        counts_BN=np.empty((num_requests, NUM_COUNTS), np.int64),
+        sums_BN=np.empty((num_requests, NUM_SUMS)),
+    )
+
+
+def _new_work(num_requests: int, num_rows: int) -> Work:
     return Work(
-        source_M=np.empty(num_rows, np.int64),
-        target_M=np.empty(num_rows, np.int64),
-        table_M=np.empty(num_rows, np.int32),
-        position_M=np.empty(num_rows, np.int32),
-        in_order_M=np.empty(num_rows, np.int32),
-        zeros_M=np.zeros(num_rows, np.int32),
+        longs_2M=np.empty((2, num_rows), np.int64),
+        ints_4M=np.zeros((4, num_rows), np.int32),
         alive_B=np.empty(num_requests, np.int32),
         choices=new_choices(num_requests, with_gaps=True),
         counts=np.zeros(NUM_WORK_COUNTS, np.int64),
     )
 
 
+_NO_RULES = Rules(
+    numbers_BN=np.zeros((0, NUM_NUMBERS)),
+    prices_UK=np.zeros((0, 0)),
+    curves_CQ2=np.zeros((0, 0, 2)),
+    ints_B4=np.zeros((0, 4), np.int32),
+)
+
+
 def _rules(chains: Sequence[ChainStart]) -> Rules:
     """Returns the rules; requests share prices and curves that are the same arrays."""
-    prices = {id(chain.rule.prices): chain.rule.prices for chain in chains}
-    curves = {id(chain.rule.odds.curve): chain.rule.odds.curve for chain in chains}
-    price_at = {name: at for at, name in enumerate(prices)}
-    curve_at = {name: at for at, name in enumerate(curves)}
-    numbers_BN = np.empty((len(chains), NUM_NUMBERS))
-    for b, chain in enumerate(chains):
-        _, *before, odds, shift, deviation = chain.rule
-        numbers_BN[b] = (*before, *odds[:4], shift, deviation)
-    num_prices = [len(some) for some in prices.values()]
-    num_points = [len(some) for some in curves.values()]
-    prices_UK = np.zeros((len(prices), max(num_prices, default=0)))
-    curves_CQ2 = np.zeros((len(curves), max(num_points, default=0), 2))
-    for at, some in enumerate(prices.values()):
-        prices_UK[at, : len(some)] = some
-    for at, some in enumerate(curves.values()):
-        curves_CQ2[at, : len(some)] = some
+    prices: dict[int, Doubles] = {}
+    curves: dict[int, Doubles] = {}
+    numbers_BN: list[tuple[float, ...]] = []
+    ints_B4: list[tuple[int, ...]] = []
+    price_at: dict[int, int] = {}
+    curve_at: dict[int, int] = {}
+    for chain in chains:
+        own, guess, mean, hopeful, looks, probes, optimism, odds, shift, deviation = chain.rule
+        bias, depth, slope, slope_of_slope, curve = odds
+        before, after = (guess, mean, hopeful, looks, probes, optimism), (shift, deviation)
+        numbers_BN.append((*before, bias, depth, slope, slope_of_slope, *after))
+        prices.setdefault(id(own), own)
+        curves.setdefault(id(curve), curve)
+        ints_B4.append(
+            (
+                price_at.setdefault(id(own), len(price_at)),
+                len(own),
+                curve_at.setdefault(id(curve), len(curve_at)),
+                len(curve),
+            )
+        )
     return Rules(
-        numbers_BN=numbers_BN,
-        prices_UK=prices_UK,
-        num_prices_U=np.array(num_prices, np.int32),
-        prices_B=np.array([price_at[id(chain.rule.prices)] for chain in chains], np.int32),
-        curves_CQ2=curves_CQ2,
-        num_points_C=np.array(num_points, np.int32),
-        curve_B=np.array([curve_at[id(chain.rule.odds.curve)] for chain in chains], np.int32),
+        numbers_BN=np.array(numbers_BN, np.float64),
+        prices_UK=_stacked(list(prices.values())),
+        curves_CQ2=_stacked(list(curves.values())),
+        ints_B4=np.array(ints_B4, np.int32),
     )
+
+
+def _stacked(arrays: Sequence[Doubles]) -> Doubles:
+    """Returns the arrays with zeros after the ends of the shorter ones."""
+    if len(arrays) == 1:
+        return arrays[0][np.newaxis]
+    longest = max(map(len, arrays))
+    stacked = np.zeros((len(arrays), longest, *arrays[0].shape[1:]))
+    for at, some in enumerate(arrays):
+        stacked[at, : len(some)] = some
+    return stacked
