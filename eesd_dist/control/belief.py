@@ -46,12 +46,11 @@ class Belief(Value, frozen=True, kw_only=True):
         drafting becomes uncertain, and tries again.
         """
         accepted, rejected = outcome.num_first_accepted, outcome.num_first_rejected
-        old = self.scaled(discount)
         return Belief(
-            alpha=old.alpha + accepted,
-            beta=old.beta + rejected,
-            num_tested=old.num_tested + accepted + rejected,
-            num_accepted=old.num_accepted + accepted,
+            alpha=_UNIFORM + discount * (self.alpha - _UNIFORM) + accepted,
+            beta=_UNIFORM + discount * (self.beta - _UNIFORM) + rejected,
+            num_tested=discount * self.num_tested + accepted + rejected,
+            num_accepted=discount * self.num_accepted + accepted,
             num_rounds=self.num_rounds + 1,
         )
 

@@ -7,7 +7,6 @@ the controller after it (`ChainReport`).
 """
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -61,8 +60,7 @@ class ChainRule(NamedTuple):
     """Added for the round's Thompson draw."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainReport:
+class ChainReport(NamedTuple):
     """What a controller learns from the drafting of one chain."""
 
     means: tuple[float, ...]

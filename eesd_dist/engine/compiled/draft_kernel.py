@@ -45,11 +45,11 @@ Longs = npt.NDArray[np.int64]
 
 # Columns of `Drafted.counts_BN`: how many tokens were drafted, how many guesses and looks were
 # made, whether the first token was a probe; the answer of `wants_guess` to the last guess.
-NUM_DRAFTED, NUM_GUESSES, NUM_LOOKS, PROBED, _ANSWER = range(5)
+NUM_DRAFTED, _NUM_GUESSES, _NUM_LOOKS, _PROBED, _ANSWER = range(5)
 NUM_COUNTS = 5
 # Columns of `Drafted.sums_BN`: the value of looks, what optimism has cost; the survival of the
 # draft, by the mean and by the draw.
-LOOKED, SPENT, _EXPECTED, _DRAWN = range(4)
+_LOOKED, _SPENT, _EXPECTED, _DRAWN = range(4)
 NUM_SUMS = 4
 # Columns of `Rules.numbers_BN`, the numbers of a `ChainRule` in their order.
 NUM_NUMBERS = 12
@@ -182,7 +182,7 @@ def _begin(batch: Batch, drafted: Drafted, work: Work) -> None:
         for row in range(first, _end(batch, b)):
             work.longs_2M[_TARGET, row] = place + (row - first) * row_bytes
         drafted.counts_BN[b, :] = 0
-        drafted.sums_BN[b, LOOKED] = drafted.sums_BN[b, SPENT] = 0.0
+        drafted.sums_BN[b, _LOOKED] = drafted.sums_BN[b, _SPENT] = 0.0
         drafted.sums_BN[b, _EXPECTED] = drafted.sums_BN[b, _DRAWN] = 1.0
         if batch.ints_4B[_MOST, b] > 0:
             work.alive_B[num_alive] = b
@@ -245,16 +245,16 @@ def _takes(rule: ChainRule, drafted: Drafted, b: int, gap: np.float32) -> bool:
     sums_N[_DRAWN] *= drawn
     sums_N[_EXPECTED] *= mean
     drafted.means_BK[b, num_drafted] = mean
-    left = rule.optimism - sums_N[SPENT]
+    left = rule.optimism - sums_N[_SPENT]
     taken, spent, value = takes(rule, num_drafted, sums_N[_DRAWN], sums_N[_EXPECTED], left)
     if answer == PROBE:
         taken, spent = True, 0.0
-        counts_N[PROBED] = 1
+        counts_N[_PROBED] = 1
     if answer == LOOK:
-        counts_N[NUM_LOOKS] += 1
-        sums_N[LOOKED] += max(value, 0.0) - rule.guess_price
-    sums_N[SPENT] += spent
-    counts_N[NUM_GUESSES] += 1
+        counts_N[_NUM_LOOKS] += 1
+        sums_N[_LOOKED] += max(value, 0.0) - rule.guess_price
+    sums_N[_SPENT] += spent
+    counts_N[_NUM_GUESSES] += 1
     counts_N[NUM_DRAFTED] += taken
     return taken
 

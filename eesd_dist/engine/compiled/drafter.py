@@ -10,16 +10,11 @@ from torch import Tensor
 from eesd_dist.control.chain_rule import ChainReport, ChainRule, Doubles
 from eesd_dist.engine.compiled.choosing import Memory, new_choices, new_memory
 from eesd_dist.engine.compiled.draft_kernel import (
-    LOOKED,
     NUM_COUNTS,
     NUM_DRAFTED,
-    NUM_GUESSES,
-    NUM_LOOKS,
     NUM_NUMBERS,
     NUM_SUMS,
     NUM_WORK_COUNTS,
-    PROBED,
-    SPENT,
     Batch,
     Drafted,
     Rules,
@@ -76,7 +71,8 @@ class RoundDrafter:
         assert head_layer is not None
         assert lm_head is not None
         assert embedding_VD is not None
-        self._layers, self._head_layer, self._lm_head = layers, head_layer, lm_head
+        self._layers, self._head_layer = layers, head_layer
+        self._lm_head, self._owner = lm_head.call, lm_head
         self._embedding_VD = embedding_VD.detach().contiguous()
         self._embedding_bytes = self._embedding_VD.stride(0) * self._embedding_VD.itemsize
         num_tokens = lm_head.product.num_out
@@ -185,7 +181,7 @@ class RoundDrafter:
         return Stage(
             layers=self._layers.call_over(num_rows),
             head=self._head_layer.call_over(num_read),
-            lm_head=self._lm_head.call,
+            lm_head=self._lm_head,
             ids_V=self._ids_V,
             memory=memory,
             embedding_at=self._embedding_at,
@@ -197,33 +193,26 @@ class RoundDrafter:
     def _results(
         self, chains: Sequence[ChainStart], rows_ND: Tensor, drafted: Drafted
     ) -> tuple[Tensor, list[DraftedChain]]:
-        counts: list[list[int]] = drafted.counts_BN[: len(chains)].tolist()
-        sums: list[list[float]] = drafted.sums_BN[: len(chains)].tolist()
-        num_rows = len(rows_ND) - sum(
-            chain.most - count[NUM_DRAFTED] for chain, count in zip(chains, counts, strict=True)
-        )
+        num, longest = len(chains), max([chain.most for chain in chains], default=0)
+        counts: list[list[int]] = drafted.counts_BN[:num].tolist()
+        sums: list[list[float]] = drafted.sums_BN[:num].tolist()
+        tokens: list[list[int]] = drafted.tokens_BK[:num, :longest].tolist()
+        gaps: list[list[float]] = drafted.gaps_BK[:num, :longest].tolist()
+        means: list[list[float]] = drafted.means_BK[:num, :longest].tolist()
+        num_rows = sum(len(chain.tokens) for chain in chains)
+        num_rows += sum(count[NUM_DRAFTED] for count in counts)
         rows_TD = rows_ND[:num_rows, : self._layers.hidden_size]
         found: list[DraftedChain] = []
         end = 0
-        for b, (chain, count) in enumerate(zip(chains, counts, strict=True)):
-            num_guesses = count[NUM_GUESSES]
-            first, end = end, end + len(chain.tokens) + count[NUM_DRAFTED]
+        for b, chain in enumerate(chains):
+            num_drafted, num_guesses, num_looks, probed, _ = counts[b]
+            looked, spent, _, _ = sums[b]
+            first, end = end, end + len(chain.tokens) + num_drafted
             report = ChainReport(
-                means=tuple(drafted.means_BK[b, :num_guesses].tolist()),
-                num_drafted=count[NUM_DRAFTED],
-                num_looks=count[NUM_LOOKS],
-                looked=sums[b][LOOKED],
-                spent=sums[b][SPENT],
-                probed=count[PROBED] > 0,
+                tuple(means[b][:num_guesses]), num_drafted, num_looks, looked, spent, probed > 0
             )
-            found.append(
-                DraftedChain(
-                    RowSlice(rows_TD, first, end),
-                    drafted.tokens_BK[b, :num_guesses].tolist(),
-                    drafted.gaps_BK[b, :num_guesses].tolist(),
-                    report,
-                )
-            )
+            rows = RowSlice(rows_TD, first, end)
+            found.append(DraftedChain(rows, tokens[b][:num_guesses], gaps[b][:num_guesses], report))
         return rows_TD, found
 
 

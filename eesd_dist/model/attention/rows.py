@@ -164,10 +164,9 @@ def row_arrays(segments: Sequence[RowSegment]) -> RowArrays:
     if len(segments) == 1 and not segments[0].parents:
         return _chain(segments[0])
     tables_BW = _tables([PageTable.of(segment.pages).array for segment in segments])
-    num_rows_B, start_B = np.array([(s.num_rows, s.start) for s in segments], np.int32).T
-    first_row_B = num_rows_B.cumsum(dtype=np.int32) - num_rows_B
-    table_R = np.repeat(np.arange(len(segments), dtype=np.int32), num_rows_B)
-    kv_slot_R = np.arange(len(table_R), dtype=np.int32) + (start_B - first_row_B)[table_R]
+    # Lists: a round has a few rows, for which one call of NumPy takes longer.
+    table_R = _ints([at for at, segment in enumerate(segments) for _ in range(segment.num_rows)])
+    kv_slot_R = _ints([s.start + row for s in segments for row in range(s.num_rows)])
     position_R, in_order_R = kv_slot_R, kv_slot_R + np.int32(1)
     branch_R = np.zeros_like(kv_slot_R)
     branch_slots: list[int] = []
@@ -175,7 +174,7 @@ def row_arrays(segments: Sequence[RowSegment]) -> RowArrays:
     if trees:
         position_R = position_R.copy()
     for at in trees:
-        segment, row = segments[at], int(first_row_B[at])
+        segment, row = segments[at], sum(s.num_rows for s in segments[:at])
         first = segment.first_drafted
         for kv_slot in range(max(first, segment.start), segment.start + segment.num_rows):
             path = path_to(segment.parents, kv_slot - first)
@@ -223,9 +222,9 @@ def one_table(pages: PageTable) -> Ints:
 
 def _tables(pages: Sequence[Ints]) -> Ints:
     """Returns the tables one below the other, with zeros after their ends."""
-    length_B = np.array([len(table) for table in pages])
-    tables_BW = np.zeros((len(pages), length_B.max()), np.int32)
-    tables_BW[np.arange(tables_BW.shape[1]) < length_B[:, None]] = np.concatenate(pages)
+    tables_BW = np.zeros((len(pages), max(map(len, pages))), np.int32)
+    for at, table in enumerate(pages):
+        tables_BW[at, : len(table)] = table
     return tables_BW
 
 

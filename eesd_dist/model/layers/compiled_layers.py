@@ -102,10 +102,10 @@ class CompiledLayers:
         )
         self._row_bytes = self._bytes_of_rows(output)
         self._memory = torch.zeros(0, dtype=torch.uint8)
-        self._scratch_of: dict[int, Scratch] = {}
-        """By number of rows, in the present memory."""
+        self._calls: dict[int, LayersCall] = {}
+        """By number of rows, a power of two; in the present memory."""
         # Compiled while weights are loaded, not by the first request.
-        self._run(NO_ROWS, self._scratch(0), 0, 0, False, False)
+        self._run(NO_ROWS, self.call_over(0).scratch, 0, 0, False, False)
 
     @classmethod
     def of(
@@ -142,7 +142,7 @@ class CompiledLayers:
         result_TD = x_TD if is_whole else x_TD.narrow(1, 0, self._hidden_size)
         is_alone, end_half = self._group.size == 1, 2 * len(self._layers)
         halves = 1 if not is_alone else end_half if after_layer is None else 2
-        scratch = self._scratch(len(x_TD))._replace(x=x_TD.data_ptr())
+        scratch = self.call_over(len(x_TD)).scratch._replace(x=x_TD.data_ptr())
         run = partial(self._run, rows.arrays, scratch)
         is_pending = False
         for first in range(0, end_half, halves):
@@ -181,21 +181,19 @@ class CompiledLayers:
         """Numbers in a row as kernels take them: `hidden_size`, padded to a block."""
         return self._widths.hidden
 
-    def call(self, num_rows: int) -> tuple[LayersCall, Tensor]:
-        """Returns what another kernel needs to run these layers over up to `num_rows` rows, and the
-        memory of the call, which has to be kept. It begins with the rows, at `scratch.x`."""
-        _, size = _laid_out(self._row_bytes, num_rows, first=0)
-        memory = torch.zeros(size, dtype=torch.uint8)
-        scratch, _ = _laid_out(self._row_bytes, num_rows, first=memory.data_ptr())
-        return self._call(scratch), memory
-
     def call_over(self, num_rows: int) -> LayersCall:
         """Returns what another kernel needs to run these layers over so many rows, at `scratch.x`.
-        The call uses the memory of `forward`."""
-        return self._call(self._scratch(num_rows))
-
-    def _call(self, scratch: Scratch) -> LayersCall:
-        return LayersCall(
+        The call uses the memory of `forward`, and is valid until the next call of either."""
+        capacity = 1 << max(num_rows - 1, 0).bit_length()
+        known = self._calls.get(capacity)
+        if known is not None:
+            return known
+        scratch, size = _laid_out(self._row_bytes, capacity, first=self._memory.data_ptr())
+        if size > len(self._memory):
+            self._memory = torch.zeros(size, dtype=torch.uint8)
+            self._calls.clear()
+            scratch, _ = _laid_out(self._row_bytes, capacity, first=self._memory.data_ptr())
+        found = self._calls[capacity] = LayersCall(
             geometry=self._geometry,
             widths=self._widths,
             norms=self._norms,
@@ -203,6 +201,7 @@ class CompiledLayers:
             table=self._table,
             rotation_at=self._rotation_at,
         )
+        return found
 
     def _padded(self, hidden_TD: Tensor) -> Tensor:
         """Returns a copy of the rows with zeros up to a whole block."""
@@ -245,19 +244,6 @@ class CompiledLayers:
         total_TD = self._group.all_reduce(mine_TD)
         if total_TD.data_ptr() != mine_TD.data_ptr():
             mine_TD.copy_(total_TD)
-
-    def _scratch(self, num_rows: int) -> Scratch:
-        """Returns memory for so many rows."""
-        known = self._scratch_of.get(num_rows)
-        if known is not None:
-            return known
-        found, size = _laid_out(self._row_bytes, num_rows, first=self._memory.data_ptr())
-        if size > len(self._memory):
-            self._memory = torch.zeros(size, dtype=torch.uint8)
-            self._scratch_of.clear()
-            found, _ = _laid_out(self._row_bytes, num_rows, first=self._memory.data_ptr())
-        self._scratch_of[num_rows] = found
-        return found
 
     def _bytes_of_rows(self, output: PackedProduct) -> dict[str, int]:
         widths = self._widths
