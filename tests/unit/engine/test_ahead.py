@@ -14,7 +14,7 @@ import pytest
 from eesd_dist.compiled import FOLDER_VARIABLE
 from eesd_dist.engine.compiled import ahead
 from eesd_dist.engine.compiled.ahead import at_work, is_at_work, when_kept
-from eesd_dist.engine.compiled.draft_kernel import is_chain_kept
+from eesd_dist.engine.compiled.draft_kernel import is_draft_kept
 from eesd_dist.engine.compiled.verify_kernel import is_verify_kept
 from eesd_dist.workers import compiling
 from eesd_dist.workers.compiling import start_compiling
@@ -49,9 +49,9 @@ def test_a_process_keeps_all_kernels_for_ranks_that_wait(
     config = make_config()
     start_compiling(config)
     wait_until(is_at_work)
-    assert not is_chain_kept()
+    assert not is_draft_kept()
     ahead.wait_for_layers()
-    chain = when_kept(lambda: is_chain_kept(), is_kept=is_chain_kept, is_needed=False)
+    chain = when_kept(lambda: is_draft_kept(), is_kept=is_draft_kept, is_needed=False)
     assert chain.get() is None
     wait_until(lambda: chain.get() is True)
     assert is_verify_kept()
@@ -91,7 +91,7 @@ def test_it_ends_with_the_process_that_started_it(
         wait_until(is_at_work)
         parent.send_signal(signal.SIGKILL)
     wait_until(lambda: not is_at_work())
-    assert not is_chain_kept()
+    assert not is_draft_kept()
 
 
 def test_a_folder_that_cannot_be_written_stops_nobody(

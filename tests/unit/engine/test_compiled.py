@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from threading import Event
 
+import numpy as np
 import pytest
 import torch
 
 from eesd_dist import compiled
 from eesd_dist.compiled import Later
 from eesd_dist.config import DType, EngineConfig, SchedulerConfig, SpeculationConfig
-from eesd_dist.control.chain_rule import REFUSAL, of_length
+from eesd_dist.control.chain_rule import REFUSAL, LogOdds, of_length
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine import verify
 from eesd_dist.engine.build import (
@@ -23,9 +24,8 @@ from eesd_dist.engine.build import (
     load_draft_weights,
     load_verify_weights,
 )
-from eesd_dist.engine.compiled import calls as draft_calls
-from eesd_dist.engine.compiled import verify_kernel
-from eesd_dist.engine.compiled.calls import DraftCalls
+from eesd_dist.engine.compiled import draft_kernel, verify_kernel
+from eesd_dist.engine.compiled.drafter import ChainStart, DraftedChain, RoundDrafter
 from eesd_dist.engine.compiled.verifier import Verifier
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.drafting import ranks
@@ -53,6 +53,13 @@ KNOWN = list(range(5, 18))
 TOKEN, AT, SEED = 40, len(KNOWN), 3
 COST = CostModel(
     draft_step_s=0.05, verify_s=tuple(1.0 + 0.05 * i for i in range(6)), round_s=0.1, guess_s=0.03
+)
+CALIBRATED = of_length(5)._replace(
+    prices=np.array([0.0, 0.3, 0.6, 0.9, 1.2, 1.5]),
+    mean=0.6,
+    hopeful=0.8,
+    looks=True,
+    odds=LogOdds(-1.0, -0.1, 1.0, 0.1, np.array([[0.1, 0.2], [0.6, 0.5], [0.9, 0.95]])),
 )
 
 
@@ -104,21 +111,26 @@ def by_steps(config: EngineConfig, length: int, temperature: float, *, num_read:
     return Chain(hidden_TD=torch.cat(rows), tokens=tokens, gaps=gaps)
 
 
+def start(most: int, temperature: float, **changes: object) -> ChainStart:
+    known = ChainStart(
+        tokens=[TOKEN],
+        segment=RowSegment(AT, 1, PAGES),
+        most=most,
+        rule=of_length(most),
+        temperature=temperature,
+        seed=SEED,
+    )
+    return known._replace(**changes)
+
+
 def in_one_call(config: EngineConfig, length: int, temperature: float, *, num_read: int) -> Chain:
     shard, lagging = shard_with_prompt(config, num_read=num_read)
-    assert shard.calls is not None
-    found = shard.calls.chain.draft(
-        TOKEN,
-        at=AT,
-        pages=PAGES,
-        lagging=lagging,
-        rule=of_length(length),
-        most=length,
-        seed=SEED,
-        temperature=temperature,
-    )
+    assert shard.drafter is not None
+    unread = () if lagging is None else (lagging,)
+    hidden_TD, (found,) = shard.drafter.draft([start(length, temperature, lagging=unread)])
     assert found.report.num_drafted == len(found.tokens) == length
-    return Chain(hidden_TD=found.hidden_TD, tokens=found.tokens, gaps=found.gaps)
+    assert torch.equal(found.rows_TD.tensor, hidden_TD)
+    return Chain(hidden_TD=hidden_TD, tokens=found.tokens, gaps=found.gaps)
 
 
 def assert_equal(found: Chain, expected: Chain) -> None:
@@ -158,38 +170,70 @@ def test_tokens_that_are_given_get_the_rows_of_tokens_that_were_drafted(
     config = make_config()
     drafted = in_one_call(config, 5, 0.8, num_read=AT)
     shard, _ = shard_with_prompt(config, num_read=AT)
-    assert shard.calls is not None
-    given = shard.calls.chain.draft(
-        TOKEN,
-        given=drafted.tokens,
-        at=AT,
-        pages=PAGES,
-        lagging=None,
-        rule=of_length(0),
-        most=5,
-        seed=SEED,
-        temperature=0.8,
-    )
-    assert torch.equal(given.hidden_TD, drafted.hidden_TD)
+    assert shard.drafter is not None
+    tokens = [TOKEN, *drafted.tokens]
+    segment = RowSegment(AT, len(tokens), PAGES)
+    hidden_TD, (given,) = shard.drafter.draft([start(0, 0.8, tokens=tokens, segment=segment)])
+    assert torch.equal(hidden_TD, drafted.hidden_TD)
     assert given.report.means == ()
 
 
 def test_a_guess_that_is_not_taken_is_told(make_config: MakeConfig) -> None:
     shard, _ = shard_with_prompt(make_config(), num_read=AT)
-    assert shard.calls is not None
-    found = shard.calls.chain.draft(
-        TOKEN,
-        at=AT,
-        pages=PAGES,
-        lagging=None,
-        rule=REFUSAL,
-        most=1,
-        seed=SEED,
-        temperature=0.0,
-    )
+    assert shard.drafter is not None
+    hidden_TD, (found,) = shard.drafter.draft([start(1, 0.0, rule=REFUSAL)])
     assert found.report.num_drafted == 0
     assert len(found.report.means) == len(found.tokens) == 1
-    assert len(found.hidden_TD) == 1
+    assert len(hidden_TD) == 1
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_requests_draft_together_what_each_drafts_alone(
+    dtype: DType, num_threads: int, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in one piece and in parts, lookups, refusals, drafts of every length."""
+    config = make_config(dtype=dtype)
+    rng = random.Random(num_threads)
+    rules = [of_length(0), of_length(1), of_length(3), REFUSAL, of_length(5), CALIBRATED]
+    chains = [
+        ChainStart(
+            tokens=[rng.randrange(3, 96) for _ in range(rng.choice([1, 1, 4, 9]))],
+            segment=RowSegment(0, 0, PageTable((2 * number, 2 * number + 1))),
+            most=0 if number == 7 else 5,
+            rule=rules[number % len(rules)],
+            temperature=rng.choice([0.0, 0.8]),
+            seed=number,
+        )
+        for number in range(9)
+    ]
+    alone, together = (
+        build_draft_shard(config, layout_of(config), SingleGroup()) for _ in range(2)
+    )
+    assert alone.drafter is not None
+    assert together.drafter is not None
+    expected: list[DraftedChain] = []
+    starts: list[ChainStart] = []
+    for number, chain in enumerate(chains):
+        num_before = number % 3 * 4
+        pages, lagging = chain.segment.pages, ()
+        for shard in (alone, together):
+            if num_before:
+                before = RowSegment(0, num_before, pages)
+                _, input_TE = shard.run_layers(range(5, 5 + num_before), [before])
+                lagging = (RowSlice(input_TE, 2, num_before),)
+                shard.run_head(input_TE[:2], [RowSegment(0, 2, pages)])
+        segment = RowSegment(num_before, len(chain.tokens), pages)
+        starts.append(chain._replace(segment=segment, lagging=lagging))
+        expected.append(alone.drafter.draft([starts[-1]])[1][0])
+    monkeypatch.setattr(calls, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    hidden_TD, found = together.drafter.draft(starts)
+    assert torch.equal(hidden_TD, torch.cat([chain.rows_TD.tensor for chain in expected]))
+    for mine, before_it in zip(found, expected, strict=True):
+        assert torch.equal(mine.rows_TD.tensor, before_it.rows_TD.tensor)
+        assert mine[1:] == before_it[1:]
+    assert {chain.report.num_drafted for chain in found} >= {0, 1, 3, 5}
 
 
 def test_where_products_are_not_compiled_there_is_no_compiled_chain(
@@ -197,7 +241,7 @@ def test_where_products_are_not_compiled_there_is_no_compiled_chain(
 ) -> None:
     for config in (make_config(numerics="fast"), make_config(dtype="float16")):
         shard = build_draft_shard(config, layout_of(config), SingleGroup())
-        assert shard.calls is None
+        assert shard.drafter is None
 
 
 def serve(engine: EngineCore, requests: Sequence[Request]) -> tuple[list[TokenId], list[Outcome]]:
@@ -249,12 +293,12 @@ def test_rounds_draft_and_decide_as_they_do_step_by_step(
     )
     config = make_config(speculation=speculation)
     engine = engine_of(config)
-    assert engine.draft_stage.calls is not None
+    assert engine.draft_stage.drafter is not None
     tokens, outcomes = one_by_one(engine, temperature)
-    monkeypatch.setattr(ranks, "calls_of", lambda *_, **__: Later.without())
+    monkeypatch.setattr(ranks, "drafter_of", lambda *_, **__: Later.without())
     monkeypatch.setattr(verify, "verifier_of", lambda *_, **__: Later.without())
     stepwise = engine_of(config)
-    assert stepwise.draft_stage.calls is None
+    assert stepwise.draft_stage.drafter is None
     expected, expected_outcomes = one_by_one(stepwise, temperature)
     assert tokens == expected
     assert outcomes == expected_outcomes
@@ -287,7 +331,7 @@ def test_batches_are_verified_as_they_are_step_by_step(
         for number in range(7)
     ]
     tokens, outcomes = serve(engine_of(config), requests)
-    monkeypatch.setattr(ranks, "calls_of", lambda *_, **__: Later.without())
+    monkeypatch.setattr(ranks, "drafter_of", lambda *_, **__: Later.without())
     monkeypatch.setattr(verify, "verifier_of", lambda *_, **__: Later.without())
     assert serve(engine_of(config), requests) == (tokens, outcomes)
 
@@ -308,18 +352,18 @@ def test_work_goes_on_while_the_calls_are_compiled(
         return of
 
     monkeypatch.setattr(compiled, "STARTING_S", 0.01)
-    monkeypatch.setattr(DraftCalls, "of", slowly(DraftCalls.of))
+    monkeypatch.setattr(RoundDrafter, "of", slowly(RoundDrafter.of))
     monkeypatch.setattr(Verifier, "of", slowly(Verifier.of))
-    monkeypatch.setattr(draft_calls, "are_calls_kept", lambda: False)
+    monkeypatch.setattr(draft_kernel, "is_draft_kept", lambda: False)
     monkeypatch.setattr(verify_kernel, "is_verify_kept", lambda: False)
     stage = remaining.stage(num_pages=64, compiles_later=True)
     shard = draft.shard(num_pages=64, compiles_later=True)
     engine = build_draft_engine(config, MemoryChannel(stage.verify), cost=COST, shard=shard)
     before, _ = one_by_one(engine, 0.8)
-    assert shard.calls is None
+    assert shard.drafter is None
     may_compile.set()
     began = time.monotonic()
-    while shard.calls is None or stage.verifier is None:
+    while shard.drafter is None or stage.verifier is None:
         assert time.monotonic() < began + 60.0
         time.sleep(0.01)
     assert one_by_one(engine, 0.8)[0] == before
