@@ -11,7 +11,12 @@ from random import Random
 
 from eesd_dist.bench.fuzz.cases import Case, Device, EngineSetup, Entry, World
 from eesd_dist.bench.fuzz.draw_engines import draw_setup, draw_world
-from eesd_dist.bench.fuzz.draw_requests import Prompt, draw_pool, draw_speculation
+from eesd_dist.bench.fuzz.draw_requests import (
+    Prompt,
+    draw_pool,
+    draw_speculation,
+    is_plain_choice,
+)
 from eesd_dist.bench.fuzz.draw_troubles import draw_troubles
 from eesd_dist.bench.fuzz.models import KnownModel
 from eesd_dist.bench.fuzz.plants import MIN_VERIFY_RANKS
@@ -73,7 +78,10 @@ class Source:
     ) -> Case:
         rng = Random(f"{self.seed}/engine/{number}")
         num_engines = 2 if rng.random() < 0.4 else 1
-        entries = _entries(rng, pool, num_engines=num_engines)
+        is_plain = rng.random() < 0.4  # whole rounds are drafted in one compiled call
+        if is_plain:
+            pool = [request for request in pool if is_plain_choice(request.sampling)] or pool
+        entries = _entries(rng, pool, num_engines=num_engines, is_plain=is_plain)
         positions = model.spec.max_position_embeddings
         lengths = [_length(entry.request, positions) for entry in entries]
         pages = [-(-length // world.page_size) for length in lengths]
@@ -83,14 +91,17 @@ class Source:
             number=number,
             world=world,
             engines=tuple(
-                self._setup(rng, pages, is_alone=num_engines == 1) for _ in range(num_engines)
+                self._setup(rng, pages, is_alone=num_engines == 1, is_plain=is_plain)
+                for _ in range(num_engines)
             ),
             entries=tuple(entries),
             troubles=draw_troubles(rng, entries, num_engines=num_engines),
             plant=self.plant,
         )
 
-    def _setup(self, rng: Random, pages: Sequence[int], *, is_alone: bool) -> EngineSetup:
+    def _setup(
+        self, rng: Random, pages: Sequence[int], *, is_alone: bool, is_plain: bool
+    ) -> EngineSetup:
         """`pages`: number of pages of each request."""
         setup = draw_setup(
             rng,
@@ -98,13 +109,16 @@ class Source:
             num_all=sum(pages),
             is_on_cpu=self.is_on_cpu,
             is_alone=is_alone,
+            is_plain=is_plain,
         )
         if self.plant is None:
             return setup
         return replace(setup, num_pages=setup.num_pages + 1)  # one page to confuse with another
 
 
-def _entries(rng: Random, pool: Sequence[Request], *, num_engines: int) -> list[Entry]:
+def _entries(
+    rng: Random, pool: Sequence[Request], *, num_engines: int, is_plain: bool
+) -> list[Entry]:
     chosen = rng.sample(list(pool), rng.randint(min(5, len(pool)), len(pool)))
     spread = rng.choice((0, 3, 15, 40))
     return [
@@ -113,7 +127,7 @@ def _entries(rng: Random, pool: Sequence[Request], *, num_engines: int) -> list[
             request=replace(
                 request,
                 request_id=RequestId(f"request-{request.request_id}"),
-                speculation=draw_speculation(rng),
+                speculation=draw_speculation(rng, is_plain=is_plain),
             ),
             turn=rng.randint(0, spread),
             engine=rng.randrange(num_engines),

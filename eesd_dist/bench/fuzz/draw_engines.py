@@ -57,11 +57,17 @@ def draw_world(
 
 
 def draw_setup(
-    rng: Random, *, num_needed: int, num_all: int, is_on_cpu: bool, is_alone: bool
+    rng: Random,
+    *,
+    num_needed: int,
+    num_all: int,
+    is_on_cpu: bool,
+    is_alone: bool,
+    is_plain: bool,
 ) -> EngineSetup:
     """Draws an engine. `num_needed`: pages of the largest request; `num_all`: pages of all
-    requests. One of two engines mostly has room and a prefix cache for migrated pages."""
-    is_quiet = rng.random() < 0.4  # one request at a time, in chains: one compiled call drafts it
+    requests; `is_plain`: no trees. One of two engines mostly has room and a prefix cache for
+    migrated pages."""
     max_draft_tokens = _likely(rng, {0: 1, 1: 2, 2: 2, 3: 3, 4: 3, 5: 3, 6: 3, 8: 3, 10: 2})
     pages = {num_needed: 1, num_needed + 1: 1, 2 * num_needed: 3, num_all // 2: 3, 2 * num_all: 3}
     if not is_alone:
@@ -70,15 +76,13 @@ def draw_setup(
         num_pages=max(num_needed, _likely(rng, pages)),
         prefix_caching=rng.random() < (0.75 if is_alone else 0.9),
         scheduler=SchedulerConfig(
-            max_running=1
-            if is_quiet
-            else _likely(rng, {1: 1, 2: 1, 3: 2, 4: 2, 6: 3, 8: 3, 12: 3, 16: 3}),
+            max_running=_likely(rng, {1: 1, 2: 1, 3: 2, 4: 2, 6: 3, 8: 3, 12: 3, 16: 3}),
             max_waiting=10_000,
             token_budget=_likely(rng, {2: 1, 8: 2, 16: 3, 40: 4, 64: 4, 256: 4, 512: 4}),
             prefill_chunk=_likely(rng, {1: 1, 3: 1, 5: 2, 16: 4, 24: 4, 64: 4, 256: 4}),
             overlap=rng.choice((False, True, True, "auto")),
         ),
-        speculation=_speculation(rng, max_draft_tokens=max_draft_tokens, is_quiet=is_quiet),
+        speculation=_speculation(rng, max_draft_tokens=max_draft_tokens, is_plain=is_plain),
         cost=_cost(rng, max_draft_tokens=max_draft_tokens),
         link=_link(rng, is_on_cpu=is_on_cpu),
     )
@@ -89,14 +93,14 @@ def _likely(rng: Random, weights: Mapping[int, int]) -> int:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-def _speculation(rng: Random, *, max_draft_tokens: int, is_quiet: bool) -> SpeculationConfig:
+def _speculation(rng: Random, *, max_draft_tokens: int, is_plain: bool) -> SpeculationConfig:
     return SpeculationConfig(
         # Alone with prompt lookup: the others never draft what they find.
         controller=rng.choice((*CONTROLLER_NAMES, *["goodput"] * 4)),
         max_draft_tokens=max_draft_tokens,
         draft_ahead=rng.random() < 0.7,
         tree=TreeConfig(
-            shape="none" if is_quiet else rng.choice(SHAPES),
+            shape="none" if is_plain else rng.choice(SHAPES),
             widths=tuple(rng.randint(1, 3) for _ in range(rng.randint(1, 4))),
             branch=rng.randint(1, 4),
             max_nodes=rng.choice((1, 3, 6, 10, 16, 20)),
@@ -108,7 +112,7 @@ def _speculation(rng: Random, *, max_draft_tokens: int, is_quiet: bool) -> Specu
         calibration_form=rng.choice(("gaussian", "beta")),
         calibration_strength=rng.choice((0.0, 16.0, 256.0)),
         stop_rule=rng.choice(("auto", "bernoulli", "optimal", "steady")),
-        log_evidence=not is_quiet and rng.random() < 0.3,
+        log_evidence=not is_plain and rng.random() < 0.3,
         seed=rng.randrange(1000),
         learn=rng.random() < 0.8,
         learn_costs=False,  # decisions repeat

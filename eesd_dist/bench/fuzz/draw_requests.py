@@ -10,6 +10,7 @@ from typing import get_args
 
 from eesd_dist.bench.fuzz.models import KnownModel
 from eesd_dist.control.registry import CONTROLLER_NAMES
+from eesd_dist.sampling.row_rules import chooses_by_score
 from eesd_dist.types import (
     Request,
     RequestId,
@@ -47,10 +48,21 @@ def draw_pool(
     ]
 
 
-def draw_speculation(rng: Random) -> SpeculationParams:
-    """Draws the speculation parameters of one request."""
+def is_plain_choice(sampling: SamplingParams) -> bool:
+    """Returns whether tokens are chosen by their scores alone."""
+    return chooses_by_score(sampling, num_generated=0) and sampling.top_logprobs is None
+
+
+def draw_speculation(rng: Random, *, is_plain: bool) -> SpeculationParams:
+    """Draws the speculation parameters of one request; `is_plain`: chains, and mostly the engine's
+    controller."""
     if rng.random() < 0.1:
         return SpeculationParams(mode="off")
+    if is_plain:
+        return SpeculationParams(
+            controller=rng.choice((*[None] * 9, *CONTROLLER_NAMES)),
+            max_draft_tokens=rng.choice((None, None, None, 0, 1, 5)),
+        )
     return SpeculationParams(
         controller=rng.choice((*[None] * 6, *CONTROLLER_NAMES)),
         max_draft_tokens=rng.choice((None, None, None, 0, 1, 2, 5, 64)),
@@ -98,7 +110,7 @@ def _sampling(rng: Random, model: KnownModel, *, room: int) -> SamplingParams:
     if rng.random() < 0.2:
         stops |= {rng.randrange(vocab_size) for _ in range(rng.randint(1, 2))}
     temperature = rng.choice((0.0, 0.0, 1e-6, 0.2, 0.7, 0.7, 1.0, 1.0, 1.5, rng.uniform(0, 2)))
-    if rng.random() < 0.4:  # compiled calls draft and verify these only
+    if rng.random() < 0.4:
         return SamplingParams(
             temperature=temperature,
             seed=rng.randrange(-(2**63), 2**64),

@@ -46,22 +46,22 @@ def run(
 
 
 @pytest.mark.slow
-def test_a_fixed_seed_finds_nothing_in_three_thousand_tokens(
+def test_a_fixed_seed_finds_nothing_in_four_thousand_tokens(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = ("--random-models", "3", "--dtype", "float32", "--dtype", "bfloat16")
     alone = run(capsys, tmp_path, "--random", "3", "--tokens", "2500", *words)
-    ranks = run(capsys, tmp_path, "--random", "9", "--tokens", "500", *words)
+    ranks = run(capsys, tmp_path, "--random", "17", "--tokens", "1500", *words)
     for report, engines in ((alone, 3), (ranks, 1)):
         assert report["mismatches"] == 0
         assert report["engines"] >= engines
         assert report["counts"]["accepted"] > 100
-    assert alone["tokens"] + ranks["tokens"] >= 3000
+    assert alone["tokens"] + ranks["tokens"] >= 4000
     assert alone["plain_tokens"] < alone["tokens"]  # generated once, compared many times
     assert alone["counts"]["preemptions"] > 0
     assert sum(alone["troubles"].values()) > 5
     assert ranks["counts"]["lost stages"] > 0
-    assert list(ranks["tokens_by_ranks"]) == ["draft 2, verify 2"]
+    assert list(ranks["tokens_by_ranks"]) == ["draft 3, verify 3"]
     assert "commit" in alone["provenance"]
 
 
