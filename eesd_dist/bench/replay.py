@@ -13,6 +13,7 @@ from eesd_dist.bench.traces import Trace
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.chain_rule import ChainReport, ChainRule, follow
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
@@ -219,6 +220,15 @@ class _Reader:
     def num_known(self) -> int:
         return self.trace.num_known(self.at)
 
+    @property
+    def temperature(self) -> float:
+        return self.trace.guesses[self.at].evidence[0].temperature
+
+    @property
+    def gaps(self) -> list[float]:
+        """Score gaps of the tokens that may be drafted."""
+        return [evidence.gap for evidence in self.trace.guesses[self.at].evidence[: self.room]]
+
     def offer(self) -> Offer:
         return Offer(
             request_id=self.request_id,
@@ -236,18 +246,23 @@ class _Level:
 
 
 def _draft(readers: Sequence[_Reader], policy: DraftPolicy, told: Lengths | None) -> list[_Level]:
-    """Drafts like the draft stage: level by level, over all requests that still draft."""
+    """Drafts like the draft stage: by the controllers' rules where they can give them, else level
+    by level, over all requests that still draft."""
     for reader in readers:
         reader.drafted = 0
     active = [reader for reader in readers if reader.room > 0]
     if told is not None:
         return _draft_as_told(active, told)
     levels: list[_Level] = []
-    policy.begin_round(
+    awake = policy.begin_round(
         [reader.request_id for reader in active],
         num_requests=len(readers),
         num_known=sum(reader.num_known for reader in readers),
     )
+    active = [reader for reader in active if reader.request_id in awake]
+    rules = policy.chain_rules({reader.request_id: reader.temperature for reader in active})
+    if rules is not None:
+        return _draft_by_rules(active, rules, policy)
     while active:
         worth = policy.worth_a_guess([reader.request_id for reader in active])
         active = [reader for reader in active if reader.request_id in worth]
@@ -258,6 +273,25 @@ def _draft(readers: Sequence[_Reader], policy: DraftPolicy, told: Lengths | None
         levels.append(_Level(offered=len(active), taken=len(going_on)))
         active = [reader for reader in going_on if reader.drafted < reader.room]
     return levels
+
+
+def _draft_by_rules(
+    readers: Sequence[_Reader], rules: Mapping[RequestId, ChainRule], policy: DraftPolicy
+) -> list[_Level]:
+    reports: dict[RequestId, ChainReport] = {}
+    for reader in readers:
+        reports[reader.request_id] = follow(rules[reader.request_id], reader.gaps)
+        reader.drafted = reports[reader.request_id].num_drafted
+    policy.report(reports)
+    guesses = [len(report.means) for report in reports.values()]
+    drafted = [reader.drafted for reader in readers]
+    return [
+        _Level(
+            offered=sum(count > depth for count in guesses),
+            taken=sum(count > depth for count in drafted),
+        )
+        for depth in range(max(guesses, default=0))
+    ]
 
 
 def _draft_as_told(active: Sequence[_Reader], told: Lengths) -> list[_Level]:

@@ -7,6 +7,7 @@ the controller after it (`ChainReport`).
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -155,6 +156,36 @@ def takes(
             return True, -by_mean, by_mean
         value, by_mean = value_of_longer(rule, num_drafted, expected, expected, -rule.guess_price)
     return value > 0.0, 0.0, by_mean
+
+
+def follow(rule: ChainRule, gaps: Sequence[float]) -> ChainReport:
+    """Drafts by a rule from guesses that are known, at most one for each gap: what a compiled
+    drafter does."""
+    means: list[float] = []
+    num_drafted = num_looks = 0
+    looked = spent = 0.0
+    probed = False
+    survival = drawn_survival = 1.0
+    while num_drafted < len(gaps):
+        answer = wants_guess(rule, num_drafted, survival)
+        if answer == NO:
+            break
+        drawn, mean = acceptance(rule, num_drafted, gaps[num_drafted])
+        means.append(mean)
+        drawn_survival *= drawn
+        survival *= mean
+        left = rule.optimism - spent
+        taken, cost, value = takes(rule, num_drafted, drawn_survival, survival, left)
+        if answer == PROBE:
+            taken, cost, probed = True, 0.0, True
+        if answer == LOOK:
+            num_looks += 1
+            looked += max(value, 0.0) - rule.guess_price
+        spent += cost
+        if not taken:
+            break
+        num_drafted += 1
+    return ChainReport(tuple(means), num_drafted, num_looks, looked, spent, probed)
 
 
 def _sigmoid(score: float) -> float:

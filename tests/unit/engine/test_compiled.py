@@ -13,7 +13,7 @@ import torch
 from eesd_dist import compiled
 from eesd_dist.compiled import Later
 from eesd_dist.config import DType, EngineConfig, SchedulerConfig, SpeculationConfig
-from eesd_dist.control.chain_rule import REFUSAL, LogOdds, of_length
+from eesd_dist.control.chain_rule import REFUSAL, LogOdds, follow, of_length
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine import verify
 from eesd_dist.engine.build import (
@@ -233,6 +233,9 @@ def test_requests_draft_together_what_each_drafts_alone(
     for mine, before_it in zip(found, expected, strict=True):
         assert torch.equal(mine.rows_TD.tensor, before_it.rows_TD.tensor)
         assert mine[1:] == before_it[1:]
+    for chain, before_it in zip(starts, expected, strict=True):
+        gaps = [*before_it.gaps, *[0.0] * (chain.most - len(before_it.gaps))]
+        assert follow(chain.rule, gaps if chain.most else ()) == before_it.report
     assert {chain.report.num_drafted for chain in found} >= {0, 1, 3, 5}
 
 
