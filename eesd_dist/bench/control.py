@@ -20,7 +20,7 @@ from eesd_dist.bench.control_report import (
     say_summary,
     summary_of,
 )
-from eesd_dist.bench.crowds import BURSTS, Crowd, Guest, at_once, mixed, take_per_class, texts_of
+from eesd_dist.bench.crowds import BURSTS, Crowd, Guest, in_turn, mixed, take_per_class, texts_of
 from eesd_dist.bench.judging import (
     Findings,
     Judge,
@@ -53,8 +53,8 @@ from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-_LEAST_REQUESTS = 4
-"""Minimum requests of every variant at every load, times `Scale.load_blocks`."""
+_LEAST_LOAD = 2
+"""Smaller loads have more blocks, so that every variant has as many requests there."""
 _PAGE_SIZE = 32
 _MAX_RUNNING = 32
 
@@ -216,11 +216,9 @@ def _by_class(texts: Sequence[Text]) -> dict[str, list[int]]:
 
 
 def _load_blocks(num_texts: int, load: int, *, count: int, rng: Random) -> list[list[Crowd]]:
-    """Returns blocks of one crowd each; smaller crowds have more blocks, and variants alternate
+    """Returns blocks of one crowd each; the smallest load has more blocks, and variants alternate
     more often."""
-    return [
-        [at_once(num_texts, load, rng=rng)] for _ in range(count * max(1, _LEAST_REQUESTS // load))
-    ]
+    return [[in_turn(num_texts, load, rng=rng)] for _ in range(count * max(1, _LEAST_LOAD // load))]
 
 
 def _live_variants(ceiling: int, rates: Rates | None, scale: Scale) -> list[Variant]:

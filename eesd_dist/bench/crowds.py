@@ -13,6 +13,8 @@ from eesd_dist.text.prompts import Prompt
 
 BURSTS = (1, 2, 16, 4, 1, 8)
 """Mixed traffic: requests per burst, in order."""
+_TURNS = 4
+"""Requests of a load, by its requests at a time."""
 _OVERLAP = 0.8
 """A burst arrives when at most this share of the tokens of earlier bursts has been emitted."""
 
@@ -27,6 +29,8 @@ class Guest:
     text: int
     """Index into the texts, or the traces, of the comparison."""
     after_tokens: int = 0
+    most_running: int | None = None
+    """It waits until fewer requests than this run."""
 
 
 Crowd = tuple[Guest, ...]
@@ -63,9 +67,11 @@ def take_per_class(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return [prompt for group in taken.values() for prompt in group[:count]]
 
 
-def at_once(num_texts: int, size: int, *, rng: Random) -> Crowd:
-    """Returns a crowd of `size` requests of all classes that arrive together."""
-    return tuple(Guest(text=text) for text in _drawn(num_texts, size, rng=rng))
+def in_turn(num_texts: int, load: int, *, rng: Random) -> Crowd:
+    """Returns a crowd of all classes of which `load` requests run at a time: a few times as many,
+    so that what the last ones do alone counts little."""
+    texts = _drawn(num_texts, _TURNS * load, rng=rng)
+    return tuple(Guest(text=text, most_running=load) for text in texts)
 
 
 def mixed(num_texts: int, *, max_tokens: int, rng: Random, bursts: Sequence[int] = BURSTS) -> Crowd:

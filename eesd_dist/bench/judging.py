@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
 
-from eesd_dist.bench.crowds import BURSTS, Crowd, at_once, mixed
+from eesd_dist.bench.crowds import BURSTS, Crowd, in_turn, mixed
 from eesd_dist.bench.live import PLAIN
 from eesd_dist.bench.replay import (
     Arrival,
@@ -316,9 +316,9 @@ class Judge:
 
     def load_rates(self, load: int) -> Rates:
         rng = Random(self._seed + load)
-        repeats = max(1, 8 // load)
+        repeats = max(1, 2 // load)
         return self._rates(
-            [self._arrivals(at_once(len(self._traces), load, rng=rng)) for _ in range(repeats)]
+            [self._arrivals(in_turn(len(self._traces), load, rng=rng)) for _ in range(repeats)]
         )
 
     def mixed_rates(self, max_tokens: int, bursts: Sequence[int]) -> Rates:
@@ -348,7 +348,11 @@ class Judge:
 
     def _arrivals(self, crowd: Crowd) -> list[Arrival]:
         return [
-            Arrival(trace=self._traces[guest.text], after_tokens=guest.after_tokens)
+            Arrival(
+                trace=self._traces[guest.text],
+                after_tokens=guest.after_tokens,
+                most_running=guest.most_running,
+            )
             for guest in crowd
         ]
 

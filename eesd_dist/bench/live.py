@@ -99,6 +99,11 @@ class Race:
         )
 
 
+def _arrives(guest: Guest, emitted: int, running: int) -> bool:
+    has_room = guest.most_running is None or running < guest.most_running
+    return has_room and guest.after_tokens <= emitted
+
+
 def _rate(passes: Sequence[Pass]) -> float:
     return sum(run.tokens for run in passes) / sum(run.seconds for run in passes)
 
@@ -158,17 +163,19 @@ class Track:
         engine = self._engine
         waiting = deque((guest, self._request(guest, variant, max_tokens)) for guest in crowd)
         written: dict[RequestId, list[TokenId]] = {request.request_id: [] for _, request in waiting}
-        emitted = 0
+        emitted = running = 0
         started = self._clock()
-        while waiting or engine.has_work:
-            while waiting and (waiting[0][0].after_tokens <= emitted or not engine.has_work):
+        while waiting or running:
+            while waiting and (not running or _arrives(waiting[0][0], emitted, running)):
                 engine.add(waiting.popleft()[1])
+                running += 1
             result = engine.step(wait_s=0.0)
             for stats in result.rounds:
                 into.count(stats)
             for emission in result.emissions:
                 written[emission.request_id].extend(emission.tokens)
                 emitted += len(emission.tokens)
+                running -= emission.finish_reason is not None
         into.seconds += self._clock() - started
         into.tokens += emitted
         into.texts.extend(tuple(tokens) for tokens in written.values())

@@ -53,6 +53,8 @@ class Arrival:
 
     trace: Trace
     after_tokens: int = 0
+    most_running: int | None = None
+    """It waits until fewer requests than this run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,7 @@ class Replayer:
         while waiting or live:
             while (
                 waiting
-                and len(live) < self._setting.max_running
+                and len(live) < (waiting[0][1].most_running or self._setting.max_running)
                 and (waiting[0][1].after_tokens <= run.tokens or not live)
             ):
                 reader = self._admit(*waiting.popleft(), tag=tag)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eesd_dist.bench import control
-from eesd_dist.bench.crowds import at_once, mixed, take_per_class
+from eesd_dist.bench.crowds import in_turn, mixed, take_per_class
 from eesd_dist.bench.judging import Curve, Judge, fixed_variants, tree_variants
 from eesd_dist.bench.live import PLAIN, Pass, Race
 from eesd_dist.bench.options import ControlOptions
@@ -319,7 +319,7 @@ def test_mixed_traffic_comes_in_bursts_and_repeats_no_text_before_all_were_drawn
     crowd = mixed(10, max_tokens=20, rng=Random(0), bursts=(1, 4, 5))
     assert sorted(guest.text for guest in crowd) == list(range(10))
     assert [guest.after_tokens for guest in crowd] == [0, *[16] * 4, *[80] * 5]
-    assert len(at_once(3, 7, rng=Random(0))) == 7
+    assert [guest.most_running for guest in in_turn(3, 2, rng=Random(0))] == [2] * 8
 
 
 def test_each_class_gives_its_first_prompts() -> None:
