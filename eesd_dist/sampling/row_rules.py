@@ -103,6 +103,10 @@ class RowRule(Value, frozen=True, kw_only=True):
         return bool(self.logit_bias) or bool(self.forbidden) or self.needs_history
 
 
+_WIDE_TOP_P, _WIDE_MIN_P, _WIDE_TOP_K = 0.9, 0.05, 20
+"""Filters from here on, or up to here, keep nearly all probability."""
+
+
 class ChoiceParams(Protocol):
     """Parameters of a request's choices, of `SamplingParams` or a `Segment`."""
 
@@ -131,12 +135,26 @@ class ChoiceParams(Protocol):
 def chooses_by_score(params: ChoiceParams, *, num_generated: int) -> bool:
     """Returns whether choices after so many generated tokens are made among all tokens, by logits
     and noise alone: no token is filtered or has its logit changed."""
+    has_filters = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+    is_greedy = params.temperature < GREEDY_BELOW
+    return (is_greedy or not has_filters) and _keeps_logits(params, num_generated=num_generated)
+
+
+def is_guessed_by_score(params: ChoiceParams, *, num_generated: int) -> bool:
+    """Returns whether logits and noise alone guess nearly as well as the whole rule: filters that
+    keep nearly all probability are left to the verifier, which rejects what they exclude."""
+    keeps_most = (
+        params.top_p >= _WIDE_TOP_P
+        and params.min_p <= _WIDE_MIN_P
+        and (params.top_k <= 0 or params.top_k >= _WIDE_TOP_K)
+    )
+    is_greedy = params.temperature < GREEDY_BELOW
+    return (is_greedy or keeps_most) and _keeps_logits(params, num_generated=num_generated)
+
+
+def _keeps_logits(params: ChoiceParams, *, num_generated: int) -> bool:
     return (
-        (
-            params.temperature < GREEDY_BELOW
-            or (params.top_p >= 1.0 and params.top_k <= 0 and params.min_p <= 0.0)
-        )
-        and not params.logit_bias
+        not params.logit_bias
         and not (params.stop_token_ids and num_generated < params.min_tokens)
         and params.repetition_penalty == 1.0
         and params.presence_penalty == 0.0

@@ -1,9 +1,9 @@
 """One compiled call for the drafting of a round: layers, exit head, choices and stop rules.
 
 The known rows of all requests run through the layers. Then, level by level, the exit head reads
-what it has not read of every request whose rule wants a guess, guesses a token with the verifier's
-noise, and the tokens that the rules take run through the layers. Rows are those of `run_layers` and
-choices those of `draft_choice`, bit for bit.
+what it has not read of every request that wants a guess by its rule, guesses a token with the
+verifier's noise, and the tokens that the rules take run through the layers. Rows are those of
+`run_layers` and choices those of `draft_choice`, bit for bit.
 
 Every thread of a call runs this function, as `run_layers`; the first one decides.
 """
@@ -200,7 +200,7 @@ def _add_row(work: Work, row: int, source: int, table: int, position: int) -> No
 
 @inner
 def _ask(batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
-    """Lays out the rows for the head to read of the requests whose rules want a guess."""
+    """Lays out the rows for the head to read, of the requests that want a guess by their rules."""
     row_bytes = drafted.rows_ND.strides[0]
     num_rows = num_alive = 0
     for at in range(work.counts[_NUM_ALIVE]):

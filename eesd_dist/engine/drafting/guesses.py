@@ -19,7 +19,7 @@ from eesd_dist.engine.drafting.run import Candidate, DraftRun
 from eesd_dist.engine.row_slices import joined
 from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.rejection import draft_sample
-from eesd_dist.sampling.row_rules import RowRule, chooses_by_score, noise_temperature
+from eesd_dist.sampling.row_rules import RowRule, is_guessed_by_score, noise_temperature
 from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.types import Evidence
 
@@ -113,9 +113,9 @@ def noise_of(run: DraftRun) -> float:
 
 
 def chooses_plainly(run: DraftRun) -> bool:
-    """Returns whether the next token is one, chosen among all by its score alone."""
+    """Returns whether one token is guessed next, by its score alone."""
     live = run.item.live
-    return not run.is_tree and chooses_by_score(
+    return not run.is_tree and is_guessed_by_score(
         live.request.sampling, num_generated=live.num_generated
     )
 

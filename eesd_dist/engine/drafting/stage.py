@@ -1,9 +1,9 @@
 """The draft stage: embedding, layers [0, N) and the exit head of one pipeline.
 
 Every token of every request, drafted or known, runs through these layers; the verify stage
-continues from their hidden states. A round whose controllers can say in advance how they decide is
-drafted in one compiled call where there is one; all others level by level (`levels`). Does not
-depend on queues, replies, channels or the number of ranks.
+continues from their hidden states. Where there is a compiled call, it drafts every round of which
+the controllers can say in advance how they decide; all others are drafted level by level
+(`levels`). Does not depend on queues, replies, channels or the number of ranks.
 """
 
 # Shapes: T rows, K drafted tokens, D hidden size, V vocabulary.

@@ -1,8 +1,9 @@
 """The rule of a row gives its position and history, and requests nothing that it does not need."""
 
+import pytest
 from msgspec.structs import replace
 
-from eesd_dist.sampling.row_rules import rules_of
+from eesd_dist.sampling.row_rules import chooses_by_score, is_guessed_by_score, rules_of
 from eesd_dist.transport.contracts import Segment
 from eesd_dist.types import SamplingParams
 from tests.unit.sampling.rows_and_odds import rule
@@ -97,3 +98,28 @@ def test_a_row_of_a_tree_has_the_rule_of_its_own_branch_and_of_no_other() -> Non
         alone = replace(chain, num_rows=len(tokens), tokens=tokens)
         assert [row] == rules_of(alone)
         assert len(row.history) == row.position
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_chosen", "is_guessed"),
+    [
+        ({}, True, True),
+        ({"top_p": 0.95}, False, True),
+        ({"top_p": 0.5}, False, False),
+        ({"top_k": 40}, False, True),
+        ({"top_k": 5}, False, False),
+        ({"min_p": 0.05}, False, True),
+        ({"min_p": 0.2}, False, False),
+        ({"top_p": 0.5, "temperature": 0.0}, True, True),
+        ({"top_p": 0.95, "frequency_penalty": 0.1}, False, False),
+        ({"logit_bias": ((3, 1.0),)}, False, False),
+        ({"min_tokens": 4, "stop_token_ids": (2,)}, False, False),
+        ({"min_tokens": 3, "stop_token_ids": (2,)}, True, True),
+    ],
+)
+def test_wide_filters_are_left_out_of_guesses_and_not_of_choices(
+    changes: dict[str, object], is_chosen: bool, is_guessed: bool
+) -> None:
+    params = SamplingParams(**{"temperature": 0.8, "max_tokens": 9, **changes})  # type: ignore[arg-type]
+    assert chooses_by_score(params, num_generated=3) == is_chosen
+    assert is_guessed_by_score(params, num_generated=3) == is_guessed
