@@ -15,7 +15,7 @@ import torch
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
-from eesd_dist.control.chain_rule import REFUSAL
+from eesd_dist.control.chain_rule import REFUSAL, of_length
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.fits.isotonic import isotonic
 from eesd_dist.control.policy import DraftPolicy
@@ -77,7 +77,7 @@ def measure_cost(
             for d, k in zip(drafts_s, known_s, strict=True)
         ]
     )
-    guess_s = bench.guess_s()
+    guess_s = steps_s[0] - bench.row_s()
     return CostModel(
         draft_step_s=steps_s[0],
         round_s=known_s[0],
@@ -134,17 +134,21 @@ class _Bench:
         fixed = SpeculationConfig(controller="fixed", fixed_length=length)
         return _usual(partial(self._draft, num, length, fixed))
 
-    def guess_s(self) -> float:
-        """Measures a guess that is not taken."""
+    def row_s(self) -> float:
+        """Measures what a drafted token costs after its guess: a draft of one token against a guess
+        that is not taken."""
         drafter = self.draft.drafter
         if drafter is None:
             refused = SpeculationConfig(controller="threshold", threshold=1.0)
-            return _usual(partial(self._draft, 1, 1, refused)) - self.draft_s(1, length=0)
+            return self.draft_s(1, length=1) - _usual(partial(self._draft, 1, 1, refused))
         from eesd_dist.engine.compiled.drafter import ChainStart
 
         segment = RowSegment(self.kv_range.start, 1, self.kv_range.pages)
-        asked, silent = ChainStart([0], segment, 1, REFUSAL), ChainStart([0], segment, 0, REFUSAL)
-        return _usual(partial(drafter.draft, [asked])) - _usual(partial(drafter.draft, [silent]))
+        refused_s, taken_s = (
+            _usual(partial(drafter.draft, [ChainStart([0], segment, 1, rule)]))
+            for rule in (REFUSAL, of_length(1))
+        )
+        return taken_s - refused_s
 
     def _draft(self, num: int, length: int, speculation: SpeculationConfig) -> None:
         policy = DraftPolicy(speculation=speculation, cost=None, calibrator=None)

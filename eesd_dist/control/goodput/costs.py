@@ -2,23 +2,11 @@
 
 from itertools import accumulate
 from operator import add
-from typing import NamedTuple
 
-import numpy as np
-
-from eesd_dist.control.chain_rule import Doubles
 from eesd_dist.control.cost import CostModel
 
-_MOST_CHAINS = 1024
+_MOST_ROUNDS = 1024
 """Kept at a time."""
-
-
-class ChainCosts(NamedTuple):
-    """A round in which several requests draft as many tokens each, by that number, from 0."""
-
-    seconds: list[float]
-    longer_s: Doubles
-    """One request's share of the seconds more than without drafts."""
 
 
 class CostTable:
@@ -29,28 +17,26 @@ class CostTable:
         self._steps = [0.0]
         self._rows = [0.0]
         self._known: dict[int, float] = {}
-        self._chains: dict[tuple[int, int, int, bool], ChainCosts] = {}
+        self._rounds: dict[tuple[int, int, int, bool], list[float]] = {}
         self.guess_share = cost.guess_batch(1) / cost.draft_step_s if cost.draft_step_s else 0.0
 
-    def chains(
+    def rounds(
         self, count: int, longest: int, *, known: int, requests: int, overlapped: bool
-    ) -> ChainCosts:
-        """Returns the costs of a round in which `count` of its `requests` draft, up to `longest`
-        tokens each or more. `known`: its known rows; `overlapped`: the longer of drafting and
+    ) -> list[float]:
+        """Returns the seconds of a round in which `count` of its `requests` draft 0, 1, ... up to
+        `longest` tokens each. `known`: its known rows; `overlapped`: the longer of drafting and
         verifying counts, not both."""
         key = (count, known, requests, overlapped)
-        found = self._chains.get(key)
-        if found is None or len(found.seconds) <= longest:
+        found = self._rounds.get(key)
+        if found is None or len(found) <= longest:
             step_s, known_s = self.step(count), self.known(known)
             rows = range(known, known + longest * count + 1, count)
             verify_s = accumulate((self._cost.verify_batch(row, requests) for row in rows), max)
             drafting_s = [known_s + length * step_s for length in range(longest + 1)]
-            both = max if overlapped else add
-            seconds = list(map(both, drafting_s, verify_s))
-            longer_s = (np.array(seconds) - seconds[0]) / count
-            if len(self._chains) >= _MOST_CHAINS:
-                self._chains.clear()
-            found = self._chains[key] = ChainCosts(seconds, longer_s)
+            if len(self._rounds) >= _MOST_ROUNDS:
+                self._rounds.clear()
+            found = list(map(max if overlapped else add, drafting_s, verify_s))
+            self._rounds[key] = found
         return found
 
     def known(self, rows: int) -> float:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+import numpy as np
+
 from eesd_dist.control.base import RoundLoad
 from eesd_dist.control.chain_rule import (
     LOOK,
@@ -17,7 +19,7 @@ from eesd_dist.control.chain_rule import (
     wants_guess,
 )
 from eesd_dist.control.goodput.allocation import Allocation, Entry, Prices, best_allocation
-from eesd_dist.control.goodput.costs import ChainCosts, CostTable
+from eesd_dist.control.goodput.costs import CostTable
 from eesd_dist.control.goodput.exploration import Exploration
 from eesd_dist.control.goodput.forecast import Forecast, RequestForecast
 from eesd_dist.control.goodput.lookup import RequestSources, Sources
@@ -93,10 +95,18 @@ class GoodputRound:
         self._num_looked_up = 0
         """Rows of tokens found by prompt lookup."""
         self._level = 0
-        self._chains = self._chains_up_to(setup.max_draft_tokens)
-        plain_s, with_probe_s = self._chains.seconds[:2]
+        seconds = setup.costs.rounds(
+            self._num_ours,
+            setup.max_draft_tokens,
+            known=load.num_known,
+            requests=load.num_requests,
+            overlapped=load.overlapped,
+        )
+        plain_s, with_probe_s = seconds[:2]
         plain = load.num_requests / plain_s
-        self._promise = self._best_promise(plain)
+        self._theta = sum(draft.mean for draft in drafts.values()) / len(drafts)
+        """Acceptance of the mean request."""
+        self._promise = self._best_promise(plain, seconds)
         self._rate = max(self._promise * promise_ratio, plain)
         """Value of a second, in tokens."""
         self._probe_price = self._rate * (with_probe_s - plain_s)
@@ -153,17 +163,16 @@ class GoodputRound:
         """Returns the tokens of a draft of the exit head above the price of its seconds, as if it
         had been the round's only draft."""
         count = outcome.num_drafted
-        longer_s = self._chains_up_to(max(count, self._setup.max_draft_tokens)).longer_s
-        return outcome.num_accepted - self._rate * float(longer_s[count])
+        return outcome.num_accepted - self._rate * self._shares_s(count)[count]
 
     def chain_rules(
         self, temperatures: Mapping[RequestId, float]
     ) -> Mapping[RequestId, ChainRule] | None:
-        """Returns the decisions of each request in advance, by its share of the price of a round in
-        which all draft as far; None if the calibration reads more than the score gap."""
+        """Returns the decisions of each request in advance, by its share of the round's price; None
+        if the calibration reads more than the score gap."""
         if self._setup.forecast.needs_probs:
             return None
-        prices = self._rate * self._chains.longer_s
+        prices = self._share_prices()
         return {
             request_id: self._rule_of(self._drafts[request_id], prices, temperature)
             for request_id, temperature in temperatures.items()
@@ -226,16 +235,28 @@ class GoodputRound:
         )
         return taken
 
-    def _chains_up_to(self, longest: int) -> ChainCosts:
-        """Returns the costs of the round, if all of its drafts are chains of one length."""
-        load = self._load
-        return self._costs.chains(
-            self._num_ours,
-            longest,
-            known=load.num_known,
-            requests=load.num_requests,
-            overlapped=load.overlapped,
-        )
+    def _share_prices(self) -> Doubles:
+        """Returns the price in tokens of one request's draft of 0, 1, 2, ... tokens."""
+        return self._rate * np.array(self._shares_s(self._setup.max_draft_tokens))
+
+    def _shares_s(self, longest: int) -> list[float]:
+        """Returns one request's share of a round's seconds, by the length of its draft from 0: each
+        token is paid in equal parts by the requests that are expected to draft as far, those with
+        their earlier tokens accepted."""
+        costs, load = self._costs, self._load
+        drafting_s, rows = costs.known(load.num_known), load.num_known
+        before_s = self._both(drafting_s, costs.verify(rows, load.num_requests))
+        expected = float(self._num_ours)
+        shares_s = [0.0]
+        for _ in range(longest):
+            count = max(round(expected), 1)
+            drafting_s += costs.step(count)
+            rows += count
+            seconds = self._both(drafting_s, costs.verify(rows, load.num_requests))
+            shares_s.append(shares_s[-1] + (seconds - before_s) / count)
+            before_s = seconds
+            expected *= self._theta
+        return shares_s
 
     @property
     def _is_alone(self) -> bool:
@@ -267,7 +288,7 @@ class GoodputRound:
         (draft,) = self._drafts.values()
         rule = self._rule
         if rule is None:
-            rule = self._rule = self._rule_of(draft, self._rate * self._chains.longer_s, None)
+            rule = self._rule = self._rule_of(draft, self._share_prices(), None)
         answer = wants_guess(rule, self._num_drafted, draft.best.expected)
         self._is_probe = answer == PROBE
         self._look_price = rule.guess_price if answer == LOOK else 0.0
@@ -284,16 +305,14 @@ class GoodputRound:
             return max(drafting_s, verifying_s)
         return drafting_s + verifying_s
 
-    def _best_promise(self, plain: float) -> float:
+    def _best_promise(self, plain: float, seconds: Sequence[float]) -> float:
         """Returns tokens per second of the mean request at the best common length, so that the
-        value of a second follows the load immediately."""
-        count = self._num_ours
-        theta = sum(draft.mean for draft in self._drafts.values()) / count
+        value of a second follows the load immediately. `seconds`: by that length, from 0."""
         best, tokens, survival = plain, float(self._load.num_requests), 1.0
-        for seconds in self._chains.seconds[1:]:
-            survival *= theta
-            tokens += count * survival
-            best = max(best, tokens / seconds)
+        for round_s in seconds[1:]:
+            survival *= self._theta
+            tokens += self._num_ours * survival
+            best = max(best, tokens / round_s)
         return best
 
     def _looks_that_pay(self, looked: frozenset[RequestId]) -> frozenset[RequestId]:

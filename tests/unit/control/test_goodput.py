@@ -5,10 +5,12 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
+from eesd_dist.control.chain_rule import ChainReport
 from eesd_dist.control.fits.fitting import fit_calibrator
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
@@ -33,6 +35,8 @@ LINEAR = CostModel(
     draft_step_s=0.1, verify_s=tuple(1.0 * i for i in range(1, 10)), round_s=0.05, guess_s=0.06
 )
 """The verifier is busy: every row costs as much as a full pass."""
+
+BY_GAP = Calibrator(log_gap=1.0, logit_top1=0.0)
 
 
 @cache
@@ -342,3 +346,47 @@ def test_guesses_that_looked_good_and_failed_for_long_do_not_end_all_drafting() 
     rounds(600, accepts=False)
     assert rounds(100, accepts=False) <= 5
     assert rounds(200, accepts=True) > 200
+
+
+def test_a_level_is_paid_by_those_that_are_expected_to_reach_it() -> None:
+    cost = CostModel(
+        draft_step_s=1.0,
+        verify_s=(10.0,) * 9,
+        draft_rows_s=((4, 1.0),),
+        verify_rows_s=((99, 10.0),),
+    )
+    names = [RequestId(str(number)) for number in range(4)]
+    policy = DraftPolicy(
+        speculation=SpeculationConfig(max_draft_tokens=4), cost=cost, calibrator=BY_GAP
+    )
+    for name in names:
+        policy.admit(name, None, Belief())
+    policy.begin_round(names)
+    rules = policy.chain_rules(dict.fromkeys(names, 0.0))
+    assert rules is not None
+    prices, theta = rules[names[0]].prices, rules[names[0]].mean
+    shares = [1 / max(round(4 * theta**depth), 1) for depth in range(4)]
+    assert shares[0] == 0.25
+    assert shares[3] == 1.0
+    assert list(prices / prices[1]) == pytest.approx([0, *(np.cumsum(shares) / 0.25)])
+    assert {rule.guess_price for rule in rules.values()} == {0.0}
+
+
+def test_what_draws_and_probes_have_cost_is_paid_once() -> None:
+    policy = DraftPolicy(
+        speculation=SpeculationConfig(max_draft_tokens=4), cost=CHEAP, calibrator=BY_GAP
+    )
+    names = [RequestId(str(number)) for number in range(3)]
+    for name in names:
+        policy.admit(name, None, Belief())
+    for _ in range(400):  # until the budget is full
+        policy.begin_round(names)
+    rules = policy.chain_rules(dict.fromkeys(names, 0.0))
+    assert rules is not None
+    budget = sum(rule.optimism for rule in rules.values())
+    assert budget > 0.0
+    spent = ChainReport((), 0, 0, 0.0, budget / 3, probed=False)
+    policy.report({names[0]: spent, names[1]: spent})
+    after = policy.chain_rules(dict.fromkeys(names, 0.0))
+    assert after is not None
+    assert sum(rule.optimism for rule in after.values()) == pytest.approx(budget / 3)
