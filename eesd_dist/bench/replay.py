@@ -1,7 +1,7 @@
 """Replays recorded guesses with any controller: the engine's rounds with modelled time.
 
-The round loop makes the same calls to a `DraftPolicy` as the draft stage, level by level over all
-requests, and takes the verdicts from the trace. Drafts, verdicts and beliefs are therefore those of
+The round loop makes the same calls to a `DraftPolicy` as the draft stage, and takes the verdicts
+from the trace. Drafts, verdicts and beliefs are therefore those of
 the engine; only seconds are computed, from a measured `CostModel`. Does not depend on the engine.
 """
 
@@ -133,7 +133,8 @@ class Replayer:
         while waiting or live:
             while (
                 waiting
-                and len(live) < (waiting[0][1].most_running or self._setting.max_running)
+                and len(live) < self._setting.max_running
+                and len(live) < (waiting[0][1].most_running or len(live) + 1)
                 and (waiting[0][1].after_tokens <= run.tokens or not live)
             ):
                 reader = self._admit(*waiting.popleft(), tag=tag)

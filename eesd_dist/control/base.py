@@ -85,7 +85,7 @@ class RoundLoad(Value, frozen=True, kw_only=True):
 
 
 class DraftRound(Protocol):
-    """Decisions of one round. Drafts grow level by level, all requests together."""
+    """Decisions of one round: level by level, all requests together, or in advance as rules."""
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> Set[RequestId]:
         """Returns the requests with a next guess worth the exit head's time; other drafts end."""
@@ -105,15 +105,19 @@ class DraftRound(Protocol):
         agree before the earlier occurrence and how many follow it, zeros if there is none."""
         ...
 
-    def chain_rules(
-        self, temperatures: Mapping[RequestId, float]
-    ) -> Mapping[RequestId, ChainRule] | None:
-        """Returns the decisions on the chains of these requests as numbers; None if they cannot be
-        made in advance. A drafter that uses them asks neither of the other two, and reports once.
-        `temperatures`: of each choice, 0 if it is greedy."""
+    def has_rules(self, request_ids: Iterable[RequestId]) -> bool:
+        """Returns whether decisions on these requests can be made in advance."""
         ...
 
-    def report(self, reports: Mapping[RequestId, ChainReport]) -> None: ...
+    def chain_rules(self, temperatures: Mapping[RequestId, float]) -> Mapping[RequestId, ChainRule]:
+        """Returns the decisions on the chains of these requests as numbers, where `has_rules`. A
+        drafter that uses them asks neither of the first two, and reports once. `temperatures`: of
+        each choice, 0 if it is greedy."""
+        ...
+
+    def report(self, reports: Mapping[RequestId, ChainReport]) -> None:
+        """Takes what was drafted by the rules."""
+        ...
 
 
 class BatchController(Protocol):

@@ -1,6 +1,6 @@
 """Offers: tokens that could be drafted next.
 
-The drafter works level by level and offers the next tokens of all requests to the controllers.
+A drafter that works level by level offers the next tokens of all requests to the controllers.
 """
 
 from eesd_dist.types import Evidence, RequestId, TreeShape, Value

@@ -88,16 +88,14 @@ class _Round:
     def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
         return 0
 
-    def chain_rules(
-        self, temperatures: Mapping[RequestId, float]
-    ) -> Mapping[RequestId, ChainRule] | None:
+    def has_rules(self, request_ids: Iterable[RequestId]) -> bool:
+        return not any(self._controllers[request_id].needs_evidence for request_id in request_ids)
+
+    def chain_rules(self, temperatures: Mapping[RequestId, float]) -> Mapping[RequestId, ChainRule]:
         """Returns the lengths of controllers that need no evidence."""
-        controllers = {request_id: self._controllers[request_id] for request_id in temperatures}
-        if any(controller.needs_evidence for controller in controllers.values()):
-            return None
         return {
-            request_id: of_length(self._length(controller))
-            for request_id, controller in controllers.items()
+            request_id: of_length(self._length(self._controllers[request_id]))
+            for request_id in temperatures
         }
 
     def report(self, reports: Mapping[RequestId, ChainReport]) -> None:

@@ -1,7 +1,8 @@
 """The engine's interface to draft-length control.
 
-The drafter works level by level: it offers the next tokens of all requests, and the policy decides
-which to draft, with the controller that each request names. Does not depend on tokens, tensors,
+The drafter asks for the controllers' decisions in advance, as rules; where they or it cannot, it
+works level by level: it offers the next tokens of all requests, and the policy decides which to
+draft, with the controller that each request names. Does not depend on tokens, tensors,
 rounds in flight or where beliefs are pooled. The replay benchmark uses it in the same way as the
 engine.
 """
@@ -174,17 +175,16 @@ class DraftPolicy:
         """Returns the decisions on the chains of these requests of the round in advance, if their
         controllers can make them. A drafter that uses them calls `report` once, and asks nothing
         else in this round. `temperatures`: of each request's choices, 0 if they are greedy."""
+        mine = [
+            (round_, {i: t for i, t in temperatures.items() if self._requests[i].group is group})
+            for group, round_ in self._rounds
+        ]
+        if not all(round_.has_rules(asked) for round_, asked in mine):
+            return None
         rules: dict[RequestId, ChainRule] = {}
-        for group, round_ in self._rounds:
-            mine = {
-                request_id: temperature
-                for request_id, temperature in temperatures.items()
-                if self._requests[request_id].group is group
-            }
-            found = round_.chain_rules(mine) if mine else {}
-            if found is None:
-                return None
-            rules.update(found)
+        for round_, asked in mine:
+            if asked:
+                rules.update(round_.chain_rules(asked))
         return rules
 
     def report(self, reports: Mapping[RequestId, ChainReport]) -> None:

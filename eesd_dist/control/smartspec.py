@@ -104,9 +104,10 @@ class _OneLength:
     def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
         return 0
 
-    def chain_rules(
-        self, temperatures: Mapping[RequestId, float]
-    ) -> Mapping[RequestId, ChainRule] | None:
+    def has_rules(self, request_ids: Iterable[RequestId]) -> bool:
+        return True
+
+    def chain_rules(self, temperatures: Mapping[RequestId, float]) -> Mapping[RequestId, ChainRule]:
         return dict.fromkeys(temperatures, of_length(self._left))
 
     def report(self, reports: Mapping[RequestId, ChainReport]) -> None:

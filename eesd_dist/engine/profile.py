@@ -77,7 +77,7 @@ def measure_cost(
             for d, k in zip(drafts_s, known_s, strict=True)
         ]
     )
-    guess_s = steps_s[0] - bench.row_s()
+    guess_s = steps_s[0] - (bench.row_s() if length else 0.0)
     return CostModel(
         draft_step_s=steps_s[0],
         round_s=known_s[0],

@@ -47,8 +47,8 @@ class BoundedHead(HttpToolsProtocol):
         # One read may hold the end of a request and a large part of the next head, of which the
         # parser does not say where it begins: in parts, at most one part of it is not counted.
         for begin in range(0, len(data), _PART_BYTES):
-            if self.transport.is_closing():
-                return
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:
+                return  # refused, or taken over by another protocol
             self._received(data[begin : begin + _PART_BYTES])
 
     def _received(self, data: bytes) -> None:

@@ -10,7 +10,7 @@ from typing import get_args
 
 from eesd_dist.bench.fuzz.models import KnownModel
 from eesd_dist.control.registry import CONTROLLER_NAMES
-from eesd_dist.sampling.row_rules import chooses_by_score
+from eesd_dist.sampling.row_rules import is_guessed_by_score
 from eesd_dist.types import (
     Request,
     RequestId,
@@ -49,8 +49,8 @@ def draw_pool(
 
 
 def is_plain_choice(sampling: SamplingParams) -> bool:
-    """Returns whether tokens are chosen by their scores alone."""
-    return chooses_by_score(sampling, num_generated=0) and sampling.top_logprobs is None
+    """Returns whether tokens are guessed by their scores alone."""
+    return is_guessed_by_score(sampling, num_generated=0)
 
 
 def draw_speculation(rng: Random, *, is_plain: bool) -> SpeculationParams:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.families import FAMILIES
 from eesd_dist.model.heads.head_config import HeadKind
@@ -269,3 +270,17 @@ def _write_head(
                 torch.randn(head.embedding_DD.shape, generator=generator) * size
             )
     head.save(folder / "heads" / kind, dtype="float32")
+    own_rng = Random(f"{kind}/{kept}/{first_later}")
+    if own_rng.random() < 0.6:  # controllers decide in advance by calibrated heads
+        _random_calibrator(own_rng).save(folder / "heads" / kind)
+
+
+def _random_calibrator(rng: Random) -> Calibrator:
+    return Calibrator(
+        log_gap=rng.uniform(0.5, 2.0),
+        depth=rng.uniform(-0.2, 0.0),
+        temperature=rng.uniform(-0.5, 0.2),
+        bias=rng.uniform(-2.0, 1.0),
+        logit_top1=0.0,
+        num_judged=1,
+    )

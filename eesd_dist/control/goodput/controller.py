@@ -113,8 +113,8 @@ class Goodput:
                 continue
             request.num_idle = 0 if outcome.num_drafted else request.num_idle + 1
             request.rest = _rest_after(request.num_idle)
-            means = round_.means_of(outcome.request_id)
-            self._forecast.observe(request.forecast, outcome, means)
+            scores = round_.scores_of(outcome.request_id)
+            self._forecast.observe(request.forecast, outcome, scores)
             if outcome.is_lookup:
                 self._rounds.sources.observe_lookup(request.sources, outcome)
             else:

@@ -123,16 +123,14 @@ class Forecast:
         return self._ranks.of(rank)
 
     def observe(
-        self, request: RequestForecast, outcome: Outcome, means: Sequence[float] = ()
+        self, request: RequestForecast, outcome: Outcome, scores: Sequence[float] = ()
     ) -> None:
-        """Learns from a verdict. `means`: the forecast of each guess by the chain rule, if it made
-        them: the drifts have not changed since."""
-        if means:
-            shift = self._drift.mean + request.drift.mean
-            for depth, mean in enumerate(
-                means[: min(outcome.num_accepted + 1, outcome.num_drafted)]
-            ):
-                self._learn(request, logit(mean) - shift, depth < outcome.num_accepted)
+        """Learns from a verdict. `scores`: the calibrated log-odds of each guess, if the chain rule
+        made them."""
+        if scores:
+            num_judged = min(outcome.num_accepted + 1, outcome.num_drafted)
+            for depth, score in enumerate(scores[:num_judged]):
+                self._learn(request, score, depth < outcome.num_accepted)
             return
         for evidence, accepted in judged_tokens([outcome]):
             self._learn(request, logit(self._calibrator.probability(evidence)), accepted)

@@ -1,12 +1,13 @@
 """One round of `goodput`: decides which guesses of each level to compute and which to draft."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
 
 from eesd_dist.control.base import RoundLoad
+from eesd_dist.control.calibrator import logit
 from eesd_dist.control.chain_rule import (
     LOOK,
     NO,
@@ -58,6 +59,8 @@ class Draft:
     """The request's."""
     means: tuple[float, ...] = ()
     """Forecast of each guess that was made by the chain rule."""
+    shift: float = 0.0
+    """The drifts in these forecasts, in log-odds."""
     nodes: list[Node] = field(default_factory=list)
     """Survival of the drafted tokens, in the order they were taken."""
     best: Node = ROOT
@@ -130,9 +133,10 @@ class GoodputRound:
         """Expected tokens of one request's share of the round."""
         return self._promise * self._seconds() / self._num_ours
 
-    def means_of(self, request_id: RequestId) -> tuple[float, ...]:
-        """Returns the forecasts of the request's guesses, where the chain rule made them."""
-        return self._drafts[request_id].means
+    def scores_of(self, request_id: RequestId) -> list[float]:
+        """Returns the calibrated log-odds of the guesses that the chain rule made."""
+        draft = self._drafts[request_id]
+        return [logit(mean) - draft.shift for mean in draft.means]
 
     def yielded(self, num_accepted: int) -> float:
         """Returns the tokens of one request's share, with one per request of other controllers."""
@@ -160,23 +164,24 @@ class GoodputRound:
         return steps * self._costs.step(1)
 
     def head_gain(self, outcome: Outcome) -> float:
-        """Returns the tokens of a draft of the exit head above the price of its seconds, as if it
-        had been the round's only draft."""
+        """Returns the tokens of a draft of the exit head above its share of the round's price."""
         count = outcome.num_drafted
-        return outcome.num_accepted - self._rate * self._shares_s(count)[count]
+        share_s = self._shares_s(count, sharing=self._num_ours)[count]
+        return outcome.num_accepted - self._rate * share_s
 
-    def chain_rules(
-        self, temperatures: Mapping[RequestId, float]
-    ) -> Mapping[RequestId, ChainRule] | None:
-        """Returns the decisions of each request in advance, by its share of the round's price; None
-        if the calibration reads more than the score gap."""
-        if self._setup.forecast.needs_probs:
-            return None
-        prices = self._share_prices()
-        return {
-            request_id: self._rule_of(self._drafts[request_id], prices, temperature)
-            for request_id, temperature in temperatures.items()
-        }
+    def has_rules(self, request_ids: Iterable[RequestId]) -> bool:
+        """Returns False if the calibration reads more than the score gap."""
+        return not self._setup.forecast.needs_probs
+
+    def chain_rules(self, temperatures: Mapping[RequestId, float]) -> Mapping[RequestId, ChainRule]:
+        """Returns the decisions of each request in advance, by its share of the round's price."""
+        prices = self._share_prices(len(temperatures))
+        rules: dict[RequestId, ChainRule] = {}
+        for request_id, temperature in temperatures.items():
+            draft = self._drafts[request_id]
+            rules[request_id] = rule = self._rule_of(draft, prices, temperature)
+            draft.shift = rule.shift
+        return rules
 
     def report(self, reports: Mapping[RequestId, ChainReport]) -> None:
         """Takes what a drafter did by the chain rules."""
@@ -235,18 +240,19 @@ class GoodputRound:
         )
         return taken
 
-    def _share_prices(self) -> Doubles:
-        """Returns the price in tokens of one request's draft of 0, 1, 2, ... tokens."""
-        return self._rate * np.array(self._shares_s(self._setup.max_draft_tokens))
+    def _share_prices(self, sharing: int) -> Doubles:
+        """Returns the price in tokens of one request's draft of 0, 1, 2, ... tokens, of so many."""
+        longest = self._setup.max_draft_tokens
+        return self._rate * np.array(self._shares_s(longest, sharing=sharing))
 
-    def _shares_s(self, longest: int) -> list[float]:
+    def _shares_s(self, longest: int, *, sharing: int) -> list[float]:
         """Returns one request's share of a round's seconds, by the length of its draft from 0: each
         token is paid in equal parts by the requests that are expected to draft as far, those with
         their earlier tokens accepted."""
         costs, load = self._costs, self._load
-        drafting_s, rows = costs.known(load.num_known), load.num_known
+        drafting_s, rows = costs.known(load.num_known), load.num_known + self._num_looked_up
         before_s = self._both(drafting_s, costs.verify(rows, load.num_requests))
-        expected = float(self._num_ours)
+        expected = float(sharing)
         shares_s = [0.0]
         for _ in range(longest):
             count = max(round(expected), 1)
@@ -288,17 +294,16 @@ class GoodputRound:
         (draft,) = self._drafts.values()
         rule = self._rule
         if rule is None:
-            rule = self._rule = self._rule_of(draft, self._share_prices(), None)
+            rule = self._rule = self._rule_of(draft, self._share_prices(1), None)
         answer = wants_guess(rule, self._num_drafted, draft.best.expected)
         self._is_probe = answer == PROBE
         self._look_price = rule.guess_price if answer == LOOK else 0.0
         return frozenset(request_ids) if answer != NO else frozenset()
 
-    def _seconds(self, *, level: int = 0) -> float:
-        """Returns the seconds of the round so far, or with one more level of `level` tokens."""
-        rows = self._load.num_known + self._num_looked_up + self._num_drafted + level
-        verifying = self._costs.verify(rows, self._load.num_requests)
-        return self._both(self._drafting_s + self._costs.step(level), verifying)
+    def _seconds(self) -> float:
+        """Returns the seconds of the round so far."""
+        rows = self._load.num_known + self._num_looked_up + self._num_drafted
+        return self._both(self._drafting_s, self._costs.verify(rows, self._load.num_requests))
 
     def _both(self, drafting_s: float, verifying_s: float) -> float:
         if self._load.overlapped:

@@ -1,1 +1,1 @@
-"""A round's parts on a CPU in one compiled call each: drafting a chain, and its verification."""
+"""A round's parts on a CPU in one compiled call each: its drafts, and their verification."""

@@ -59,7 +59,21 @@ class Choices(NamedTuple):
     """How far the best score is above the second; empty: not wanted."""
 
 
-def new_memory(num_tokens: int, num_threads: int) -> Memory:
+class MemoryByThreads:
+    """Memory for any number of threads, each made once."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._known: dict[int, Memory] = {}
+
+    def of(self, num_threads: int) -> Memory:
+        known = self._known.get(num_threads)
+        if known is None:
+            known = self._known[num_threads] = _new_memory(self._num_tokens, num_threads)
+        return known
+
+
+def _new_memory(num_tokens: int, num_threads: int) -> Memory:
     wide = (num_threads, num_tokens)
     return Memory(
         logits_BW=np.zeros((NUM_ROWS, in_blocks(num_tokens)), np.float32),

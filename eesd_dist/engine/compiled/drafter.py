@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.control.chain_rule import ChainReport, ChainRule, Doubles
-from eesd_dist.engine.compiled.choosing import Memory, new_choices, new_memory
+from eesd_dist.engine.compiled.choosing import MemoryByThreads, new_choices
 from eesd_dist.engine.compiled.draft_kernel import (
     NUM_COUNTS,
     NUM_DRAFTED,
@@ -80,8 +80,7 @@ class RoundDrafter:
         self._ids_V = ids_V.to(torch.int32).numpy().copy()
         self._embedding_at = self._embedding_VD.data_ptr()
         self._drafted_memory, self._work_memory = _new_drafted(1, 1), _new_work(1, 1)
-        self._memory_of: dict[int, Memory] = {}
-        """By number of threads."""
+        self._memory = MemoryByThreads(num_tokens)
         self.draft([])  # compiles
 
     @classmethod
@@ -175,15 +174,12 @@ class RoundDrafter:
         return work
 
     def _stage(self, num_rows: int, num_read: int, num_threads: int) -> Stage:
-        memory = self._memory_of.get(num_threads)
-        if memory is None:
-            memory = self._memory_of[num_threads] = new_memory(len(self._ids_V), num_threads)
         return Stage(
             layers=self._layers.call_over(num_rows),
             head=self._head_layer.call_over(num_read),
             lm_head=self._lm_head,
             ids_V=self._ids_V,
-            memory=memory,
+            memory=self._memory.of(num_threads),
             embedding_at=self._embedding_at,
             embedding_bytes=self._embedding_bytes,
             num_channels=self._layers.hidden_size,

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eesd_dist.engine.compiled.choosing import Choices, Memory, new_choices, new_memory
+from eesd_dist.engine.compiled.choosing import Choices, MemoryByThreads, new_choices
 from eesd_dist.engine.compiled.sources import Source, source_of
 from eesd_dist.engine.compiled.verify_kernel import verify_kernel
 from eesd_dist.model.attention.rows import RowSegment, row_arrays
@@ -33,8 +33,7 @@ class Verifier:
         self._head = head.compiled
         self._lm_head = self._head.call
         self._ids_V = np.arange(self._head.product.num_out, dtype=np.int32)
-        self._memory_of: dict[int, Memory] = {}
-        """By number of threads."""
+        self._memory = MemoryByThreads(len(self._ids_V))
         nothing = source_of(torch.zeros(0, layers.hidden_size))
         self._run(nothing, NO_ROWS, new_choices(0, with_gaps=False))  # compiles
 
@@ -78,9 +77,6 @@ class Verifier:
     def _run(self, source: Source, rows: RowArrays, choices: Choices) -> None:
         num_rows = len(rows.position_R)
         num_threads = threads_for(num_rows * self._layers.products_per_row)
-        memory = self._memory_of.get(num_threads)
-        if memory is None:
-            memory = self._memory_of[num_threads] = new_memory(len(self._ids_V), num_threads)
         call_in_threads(
             verify_kernel(),
             num_threads,
@@ -88,7 +84,7 @@ class Verifier:
             self._layers.call_over(num_rows),
             self._lm_head,
             self._ids_V,
-            memory,
+            self._memory.of(num_threads),
             rows,
             source,
             choices,

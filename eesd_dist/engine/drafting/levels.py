@@ -75,6 +75,12 @@ class LevelDrafter:
             )
             guesses = self._level(fresh, active, policy)
 
+    def fits_one_call(self, runs: Sequence[DraftRun]) -> bool:
+        """Returns whether there is a compiled call that can run rows of these requests, and draft
+        chains after them."""
+        has_call = self._compute.drafter is not None and not self._guesser.rejection
+        return has_call and not any(run.is_tree or run.item.live.request.features for run in runs)
+
     def catch_up(self, runs: Sequence[DraftRun]) -> None:
         """Runs the exit head over the rows it has not seen; keeps its output at the frontier."""
         pieces: list[RowSlice] = []
@@ -127,13 +133,11 @@ class LevelDrafter:
     def _fits_one_call(
         self, fresh: Sequence[FreshRows], missing: Sequence[DraftRun], with_probs: bool
     ) -> bool:
-        drafter, have_rows = self._compute.drafter, {id(row.run) for row in fresh}
+        runs = [row.run for row in fresh]
         return (
-            drafter is not None
-            and not with_probs
-            and not self._guesser.rejection
-            and not any(row.run.is_tree or row.run.item.live.request.features for row in fresh)
-            and all(chooses_plainly(run) and id(run) in have_rows for run in missing)
+            not with_probs
+            and self.fits_one_call(runs)
+            and all(chooses_plainly(run) and run in runs for run in missing)
         )
 
     def _in_one_call(

@@ -74,8 +74,8 @@ class DraftStage:
         self._compute = compute
         self.page_size = page_size
         self.device = device
-        self._rejection = rejection
         self._log_evidence = log_evidence
+        self._may_look_up = not rejection
         self._levels = LevelDrafter(
             compute,
             Guesser(compute, tree=tree or TreeConfig(), rejection=rejection),
@@ -137,7 +137,7 @@ class DraftStage:
     def draft(
         self, plan: RoundPlan, policy: DraftPolicy, *, overlapped: bool = False
     ) -> DraftedRound:
-        """Runs the known rows, then drafts level by level what the policy chooses.
+        """Runs the known rows, and drafts what the policy chooses.
 
         `overlapped`: another microbatch is being verified at the same time.
         """
@@ -155,11 +155,9 @@ class DraftStage:
                 if not run.rests:
                     self._look_up(run, policy)
             drafting = [run for run in drafting if not (run.is_lookup or run.rests)]
-        drafter = self._drafter_for(runs)
-        if drafter is not None and all(map(chooses_plainly, drafting)):
-            rules = policy.chain_rules({run.request_id: noise_of(run) for run in drafting})
-            if rules is not None:
-                return self._draft_in_one_call(drafter, runs, rules, policy)
+        rules = self._rules_for(runs, drafting, policy)
+        if rules is not None:
+            return self._draft_in_one_call(runs, rules, policy)
         self._levels.draft(runs, drafting if self.head is not None else [], policy)
         pieces = [piece for run in runs for piece in run.rows_TD]
         probs = [row for run in runs for row in run.probs_V]
@@ -169,23 +167,23 @@ class DraftStage:
             draft_probs_KV=torch.stack(probs) if probs else None,
         )
 
-    def _drafter_for(self, runs: Sequence[DraftRun]) -> "RoundDrafter | None":
-        """Returns the compiled call, if it can run these rows and draft chains after them."""
-        drafter = self._compute.drafter
-        if drafter is None or self._rejection or self._log_evidence:
+    def _rules_for(
+        self, runs: Sequence[DraftRun], drafting: Sequence[DraftRun], policy: DraftPolicy
+    ) -> Mapping[RequestId, ChainRule] | None:
+        """Returns the rule of each drafting request; None if one call cannot draft this round."""
+        fits = self._fits_one_call(runs) and all(map(chooses_plainly, drafting))
+        if not fits or any(run.prefetched for run in runs):
             return None
-        fits = not any(
-            run.is_tree or run.prefetched or run.item.live.request.features for run in runs
-        )
-        return drafter if fits else None
+        return policy.chain_rules({run.request_id: noise_of(run) for run in drafting})
+
+    def _fits_one_call(self, runs: Sequence[DraftRun]) -> bool:
+        return not self._log_evidence and self._levels.fits_one_call(runs)
 
     def _draft_in_one_call(
-        self,
-        drafter: "RoundDrafter",
-        runs: Sequence[DraftRun],
-        rules: Mapping[RequestId, ChainRule],
-        policy: DraftPolicy,
+        self, runs: Sequence[DraftRun], rules: Mapping[RequestId, ChainRule], policy: DraftPolicy
     ) -> DraftedRound:
+        drafter = self._compute.drafter
+        assert drafter is not None
         hidden_TD, chains = drafter.draft(
             [
                 chain_start(
@@ -227,7 +225,7 @@ class DraftStage:
 
     def _look_up(self, run: DraftRun, policy: DraftPolicy) -> None:
         """Drafts what followed the text's last tokens before, where that promises more."""
-        if run.is_tree or run.prefetched or self._rejection:
+        if run.is_tree or run.prefetched or not self._may_look_up:
             return
         found: list[Match] = []
 
@@ -263,9 +261,10 @@ class DraftStage:
         self, drafted: DraftedRound, policy: DraftPolicy, *, until: Callable[[], bool]
     ) -> None:
         """Drafts past the end of the draft until the verdict arrives, for a single request."""
-        if self._drafter_for(drafted.runs) is not None:
-            return  # drafting one token at a time takes longer than the next chain
-        self._levels.go_ahead(drafted.runs, policy, until=until)
+        runs = drafted.runs
+        if self._fits_one_call(runs) and all(map(chooses_plainly, runs)):
+            return  # drafting one token at a time takes longer than the next round's call
+        self._levels.go_ahead(runs, policy, until=until)
 
     def settle(
         self, run: DraftRun, *, path: Sequence[int], next_token: int

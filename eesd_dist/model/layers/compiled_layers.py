@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from threading import Lock
 from typing import Self
 
 import numpy as np
@@ -102,6 +103,7 @@ class CompiledLayers:
         )
         self._row_bytes = self._bytes_of_rows(output)
         self._memory = torch.zeros(0, dtype=torch.uint8)
+        self._lock = Lock()
         self._calls: dict[int, LayersCall] = {}
         """By number of rows, a power of two; in the present memory."""
         # Compiled while weights are loaded, not by the first request.
@@ -184,7 +186,10 @@ class CompiledLayers:
     def call_over(self, num_rows: int) -> LayersCall:
         """Returns what another kernel needs to run these layers over so many rows, at `scratch.x`.
         The call uses the memory of `forward`, and is valid until the next call of either."""
-        capacity = 1 << max(num_rows - 1, 0).bit_length()
+        with self._lock:  # another thread may be compiling
+            return self._call_over(1 << max(num_rows - 1, 0).bit_length())
+
+    def _call_over(self, capacity: int) -> LayersCall:
         known = self._calls.get(capacity)
         if known is not None:
             return known

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
-from eesd_dist.control.chain_rule import ChainReport
+from eesd_dist.control.chain_rule import ChainReport, acceptance, follow
 from eesd_dist.control.fits.fitting import fit_calibrator
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.types import Branch, Outcome, RequestId
+from eesd_dist.types import Branch, Evidence, Outcome, RequestId
 from tests.unit.control.worlds import Served, Text, evidence, outcome, serve, text
 
 MEASURED = CostModel(
@@ -372,7 +373,7 @@ def test_a_level_is_paid_by_those_that_are_expected_to_reach_it() -> None:
     assert {rule.guess_price for rule in rules.values()} == {0.0}
 
 
-def test_what_draws_and_probes_have_cost_is_paid_once() -> None:
+def test_what_draws_have_cost_is_paid_once() -> None:
     policy = DraftPolicy(
         speculation=SpeculationConfig(max_draft_tokens=4), cost=CHEAP, calibrator=BY_GAP
     )
@@ -390,3 +391,39 @@ def test_what_draws_and_probes_have_cost_is_paid_once() -> None:
     after = policy.chain_rules(dict.fromkeys(names, 0.0))
     assert after is not None
     assert sum(rule.optimism for rule in after.values()) == pytest.approx(budget / 3)
+
+
+def test_a_policy_without_rules_for_all_leaves_its_controllers_as_they_were() -> None:
+    policy = DraftPolicy(
+        speculation=SpeculationConfig(fixed_length=2), cost=CHEAP, calibrator=calibrator()
+    )
+    fixed, by_evidence = RequestId("fixed"), RequestId("by evidence")
+    policy.admit(fixed, "fixed", Belief())
+    policy.admit(by_evidence, "threshold", Belief())
+    policy.begin_round([fixed, by_evidence])
+    assert policy.chain_rules({fixed: 0.0, by_evidence: 0.0}) is None
+    assert fixed in policy.worth_a_guess([fixed, by_evidence])
+
+
+def test_many_rejections_at_once_move_the_forecast_as_far_by_rules_as_by_evidence() -> None:
+    names = [RequestId(str(number)) for number in range(16)]
+    means: list[float] = []
+    for by_rules in (True, False):
+        policy = DraftPolicy(
+            speculation=SpeculationConfig(max_draft_tokens=1, seed=3), cost=CHEAP, calibrator=BY_GAP
+        )
+        for name in names:
+            policy.admit(name, None, Belief())
+        policy.begin_round(names)
+        seen = Evidence(depth=0, temperature=0.0, gap=5.0)
+        if by_rules:
+            rules = policy.chain_rules(dict.fromkeys(names, 0.0))
+            assert rules is not None
+            policy.report({name: follow(rule, [seen.gap]) for name, rule in rules.items()})
+        policy.observe(replace(outcome(1, 0, [seen]), request_id=name) for name in names)
+        policy.begin_round(names)
+        after = policy.chain_rules(dict.fromkeys(names, 0.0))
+        assert after is not None
+        means.append(acceptance(after[names[0]], 0, seen.gap)[1])
+    assert means[0] == pytest.approx(means[1], abs=1e-9)
+    assert means[0] < 0.8

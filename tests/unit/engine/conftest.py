@@ -13,6 +13,7 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from eesd_dist.control.calibrator import Calibrator
 from tests.support.drafters import Agreement, save_head, save_target
 
 MakeConfig = Callable[..., EngineConfig]
@@ -35,6 +36,10 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     made = {name: save_head(target, folder / name, name) for name in agreements}
     made["truncated"] = save_head(
         target, folder / "truncated", "sometimes", draft_vocab=list(range(0, 96, 2))
+    )
+    made["calibrated"] = save_head(target, folder / "calibrated", "sometimes")
+    Calibrator(log_gap=1.0, depth=-0.1, bias=-0.5, logit_top1=0.0, num_judged=1).save(
+        made["calibrated"]
     )
     return made
 

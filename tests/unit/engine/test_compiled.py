@@ -285,16 +285,21 @@ def engine_of(config: EngineConfig) -> EngineCore:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("head", ["sometimes", "calibrated"])
 @pytest.mark.parametrize(
     "controller", ["goodput", "fixed", "ema", "ucb", "smartspec", "beta", "calibration"]
 )
 def test_rounds_draft_and_decide_as_they_do_step_by_step(
-    controller: str, temperature: float, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    controller: str,
+    head: str,
+    temperature: float,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     speculation = SpeculationConfig(
         max_draft_tokens=5, controller=controller, learn_costs=False, seed=8
     )
-    config = make_config(speculation=speculation)
+    config = make_config(head, speculation=speculation)
     engine = engine_of(config)
     assert engine.draft_stage.drafter is not None
     tokens, outcomes = one_by_one(engine, temperature)
@@ -308,6 +313,65 @@ def test_rounds_draft_and_decide_as_they_do_step_by_step(
     assert sum(outcome.num_accepted for outcome in outcomes) > 20
     assert any(outcome.is_lookup for outcome in outcomes) == (controller == "goodput")
     assert tokens == one_by_one(stepwise, temperature, mode="off")[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounds_of_several_requests_are_drafted_in_one_call_and_change_no_text(
+    dtype: DType, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill in parts, prompt lookup, wide filters, two controllers in one batch."""
+    config = make_config(
+        "calibrated",
+        dtype=dtype,
+        scheduler=SchedulerConfig(prefill_chunk=7),
+        speculation=SpeculationConfig(max_draft_tokens=5, learn_costs=False, seed=8),
+    )
+    engine = engine_of(config)
+    drafted: list[int] = []
+    draft = RoundDrafter.draft
+
+    def noted(drafter: RoundDrafter, chains: Sequence[ChainStart]) -> object:
+        drafted.append(sum(chain.most > 0 for chain in chains))
+        return draft(drafter, chains)
+
+    monkeypatch.setattr(RoundDrafter, "draft", noted)
+    texts: dict[str, list[dict[RequestId, list[TokenId]]]] = {"auto": [], "off": []}
+    outcomes: list[Outcome] = []
+    for mode, found in texts.items():
+        for request in _a_batch(mode):
+            engine.add(request)
+        written: dict[RequestId, list[TokenId]] = {}
+        while engine.has_work:
+            result = engine.step(wait_s=0.0)
+            outcomes += result.outcomes
+            for emission in result.emissions:
+                written.setdefault(emission.request_id, []).extend(emission.tokens)
+        found.append(written)
+    assert texts["auto"] == texts["off"]
+    assert max(drafted) > 4
+    assert sum(outcome.num_accepted for outcome in outcomes) > 50
+    assert any(outcome.is_lookup for outcome in outcomes)
+
+
+def _a_batch(mode: str) -> list[Request]:
+    rng = random.Random(4)
+    return [
+        Request(
+            request_id=RequestId(f"{number}"),
+            prompt=tuple([TokenId(rng.randrange(3, 96)) for _ in range(2 + number)] * 3),
+            sampling=SamplingParams(
+                temperature=(0.0, 0.7, 1.0)[number % 3],
+                top_p=(1.0, 0.95)[number % 2],
+                max_tokens=20 + number,
+                seed=number,
+            ),
+            speculation=SpeculationParams(
+                mode=mode,  # type: ignore[arg-type]
+                controller="fixed" if number == 5 else None,
+            ),
+        )
+        for number in range(8)
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
