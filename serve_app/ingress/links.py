@@ -36,6 +36,8 @@ class Link:
         self._mail = Mailboxes()
         self._last = ("", 0)
         """Outbox and number of the last batch."""
+        self._unconfirmed: set[int] = set()
+        """Submissions that the process has not confirmed."""
         self._lost: PeerLost | None = None
         self._reading: asyncio.Task[None] | None = None
         """None before the first stream."""
@@ -50,6 +52,7 @@ class Link:
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamItem, None]:
         """Submits the request and yields what is made of it; the last item may be an error."""
+        self._unconfirmed.add(request.submission)
         if self._lost is not None:
             yield self._lost
             return
@@ -69,10 +72,18 @@ class Link:
             if not is_over and self._lost is None:
                 self._address.cancel.remote(request.request_id, request.submission)
 
+    def has_taken(self, submission: int) -> bool:
+        """Returns whether the process has confirmed a submission; asked once, after its stream."""
+        if submission not in self._unconfirmed:
+            return True
+        self._unconfirmed.remove(submission)
+        return False
+
     async def _submit(self, request: Request) -> None:
         """Submits the request. Where that fails its stream ends, since it may never have begun."""
         try:
             await self._address.submit.remote(request, self._client)
+            self._unconfirmed.discard(request.submission)
         except RayError as error:
             if self._mail.submission_of(request.request_id) == request.submission:
                 self._mail.fail(request.request_id, self._loss(f"not submitted: {error!r}"))

@@ -154,8 +154,9 @@ class ServiceClient:
                         raise item
                     yield attempts.heard(item)
         finally:
+            was_taken = link.has_taken(request.submission)
             if link.is_lost:  # else the process lives, and no crash of it was this request's
-                attempts.lost(choice.leader)
+                attempts.lost(choice.leader, was_taken=was_taken)
             self._load_balancer.ended(choice.pipeline, attempts.tokens)
 
     async def _of_all(

@@ -44,6 +44,9 @@ class Attempts:
         self._lost_with: dict[str, bool] = {}
         """The processes that died under attempts since its last token, and whether it was a
         suspect there."""
+        self._blamed: set[str] = set()
+        """Those that count already: until an ingress hears of a death, it may choose the process
+        again."""
         self._was_suspect = False
         """Whether it ran alone."""
         self.refused: set[str] = set()
@@ -116,15 +119,18 @@ class Attempts:
             return 0.0
         return min(_FIRST_PAUSE_S * 2.0 ** (self._num_failures - 1), _MAX_PAUSE_S)
 
-    def lost(self, leader: str) -> None:
-        """Notes the process that died under the last attempt."""
-        self._lost_with[leader] = self._was_suspect
+    def lost(self, leader: str, *, was_taken: bool) -> None:
+        """Notes the process that died under the last attempt. One that has not taken the request
+        may have died before, with others in it."""
+        if leader not in self._blamed:
+            self._lost_with.setdefault(leader, self._was_suspect and was_taken)
 
     def blame(self, crashed: Collection[str]) -> None:
         """Counts a lost attempt if its process, as its pipeline has found out since, died of its
         own fault. Raises PoisonRequest."""
         for leader in self._lost_with.keys() & set(crashed):
             was_alone = self._lost_with.pop(leader)
+            self._blamed.add(leader)
             self._crashed(EngineCrashed(str(self.last_error), was_alone=was_alone))
 
     def _crashed(self, error: EngineCrashed) -> None:
