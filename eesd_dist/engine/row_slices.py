@@ -36,12 +36,12 @@ class RowSlice(Value, frozen=True, eq=False):
 
 def joined(slices: Sequence[RowSlice]) -> Tensor:
     """Returns all rows in order; without a copy if they are side by side in one tensor."""
-    rows = one_slice(slices)
+    rows = _one_slice(slices)
     is_whole = rows.first == 0 and rows.end == rows.source.shape[0]
     return rows.source if is_whole else rows.tensor
 
 
-def one_slice(slices: Sequence[RowSlice]) -> RowSlice:
+def _one_slice(slices: Sequence[RowSlice]) -> RowSlice:
     """Returns all rows in order as one slice, as `joined`."""
     if len(slices) == 1:
         return slices[0]

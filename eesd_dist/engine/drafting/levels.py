@@ -133,11 +133,11 @@ class LevelDrafter:
     def _fits_one_call(
         self, fresh: Sequence[FreshRows], missing: Sequence[DraftRun], with_probs: bool
     ) -> bool:
-        runs = [row.run for row in fresh]
+        have_rows = {id(row.run) for row in fresh}
         return (
             not with_probs
-            and self.fits_one_call(runs)
-            and all(chooses_plainly(run) and run in runs for run in missing)
+            and self.fits_one_call([row.run for row in fresh])
+            and all(chooses_plainly(run) and id(run) in have_rows for run in missing)
         )
 
     def _in_one_call(

@@ -203,7 +203,7 @@ def _chain(segment: RowSegment) -> RowArrays:
     position_R = np.arange(segment.start, segment.start + num_rows, dtype=np.int32)
     zeros_R = np.zeros(num_rows, np.int32)
     return RowArrays(
-        tables_BW=one_table(PageTable.of(segment.pages)),
+        tables_BW=_one_table(PageTable.of(segment.pages)),
         table_R=zeros_R,
         position_R=position_R,
         kv_slot_R=position_R,
@@ -213,7 +213,7 @@ def _chain(segment: RowSegment) -> RowArrays:
     )
 
 
-def one_table(pages: PageTable) -> Ints:
+def _one_table(pages: PageTable) -> Ints:
     """Returns the table [1, W]. Arrays that cannot be written to are copied: Numba would compile
     once more for them."""
     array = pages.array
