@@ -42,7 +42,11 @@ from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
 from eesd_dist.errors import EngineError
-from eesd_dist.transport.authentication.connection_filter import LISTENING, ConnectionFilter
+from eesd_dist.transport.authentication.connection_filter import (
+    LISTENING,
+    ConnectionFilter,
+    Listeners,
+)
 from eesd_dist.transport.authentication.refused import RefusedConnections
 
 NO_DEADLINE = timedelta(days=3650)
@@ -89,10 +93,10 @@ class GlooDevice:
         self.refused = refused or RefusedConnections()
         for _ in range(_MAX_SOCKETS):
             with LISTENING:
-                before = _listening()
+                listeners = Listeners()
                 self.device = ProcessGroupGloo.create_device(hostname=address)
-                self.addresses = frozenset(_listening() - before)
-            self.filter = ConnectionFilter(_listener_at(self.addresses))
+                self.filter = ConnectionFilter(listeners.new())
+            self.addresses = frozenset([self.filter.address])
             self.refused.watch(self.filter)
             if not self._cut_early_ones():
                 break
@@ -368,33 +372,19 @@ def _shut_down(connection: socket.socket) -> None:
         return
 
 
-def _listening() -> set[SocketAddress]:
-    found = set()
-    for candidate in _own_sockets():
-        with closing(candidate):
-            if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(candidate.getsockname()[:2])
-    return found
-
-
-def _listener_at(addresses: frozenset[SocketAddress]) -> socket.socket:
-    """Returns a duplicate of the listening socket at one of these addresses."""
-    for candidate in _own_sockets():
-        is_listening = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if is_listening and candidate.getsockname()[:2] in addresses:
-            return candidate
-        candidate.close()
-    raise OSError(f"Gloo does not listen at {sorted(addresses)}")
-
-
 def _own_sockets() -> Iterator[socket.socket]:
     """Yields duplicates of this process's TCP sockets; closing one leaves the original open."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            candidate = socket.socket(fileno=os.dup(int(name)))
+            handle = os.dup(int(name))
         except OSError:  # closed since it was listed
+            continue
+        try:
+            candidate = socket.socket(fileno=handle)
+        except OSError:  # something else has its number by now
+            os.close(handle)
             continue
         if candidate.family in (socket.AF_INET, socket.AF_INET6):
             yield candidate

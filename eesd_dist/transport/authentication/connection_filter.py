@@ -9,10 +9,12 @@ the filter that they were accepted under.
 
 import ctypes
 import ipaddress
+import os
 import socket
 import struct
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from eesd_dist.errors import EngineError
 
@@ -40,13 +42,58 @@ _DROP: _Instruction = (_RETURN, 0, 0, 0)
 _PASS: _Instruction = (_RETURN, 0, 0, _ALL_BYTES)
 
 
+_HANDLES_MORE = 256
+"""The kernel gives a socket the lowest free handle, and other threads open some too."""
+
+_libc = ctypes.PyDLL(None, use_errno=True)
+"""Its calls keep the interpreter's lock. Python's own give it up, each time for 5 ms when another
+thread computes: time in which a new socket listens without a filter."""
+
+
+class Listeners:
+    """The TCP sockets at which this process listens, to find one that a library opens."""
+
+    def __init__(self) -> None:
+        self._end = max(map(int, os.listdir("/proc/self/fd"))) + _HANDLES_MORE
+        self._known = {address for address, _ in self._all()}
+
+    def new(self) -> int:
+        """Returns the file handle of the socket that was opened since. Raises OSError when there
+        is none."""
+        for address, handle in self._all():
+            if address not in self._known:
+                return handle
+        raise OSError("no new listening socket")
+
+    def _all(self) -> Iterator[tuple[bytes, int]]:
+        """Yields the address, as the kernel writes it, and the file handle."""
+        found, size = ctypes.create_string_buffer(128), ctypes.c_uint()
+        families = {socket.AF_INET, socket.AF_INET6}
+        for handle in range(self._end):
+            size.value = 4
+            listens = (handle, socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if _libc.getsockopt(*listens, found, ctypes.byref(size)) or found.raw[0] == 0:
+                continue
+            size.value = len(found)
+            if _libc.getsockname(handle, found, ctypes.byref(size)) == 0:
+                address = found.raw[: size.value]
+                if int.from_bytes(address[:2], sys.byteorder) in families:
+                    yield address, handle
+
+
 class ConnectionFilter:
     """The filter on one listening socket. It admits nothing at first."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        """Owns `listener`, which may be a duplicate."""
-        self._listener = listener
-        self.block()
+    def __init__(self, handle: int) -> None:
+        """`handle`: the file handle of the socket, of which this keeps a duplicate."""
+        _attach(handle, [_DROP])
+        self._listener = socket.socket(fileno=os.dup(handle))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The IP address and the port at which the socket listens."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
 
     @property
     def num_dropped(self) -> int:
@@ -62,28 +109,28 @@ class ConnectionFilter:
 
     def block(self) -> None:
         """Lets nothing pass. Accepted connections go on."""
-        self._attach([_DROP])
+        _attach(self._listener.fileno(), [_DROP])
 
     def admit(self, hosts: Iterable[str]) -> None:
         """Lets packets from these IP addresses pass; of other hosts not even the end of a handshake
         that began before there was a filter."""
         program = [each for host in sorted(set(hosts)) for each in _pass_from(host)]
-        self._attach([*program, _DROP])
+        _attach(self._listener.fileno(), [*program, _DROP])
 
     def release(self) -> None:
         self._listener.close()
 
-    def _attach(self, program: list[_Instruction]) -> None:
-        code = b"".join(struct.pack("=HBBI", *each) for each in program)
-        held = ctypes.create_string_buffer(code, len(code))
-        pointer = struct.pack("@HP", len(program), ctypes.addressof(held))
-        try:
-            self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointer)
-        except OSError as error:
-            raise EngineError(
-                f"no packet filter on a listening socket (SO_ATTACH_FILTER): {error}; ranks need a "
-                "kernel that has them"
-            ) from error
+
+def _attach(handle: int, program: list[_Instruction]) -> None:
+    code = b"".join(struct.pack("=HBBI", *each) for each in program)
+    held = ctypes.create_string_buffer(code, len(code))
+    pointer = struct.pack("@HP", len(program), ctypes.addressof(held))
+    option = (handle, socket.SOL_SOCKET, _SO_ATTACH_FILTER)
+    if _libc.setsockopt(*option, pointer, len(pointer)):
+        raise EngineError(
+            "no packet filter on a listening socket (SO_ATTACH_FILTER): "
+            f"{os.strerror(ctypes.get_errno())}; ranks need a kernel that has them"
+        )
 
 
 def _pass_from(host: str) -> list[_Instruction]:

@@ -101,10 +101,15 @@ def join_threads(
 
 
 def in_threads(*jobs: Any) -> None:
-    """Returns when all jobs have ended. Raises the error of the first that failed."""
+    """Returns when all jobs have ended. Raises the errors of those that failed: of one alone, its
+    own."""
     with ThreadPoolExecutor(len(jobs)) as threads:
-        for job in [threads.submit(job) for job in jobs]:
-            job.result()
+        running = [threads.submit(job) for job in jobs]
+    errors = [error for job in running if (error := job.exception()) is not None]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise BaseExceptionGroup(f"{len(errors)} of {len(jobs)} jobs failed", errors)
 
 
 def fingerprint(header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> list[int]:

@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from eesd_dist.errors import EngineError
 from eesd_dist.transport import gloo, rendezvous
+from eesd_dist.transport.authentication.connection_filter import Listeners
 from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.gloo import GlooDevice, GlooPlane
 from eesd_dist.transport.group import ProcessGroup
@@ -110,22 +111,34 @@ def test_a_connection_to_a_running_group_is_dropped_and_counted_one_by_one(
     assert refused.num_refused >= 7, "still known when the group has ended"
 
 
-def test_a_socket_that_somebody_found_before_its_filter_is_given_up(
+@contextmanager
+def _found_first(
+    monkeypatch: pytest.MonkeyPatch, *, times: int
+) -> Iterator[list[gloo.SocketAddress]]:
+    """Connects to that many new sockets before they have their filter, with the number of a pair;
+    yields the addresses of all new sockets."""
+    found: list[gloo.SocketAddress] = []
+    new = Listeners.new
+
+    def found_first(listeners: Listeners) -> int:
+        handle = new(listeners)
+        with socket.socket(fileno=os.dup(handle)) as listener:
+            found.append(listener.getsockname()[:2])
+        if len(found) <= times:
+            intruder = ends.enter_context(socket.create_connection(found[-1]))
+            intruder.sendall(bytes(8))
+        return handle
+
+    monkeypatch.setattr(Listeners, "new", found_first)
+    with ExitStack() as ends:
+        yield found
+
+
+def test_a_socket_that_was_found_before_its_filter_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found: list[gloo.SocketAddress] = []
-    listener_at = gloo._listener_at
-
-    def found_first(addresses: frozenset[gloo.SocketAddress]) -> socket.socket:
-        found.extend(addresses)
-        if len(found) <= 2:
-            intruder = ends.enter_context(socket.create_connection(found[-1]))
-            intruder.sendall(bytes(8))  # the number of a pair
-        return listener_at(addresses)
-
-    monkeypatch.setattr(gloo, "_listener_at", found_first)
     refused = RefusedConnections()
-    with ExitStack() as ends:
+    with _found_first(monkeypatch, times=2) as found:
         device = GlooDevice(INSIDE, refused=refused)
     assert len(found) == 3
     assert device.addresses == {found[-1]}
@@ -134,15 +147,10 @@ def test_a_socket_that_somebody_found_before_its_filter_is_given_up(
 
 
 def test_a_scan_that_finds_every_socket_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    listener_at = gloo._listener_at
-
-    def found_first(addresses: frozenset[gloo.SocketAddress]) -> socket.socket:
-        (address,) = addresses
-        ends.enter_context(socket.create_connection(address))
-        return listener_at(addresses)
-
-    monkeypatch.setattr(gloo, "_listener_at", found_first)
-    with ExitStack() as ends, pytest.raises(EngineError, match="stop the port scan"):
+    with (
+        _found_first(monkeypatch, times=1_000),
+        pytest.raises(EngineError, match="stop the port scan"),
+    ):
         GlooDevice(INSIDE)
 
 

@@ -1,13 +1,17 @@
 """The kernel keeps connections of other hosts out of a listening socket, and counts them."""
 
 import socket
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
 from eesd_dist.errors import EngineError
-from eesd_dist.transport.authentication.connection_filter import ConnectionFilter
+from eesd_dist.transport.authentication import connection_filter
+from eesd_dist.transport.authentication.connection_filter import ConnectionFilter, Listeners
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
@@ -33,7 +37,7 @@ def _connect(listener: socket.socket, *, source: str) -> socket.socket:
 
 
 def test_a_new_filter_admits_nothing(listener: socket.socket) -> None:
-    filter_ = ConnectionFilter(listener.dup())
+    filter_ = ConnectionFilter(listener.fileno())
     for number in (1, 2):
         with pytest.raises(TimeoutError):
             _connect(listener, source=listener.getsockname()[0])
@@ -42,7 +46,7 @@ def test_a_new_filter_admits_nothing(listener: socket.socket) -> None:
 
 
 def test_a_filter_admits_the_named_hosts_and_no_other(listener: socket.socket) -> None:
-    filter_ = ConnectionFilter(listener.dup())
+    filter_ = ConnectionFilter(listener.fileno())
     host = listener.getsockname()[0]
     filter_.admit(["10.1.2.3", "fd00::2:0:0:1", host])
     with _connect(listener, source=host) as client, listener.accept()[0] as accepted:
@@ -58,7 +62,7 @@ def test_a_filter_admits_the_named_hosts_and_no_other(listener: socket.socket) -
 
 def test_another_address_of_the_same_network_is_another_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        filter_ = ConnectionFilter(listener.dup())
+        filter_ = ConnectionFilter(listener.fileno())
         filter_.admit(["127.0.0.1"])
         with pytest.raises(TimeoutError):
             _connect(listener, source="127.0.0.2")
@@ -67,7 +71,7 @@ def test_another_address_of_the_same_network_is_another_host() -> None:
 
 
 def test_accepted_connections_go_on_when_the_filter_blocks(listener: socket.socket) -> None:
-    filter_ = ConnectionFilter(listener.dup())
+    filter_ = ConnectionFilter(listener.fileno())
     host = listener.getsockname()[0]
     filter_.admit([host])
     with _connect(listener, source=host) as client, listener.accept()[0] as accepted:
@@ -86,5 +90,51 @@ def test_accepted_connections_go_on_when_the_filter_blocks(listener: socket.sock
 def test_a_socket_that_takes_no_filter_is_an_error_that_names_the_option() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.close()
-    with pytest.raises(EngineError, match="SO_ATTACH_FILTER"):
-        ConnectionFilter(listener)
+    with pytest.raises(EngineError, match=r"SO_ATTACH_FILTER\): Bad file descriptor"):
+        ConnectionFilter(listener.fileno())
+
+
+def test_the_socket_opened_since_is_found_and_no_other(listener: socket.socket) -> None:
+    listeners = Listeners()
+    with pytest.raises(OSError, match="no new listening socket"):
+        listeners.new()
+    bound = socket.socket(listener.family)
+    bound.bind((listener.getsockname()[0], 0))
+    with bound, listener.dup():
+        with pytest.raises(OSError, match="no new listening socket"):
+            listeners.new()
+        bound.listen()
+        assert listeners.new() == bound.fileno()
+        filter_ = ConnectionFilter(bound.fileno())
+        assert filter_.address == bound.getsockname()[:2]
+        filter_.release()
+
+
+def test_no_other_thread_runs_between_finding_a_socket_and_its_filter() -> None:
+    turns, is_over = 0, False
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not is_over:
+            turns += 1
+            time.sleep(0)
+
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        listeners = Listeners()
+        other = threading.Thread(target=take_turns)
+        other.start()
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(10.0)
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as second:
+                before = turns
+                handle = listeners.new()
+                connection_filter._attach(handle, [connection_filter._DROP])
+                assert turns == before
+                assert handle == second.fileno() != first.fileno()
+                time.sleep(0.01)
+                assert turns > before
+        finally:
+            is_over = True
+            sys.setswitchinterval(interval_s)
+            other.join()
