@@ -206,6 +206,10 @@ async def _measure(
     clients = Clients(client, prompts)
     watch = asyncio.create_task(_watch(timeline, clients, router, app=config.app_name))
     try:
+        async with asyncio.timeout(options.timeout_s):
+            while not timeline.samples:  # of the service before the load
+                await asyncio.wait({watch}, timeout=_TURN_S)
+                _require_running(watch)
         for phase in _phases(options):
             await _run_phase(phase, timeline, clients, watch=watch, timeout_s=options.timeout_s)
             say(_line(phase.name, timeline))
