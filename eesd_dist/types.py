@@ -43,6 +43,8 @@ class SamplingParams:
     """Tokens that end the text, including the model's end tokens unless `ignore_eos` is set."""
     top_logprobs: int | None = None
     """How many alternatives to report with each token's log-probability; None reports nothing."""
+    grammar: str | None = None
+    """What the text must match, as `text.grammars` writes it; None: any text."""
 
     @property
     def is_greedy(self) -> bool:
@@ -228,6 +230,7 @@ class Emission(Value, frozen=True, kw_only=True):
     queue_s: float | None = None
     """On the first emission: seconds from arrival to the first round, where known."""
     error: str | None = None
+    """Why the request itself makes it impossible to go on; with ABORT."""
     submission: int = 0
     """Submission of its request."""
 

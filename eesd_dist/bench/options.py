@@ -161,6 +161,22 @@ class FiltersOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarsOptions:
+    """Structured output: 200 schemas, 40 expressions.
+
+    Every text that ends is checked by another library than the one that constrained it, every
+    other one has to be the beginning of a text that matches, and all are compared with speculation
+    off. Then acceptance and speed with and without grammars, and the time of a round's masks. Exit
+    status 1 if a text does not match or differs.
+    """
+
+    model: Model = BUNDLED_MODEL
+    prompts: Prompts = SHIPPED_PROMPTS
+    max_tokens: Annotated[int, "length of a text that does not end before"] = 300
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlOptions:
     """Controllers against the best fixed draft length.
 

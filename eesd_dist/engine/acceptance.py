@@ -66,6 +66,7 @@ def accepted_drafts(runs: Sequence[DraftRun], reply: VerifyReply) -> Iterator[Ac
                 num_drafted=k,
                 num_accepted=len(path),
                 logprobs=_logprobs(run.item, reply, at, rows),
+                failure=None if run.matcher is None else run.matcher.failure,
             ),
         )
         at += k + 1

@@ -38,6 +38,7 @@ from eesd_dist.sampling.rule import get_ready
 from eesd_dist.schedule.kv_pages import KvRoom, num_pages_of
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
+from eesd_dist.text.grammars import GrammarCompiler
 from eesd_dist.transport.command_stream import CommandSink
 from eesd_dist.transport.contracts import (
     RoundHeader,
@@ -327,6 +328,7 @@ def build_draft_engine(
     group: TensorGroup | None = None,
     commands: CommandSink | None = None,
     shard: OwnShard | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> EngineCore:
     """Builds the drafting actor's engine: draft stage, page tables and scheduler, over any channel.
 
@@ -359,6 +361,7 @@ def build_draft_engine(
         tree=config.speculation.tree,
     )
     return EngineCore(
+        grammars=grammars or GrammarCompiler.of_folder(config.model.path),
         draft=draft,
         draft_traffic=_traffic_of(group),
         channel=channel,
@@ -424,6 +427,7 @@ def build_local_engine(
     book: BeliefBook | None = None,
     cost: CostModel | None = None,
     recorder: RecorderSink | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> EngineCore:
     """Builds both stages in this process, over a channel in memory.
 
@@ -462,4 +466,5 @@ def build_local_engine(
         cost=cost,
         recorder=recorder,
         shard=draft.shard(num_pages=num_pages),
+        grammars=grammars,
     )

@@ -27,6 +27,7 @@ from eesd_dist.engine.round_stats import RoundInFlight, RoundMeter
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import RoundPlan, Scheduler
+from eesd_dist.text.grammars import GrammarCompiler
 from eesd_dist.transport.contracts import VerifyChannel, VerifyReply
 from eesd_dist.types import (
     NO_TRAFFIC,
@@ -73,10 +74,11 @@ class EngineCore:
         recorder: RecorderSink | None = None,
         draft_traffic: Callable[[], Traffic] = lambda: NO_TRAFFIC,
         overlap_policy: OverlapPolicy | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """`overlap_policy`: chooses between one microbatch and two; None leaves it to the
         scheduler. `round_ids`: None without tracing. `draft_traffic`: total traffic of this rank
-        with the other draft ranks so far."""
+        with the other draft ranks so far. `grammars`: None refuses requests with one."""
         self._draft = draft
         self._channel = channel
         self._scheduler = scheduler
@@ -94,6 +96,7 @@ class EngineCore:
             features=self._features,
             book=book,
             speculation=speculation,
+            grammars=grammars,
         )
         self._heads = HeadExchange(draft=draft, policy=self._policy, scheduler=scheduler)
         moves = KvMoves()

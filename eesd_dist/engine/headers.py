@@ -8,6 +8,7 @@ from eesd_dist.engine.recording.recorder import RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.schedule.scheduler import RoundPlan
 from eesd_dist.transport.contracts import Move, RoundHeader, Segment
+from eesd_dist.trees import ROOT
 from eesd_dist.types import RequestId
 
 RoundIds = Callable[[Sequence[str | None]], tuple[int, int]]
@@ -152,6 +153,12 @@ def _segment(run: DraftRun, page_size: int, *, num_recorded: int, wants_features
         stop_token_ids=p.stop_token_ids,
         logit_bias=p.logit_bias,
         wants_features=wants_features,
+        masks=_masks(run) if item.is_final and run.matcher is not None else b"",
         # The recorder's tokens are never returned: responses have what the request asked for.
         top_logprobs=max(p.top_logprobs or 0, num_recorded) if num_recorded else p.top_logprobs,
     )
+
+
+def _masks(run: DraftRun) -> bytes:
+    """Returns a mask for the row of the last known token, and for each of the draft."""
+    return b"".join(run.mask_after(node) for node in range(ROOT, len(run.tokens)))

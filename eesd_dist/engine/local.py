@@ -15,6 +15,7 @@ from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.text.grammars import GrammarCompiler
 from eesd_dist.types import (
     Emission,
     FinishReason,
@@ -51,8 +52,9 @@ class Generation:
 class LocalEngine:
     """An engine with both stages in this process. Not thread-safe: use the service for that."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._engine = build_local_engine(config, book=BeliefBook())
+    def __init__(self, config: EngineConfig, *, grammars: GrammarCompiler | None = None) -> None:
+        """`grammars`: None compiles for the tokenizer of the checkpoint folder."""
+        self._engine = build_local_engine(config, book=BeliefBook(), grammars=grammars)
         self._max_waiting = config.scheduler.max_waiting
 
     @property

@@ -7,6 +7,7 @@ only place that admits a request to them and ends it in all of them.
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
@@ -17,7 +18,8 @@ from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.errors import RequestError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import PlanItem, Scheduler
-from eesd_dist.types import Emission, Outcome, Request, RequestId
+from eesd_dist.text.grammars import GrammarCompiler, TokenMatcher
+from eesd_dist.types import Emission, Outcome, Request, RequestId, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,12 @@ class EngineLoad:
     num_pages: int
     num_preemptions: int = 0
     """Count since the engine was built."""
+
+
+class _Arrival(NamedTuple):
+    request: Request
+    plan: DraftPlan | None
+    matcher: TokenMatcher | None
 
 
 class EngineRequests:
@@ -47,6 +55,7 @@ class EngineRequests:
         features: FeatureTap,
         book: BeliefBook | None,
         speculation: SpeculationConfig,
+        grammars: GrammarCompiler | None,
     ) -> None:
         self.lock = threading.Lock()
         self._arrived = threading.Event()
@@ -57,7 +66,8 @@ class EngineRequests:
         self._features = features
         self._book = book
         self._speculation = speculation
-        self._returning: dict[RequestId, tuple[Request, DraftPlan | None]] = {}
+        self._grammars = grammars
+        self._returning: dict[RequestId, _Arrival] = {}
         """Waiting requests with the id of an aborted one in flight; admitted when that one ends."""
 
     def add(self, request: Request, plan: DraftPlan | None) -> None:
@@ -66,15 +76,16 @@ class EngineRequests:
         Raises RequestError if it can never be served and CapacityError if the queue is full.
         """
         self._refuse_odd_tree(request)
+        arrival = _Arrival(request, plan, self._matcher_of(request.sampling))
         with self.lock:
             self._policy.check(request.speculation.controller)
             self._features.check(request)
             before = self._scheduler.live(request.request_id)
             self._scheduler.add(request)
             if before is None:
-                self._admit(request, plan)
+                self._admit(arrival)
             else:  # aborted, and its round still uses this id
-                self._returning[request.request_id] = request, plan
+                self._returning[request.request_id] = arrival
         self.wake()
 
     def abort(self, request_id: RequestId) -> None:
@@ -136,7 +147,7 @@ class EngineRequests:
         if returning is not None or self._scheduler.live(request_id) is None:
             self._end(request_id)
         if returning is not None:
-            self._admit(*returning)
+            self._admit(returning)
 
     def _refuse_odd_tree(self, request: Request) -> None:
         shape = self._speculation.tree.shape_of(request.speculation.tree)
@@ -147,7 +158,15 @@ class EngineRequests:
                 param="speculation.tree",
             )
 
-    def _admit(self, request: Request, plan: DraftPlan | None) -> None:
+    def _matcher_of(self, sampling: SamplingParams) -> TokenMatcher | None:
+        if sampling.grammar is not None and self._grammars is None:
+            raise RequestError("this engine has no tokenizer, which grammars need")
+        return None if self._grammars is None else self._grammars.matcher_of(sampling)
+
+    def _admit(self, arrival: "_Arrival") -> None:
+        request, plan, matcher = arrival
+        if matcher is not None:
+            self._draft.matchers[request.request_id] = matcher
         if plan is None and self._book is not None:
             plan = self._book.admit(request.request_id, request.workload)
         self._policy.admit(
@@ -164,6 +183,7 @@ class EngineRequests:
             self._recorder.end(request_id)
         self._features.end(request_id)
         self._draft.forget(request_id)
+        self._draft.matchers.pop(request_id, None)
         self._policy.end(request_id)
         if self._book is not None:
             self._book.finish(request_id)

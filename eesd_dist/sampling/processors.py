@@ -1,7 +1,7 @@
 """Logits processing before a token is chosen: edits, temperature, filters, in this order.
 
 1. edits of single logits: forbidden tokens and logit_bias, then the repetition penalty (prompt and
-   output), then presence and frequency penalties (output only);
+   output), then presence and frequency penalties (output only), then masks (grammars);
 2. temperature;
 3. filters, each applied to what the one before left: top_k, top_p, min_p.
 
@@ -149,6 +149,18 @@ def _edit_(x_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> None:
     biases.apply_(x_SV, columns, torch.add)
     repetitions.apply_(x_SV, columns, _discourage)
     outputs.apply_(x_SV, columns, torch.add)
+    masked = [row for row, rule in enumerate(rules) if rule.mask]
+    if masked:
+        _mask_(x_SV, masked, [rules[row].mask for row in masked], columns)
+
+
+def _mask_(x_SV: Tensor, rows: list[int], masks: Sequence[bytes], columns: Columns) -> None:
+    """Excludes the tokens of these rows that their masks do not allow."""
+    bytes_RB = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8)
+    bytes_RB = bytes_RB.view(len(rows), -1).to(x_SV.device)
+    ids_V = columns.ids(x_SV).long()
+    bits_RV = bytes_RB[:, ids_V >> 3] >> (ids_V & 7).to(torch.uint8) & 1
+    x_SV[rows] = x_SV[rows].masked_fill(bits_RV == 0, -torch.inf)
 
 
 def _ids(tokens: Sequence[int]) -> _Ids:

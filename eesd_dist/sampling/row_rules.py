@@ -41,6 +41,9 @@ class RowRule(Value, frozen=True, kw_only=True):
     history: Sequence[int] = ()
     """All tokens before `position` if `needs_history`; otherwise it may be empty."""
     top_logprobs: int | None = None
+    mask: bytes = b""
+    """A bit per token that may be chosen, the lowest bit of the first byte for token 0; empty: any
+    token."""
 
     @classmethod
     def of(
@@ -50,6 +53,7 @@ class RowRule(Value, frozen=True, kw_only=True):
         position: int,
         num_prompt: int,
         history: Sequence[int] = (),
+        mask: bytes = b"",
     ) -> Self:
         return cls(
             seed=params.seed,
@@ -67,6 +71,7 @@ class RowRule(Value, frozen=True, kw_only=True):
             num_prompt=num_prompt,
             history=history,
             top_logprobs=params.top_logprobs,
+            mask=mask,
         )
 
     @property
@@ -100,7 +105,7 @@ class RowRule(Value, frozen=True, kw_only=True):
     @property
     def edits_logits(self) -> bool:
         """Whether single logits change before the temperature."""
-        return bool(self.logit_bias) or bool(self.forbidden) or self.needs_history
+        return bool(self.mask or self.logit_bias or self.forbidden) or self.needs_history
 
 
 _WIDE_TOP_P, _WIDE_MIN_P, _WIDE_TOP_K = 0.9, 0.05, 20
@@ -133,8 +138,8 @@ class ChoiceParams(Protocol):
 
 
 def chooses_by_score(params: ChoiceParams, *, num_generated: int) -> bool:
-    """Returns whether choices after so many generated tokens are made among all tokens, by logits
-    and noise alone: no token is filtered or has its logit changed."""
+    """Returns whether choices after so many generated tokens are made by logits and noise alone,
+    among all tokens or those of a mask: no token is filtered or has its logit changed."""
     has_filters = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
     is_greedy = params.temperature < GREEDY_BELOW
     return (is_greedy or not has_filters) and _keeps_logits(params, num_generated=num_generated)
@@ -170,6 +175,8 @@ def rules_of(segment: Segment) -> list[RowRule]:
         or segment.frequency_penalty != 0.0
     )
     positions = positions_after(segment)
+    first = segment.num_rows - segment.num_sampled
+    size = len(segment.masks) // max(segment.num_sampled, 1)
     return [
         RowRule(
             seed=segment.seed,
@@ -187,8 +194,9 @@ def rules_of(segment: Segment) -> list[RowRule]:
             num_prompt=segment.num_prompt,
             history=segment.history + _tokens_up_to(segment, row) if needs_history else (),
             top_logprobs=segment.top_logprobs,
+            mask=segment.masks[(row - first) * size : (row - first + 1) * size],
         )
-        for row in range(segment.num_rows - segment.num_sampled, segment.num_rows)
+        for row in range(first, segment.num_rows)
     ]
 
 

@@ -19,7 +19,16 @@ from eesd_dist.schedule.gate import Gate
 from eesd_dist.schedule.live import LiveRequest, salt_of
 from eesd_dist.schedule.page_leases import LeasedPages, PageLease, PageLeases, PageReservation
 from eesd_dist.schedule.pages import PageAllocator
-from eesd_dist.types import Emission, PageId, Request, RequestId, TokenId, TokenLogprobs, Value
+from eesd_dist.types import (
+    Emission,
+    FinishReason,
+    PageId,
+    Request,
+    RequestId,
+    TokenId,
+    TokenLogprobs,
+    Value,
+)
 
 
 class PlanItem(Value, frozen=True, kw_only=True, eq=False):
@@ -55,6 +64,8 @@ class Committed(Value, frozen=True, kw_only=True):
     num_drafted: int
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
+    failure: str | None = None
+    """Why the text cannot go on: then it ends without these tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -558,6 +569,17 @@ class Scheduler:
         assert result.num_drafted <= max(item.max_draft, item.max_nodes), live.request_id
         assert result.num_accepted <= min(result.num_drafted, item.max_draft), live.request_id
         assert len(result.tokens) == result.num_accepted + 1, live.request_id
+        if result.failure is not None:
+            self._leave(live)
+            return Emission(
+                request_id=live.request_id,
+                tokens=(),
+                num_accepted=0,
+                finish_reason=FinishReason.ABORT,
+                queue_s=_queue_s(live),
+                error=result.failure,
+                submission=live.request.submission,
+            )
         before = live.num_tokens
         finish_reason = live.extend(result.tokens)
         num_kept = live.num_tokens - before

@@ -131,6 +131,9 @@ class Segment(Record, frozen=True, kw_only=True):
     a chain, where every row follows the one before it."""
     wants_features: bool = False
     """Whether the reply has features of all its rows."""
+    masks: bytes = b""
+    """One mask per sampled row, all of one size: a bit per token that may be chosen, the lowest bit
+    of the first byte for token 0. Empty: any token."""
 
     @property
     def num_known(self) -> int:

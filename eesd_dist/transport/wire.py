@@ -46,7 +46,7 @@ from eesd_dist.trees import first_misplaced
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 MAGIC = 0x45455344  # "EESD"
-VERSION = 7
+VERSION = 8
 ROUND_FRAME_BYTES = 32 << 10
 """Holds a small model's decode round, or a large one's header without its hidden states."""
 REPLY_FRAME_BYTES = 4 << 10
@@ -251,6 +251,11 @@ def _check_segment(segment: Segment) -> None:
         raise WireError(
             f"found {segment.num_sampled} sampled rows in a segment, expected {segment.num_rows} "
             "or fewer"
+        )
+    if segment.masks and len(segment.masks) % max(segment.num_sampled, 1):
+        raise WireError(
+            f"found {len(segment.masks)} bytes of masks in a segment with {segment.num_sampled} "
+            "sampled rows, expected as many for each"
         )
     if not segment.parents:
         return

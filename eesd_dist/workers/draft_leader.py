@@ -34,6 +34,7 @@ from eesd_dist.model.heads.head_config import HeadConfig, head_digest
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
 from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.text.grammars import GrammarCompiler
 from eesd_dist.transport.channel import DistVerifyChannel
 from eesd_dist.transport.command_stream import DistCommandSink
 from eesd_dist.transport.contracts import VerifyChannel
@@ -132,6 +133,7 @@ class EngineLeader:
         """Held while weights are loaded."""
         self._loaded: LoadedRank | None = None
         """Of the first load; None before it."""
+        self._grammars = GrammarCompiler.of_folder(config.model.path)
         self._groups = EpochGroups(config)
         self._connected: list[ProcessGroup] = []
         """Groups of the newest epoch until `join` uses them: rounds, then draft."""
@@ -154,6 +156,9 @@ class EngineLeader:
         """Folder of the exit head that later engines get; empty for none."""
         head = self._config.model.head
         return "" if head is None else str(head)
+
+    def compile_grammar(self, grammar: str) -> None:
+        self._grammars.matcher(grammar)
 
     def host_store(self) -> Address:
         return self._groups.host_store()
@@ -316,6 +321,7 @@ class EngineLeader:
             commands=None if followers is None else followers.commands,
             shard=prepared.weights.shard(num_pages=epoch.num_pages, compiles_later=True),
             cost=prepared.cost,
+            grammars=self._grammars,
         )
         # Cleared last: when a lost peer fails the build, the next attempt need not load again.
         self._prepared = None

@@ -236,6 +236,11 @@ class DraftActor(WorkerActor):
     async def submit(self, request: Request, client: str) -> None:
         """Takes a request; `take` of this client returns its emissions, and the error that ends it
         if it is refused."""
+        try:
+            await self._compile_grammar(request)
+        except EesdError as error:
+            self._mail.refuse(request, client=client, error=error)
+            return
         request_id = request.request_id
         earlier = self._mail.request_of(request_id)
         if earlier is not None and _is_next_attempt(request, after=earlier):
@@ -253,12 +258,19 @@ class DraftActor(WorkerActor):
             self._admission.arrive(request_id, is_suspect=request.is_suspect)
         self._admit()
 
+    async def _compile_grammar(self, request: Request) -> None:
+        """Compiles the grammar of a request in a thread: the engine finds it kept then."""
+        grammar = request.sampling.grammar
+        if grammar is not None:
+            await asyncio.to_thread(self._leader.compile_grammar, grammar)
+
     async def text_features(self, request: Request) -> "TextFeatures":
         """Generates a text as a whole, and returns it with the features of its rows.
 
         For operators: no ingress calls it. Raises RequestError for features that cannot be, and
         CapacityError or PeerLost where the text cannot be generated now: ask again.
         """
+        await self._compile_grammar(request)
         self._refuse(request)
         if self._admission.has_suspect:
             raise _ALONE

@@ -179,6 +179,13 @@ class DraftControl(Protocol):
 class EpochLeader(Protocol):
     """Draft rank 0 between epochs."""
 
+    def compile_grammar(self, grammar: str) -> None:
+        """Compiles a grammar that requests with it need, unless it is kept. From any thread.
+
+        Raises RequestError for one that cannot be used.
+        """
+        ...
+
     def host_store(self) -> Address:
         """Opens a new rendezvous store in this process and closes the one before."""
         ...

@@ -27,7 +27,16 @@ from eesd_dist.errors import (
 logger = logging.getLogger(__name__)
 
 _ECHOED_CHARS = 80
-_NESTED_FIELDS = frozenset({"messages", "speculation", "stream_options", "logit_bias"})
+_NESTED_FIELDS = frozenset(
+    {
+        "logit_bias",
+        "messages",
+        "response_format",
+        "speculation",
+        "stream_options",
+        "structured_outputs",
+    }
+)
 
 
 class UnknownModel(RequestError):

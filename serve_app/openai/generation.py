@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import EngineError, RequestError
 from eesd_dist.text import TextAssembler, TextCodec, TextDelta
 from eesd_dist.types import Emission, FinishReason
 from serve_app.openai.client import EngineClient
@@ -151,7 +151,7 @@ async def _pump(
 
 def _check(emission: Emission) -> None:
     if emission.error is not None:
-        raise EngineError(emission.error)
+        raise RequestError(emission.error)
     if emission.finish_reason is FinishReason.ABORT:
         raise EngineError("the service ended this request before it was finished")
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from eesd_dist.errors import PromptTooLong, RequestError
 from eesd_dist.text import TextCodec
+from eesd_dist.text.grammars import GrammarCompiler
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
 from serve_app.openai.errors import UnknownModel
 from serve_app.openai.event_ids import (
@@ -34,6 +35,7 @@ from serve_app.openai.schema import (
     ignored,
     unsupported,
 )
+from serve_app.openai.structured_output import asked_grammar, naming
 from serve_app.openai.workloads import workload_of
 
 logger = logging.getLogger(__name__)
@@ -138,6 +140,7 @@ class Preparation:
         `limits` None: no limit on texts, log-probabilities and repeated prompt tokens of one
         answer. Event ids of another `event_key` are refused."""
         self._codec = codec
+        self._grammars = GrammarCompiler(lambda: codec)
         self._model_name = model_name
         self._max_positions = max_model_len
         self._kv_tokens = kv_tokens
@@ -344,6 +347,7 @@ class Preparation:
         traceparent: str | None,
         workload: str | None,
     ) -> Prepared:
+        asked = asked_grammar(fields)
         nonce = start.origin.nonce.hex()
         response_id = _response_id(kind, fields.request_id or nonce)
         seed = start.origin.seed if fields.seed is None else fields.seed
@@ -359,6 +363,7 @@ class Preparation:
                         seed=choice_seed(seed, i),
                         max_tokens=max_tokens[j],
                         top_logprobs=top_logprobs,
+                        grammar=None if asked is None else asked.grammar,
                     ),
                     speculation=_speculation(fields),
                     workload=self._workload(fields, kind=kind, named=workload),
@@ -370,6 +375,9 @@ class Preparation:
             for j, prompt in enumerate(prompts)
             for i in range(fields.n)
         ]
+        if asked is not None:
+            with naming(asked.param):
+                self._grammars.matcher_of(choices[0].request.sampling)
         num_extras = sum(_num_extras(choice.request, fields) for choice in choices)
         self._check_extras(num_extras)
         return Prepared(
@@ -397,8 +405,24 @@ class Preparation:
             event_ids=EventIds(start.origin, start.shown, key=self._event_key, digest=start.digest),
         )
 
+    def compile_grammar(self, fields: GenerationFields) -> None:
+        """Compiles the grammar of a request, which takes up to 0.1 s; it is kept after that.
+
+        Raises RequestError for one that cannot be used.
+        """
+        asked = asked_grammar(fields)
+        if asked is not None:
+            with naming(asked.param):
+                self._grammars.matcher(asked.grammar)
+
     def _sampling(
-        self, fields: GenerationFields, *, seed: int, max_tokens: int, top_logprobs: int | None
+        self,
+        fields: GenerationFields,
+        *,
+        seed: int,
+        max_tokens: int,
+        top_logprobs: int | None,
+        grammar: str | None,
     ) -> SamplingParams:
         if fields.min_tokens > max_tokens:
             raise RequestError(
@@ -422,6 +446,7 @@ class Preparation:
             min_tokens=fields.min_tokens,
             stop_token_ids=tuple(dict.fromkeys((*ends, *fields.stop_token_ids))),
             top_logprobs=top_logprobs,
+            grammar=grammar,
         )
 
     def _workload(self, fields: GenerationFields, *, kind: Kind, named: str | None) -> str:

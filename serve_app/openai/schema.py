@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, Self, cast
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -22,11 +21,11 @@ from pydantic_core import core_schema
 
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.types import TreeShape
+from serve_app.openai.fields import MAX_ENTRIES, Fields, check_number
+from serve_app.openai.structured_output import StructuredFields
 from serve_app.openai.workloads import WORKLOAD_PATTERN
 
 _MAX_STOPS = 16
-_MAX_ENTRIES = 1024
-"""Fields of an object, entries of `logit_bias` and `stop_token_ids`."""
 _MAX_MESSAGES = 4096
 """Messages of a conversation, and parts of a message."""
 REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
@@ -59,34 +58,6 @@ class _OneOf:
 ControllerName = Annotated[str, _OneOf(CONTROLLER_NAMES)]
 
 
-def _check_number(entries: object) -> object:
-    """Runs before the entries are checked: describing thousands of wrong ones takes seconds."""
-    if isinstance(entries, Mapping) and len(entries) > _MAX_ENTRIES:
-        raise ValueError(f"found {len(entries)} entries, expected at most {_MAX_ENTRIES}")
-    return entries
-
-
-class Fields(BaseModel):
-    """A JSON object in which null means the default."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="allow",
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        hide_input_in_errors=True,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: object) -> object:
-        _check_number(data)
-        if not isinstance(data, Mapping):
-            return data
-        return {name: value for name, value in data.items() if value is not None}
-
-
 class SpeculationFields(Fields):
     """Speculation settings of a request; they change its time, never its text."""
 
@@ -111,7 +82,7 @@ class StreamOptions(Fields):
     """Adds a chunk with usage and metrics before the end."""
 
 
-class GenerationFields(Fields):
+class GenerationFields(Fields, StructuredFields):
     """Fields of both kinds of requests."""
 
     model: str | None = None
@@ -119,7 +90,7 @@ class GenerationFields(Fields):
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
-    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_check_number)] = {}
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(check_number)] = {}
     """Token id to the value that is added to its logit."""
     temperature: Temperature = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -131,7 +102,7 @@ class GenerationFields(Fields):
     n: Annotated[int, Field(ge=1, le=128)] = 1
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] = []
     stop_token_ids: Annotated[
-        list[NonNegativeInt], Field(max_length=_MAX_ENTRIES, fail_fast=True)
+        list[NonNegativeInt], Field(max_length=MAX_ENTRIES, fail_fast=True)
     ] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -242,10 +213,6 @@ def _empty(value: object) -> bool:
     return not value
 
 
-def _plain_text(value: object) -> bool:
-    return isinstance(value, Mapping) and value.get("type") == "text"
-
-
 def _only_text(value: object) -> bool:
     return value == ["text"]
 
@@ -263,17 +230,10 @@ _HARMLESS_WHEN: Mapping[str, Callable[[object], bool]] = {
     "documents": _empty,
     "function_call": _none,
     "functions": _empty,
-    "guided_choice": _never,
-    "guided_decoding_backend": _never,
-    "guided_grammar": _never,
-    "guided_json": _never,
-    "guided_regex": _never,
     "length_penalty": lambda value: value == 1.0,
     "logits_processors": _empty,
     "modalities": _only_text,
     "prompt_logprobs": _never,
-    "response_format": _plain_text,
-    "structured_outputs": _never,
     "suffix": _empty,
     "thinking_token_budget": _never,
     "truncate_prompt_tokens": _never,
@@ -286,6 +246,7 @@ _HARMLESS_WHEN: Mapping[str, Callable[[object], bool]] = {
 _QUIETLY_IGNORED = frozenset(
     {
         "best_of",
+        "guided_decoding_backend",
         "metadata",
         "parallel_tool_calls",
         "prediction",

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from opentelemetry.trace import Span
@@ -29,6 +30,7 @@ from serve_app.openai.preparation import Choice, Preparation, Prepared
 from serve_app.openai.responses import Answer, Event, Json, num_cached_tokens
 from serve_app.openai.schema import ChatFields, CompletionFields, ContentPart, Message
 from serve_app.openai.sse import encoded, encoded_in_parts
+from serve_app.openai.structured_output import has_grammar
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.throughput import Throughput
 
@@ -38,6 +40,8 @@ RequestObserver = Callable[[RequestTimings], None]
 _CHARS_PER_MESSAGE = 32
 _INLINE_SIZE = 4096
 """Of an answer, as `Answer.size` counts it: some milliseconds."""
+_SLOW = 2**31
+"""Size of work that is never done on the event loop."""
 _OPERATIONS = {"chat": "chat", "completion": "text_completion"}
 
 
@@ -66,6 +70,8 @@ class Service:
         self._limits = limits
         self._throughput = Throughput()
         self.threads = TextThreads()
+        self._grammar_threads = TextThreads()
+        """Grammars do not keep long texts waiting."""
 
     async def prepared(
         self,
@@ -86,6 +92,9 @@ class Service:
                 return self._preparation.chat(fields, **options)
             return self._preparation.completion(fields, **options)
 
+        if has_grammar(fields):
+            compile_ = partial(self._preparation.compile_grammar, fields)
+            await self._grammar_threads.run(compile_, size=_SLOW)
         return await self.threads.run(prepare, size=_size_of(fields))
 
     def retry_after_s(self) -> float:

@@ -31,7 +31,7 @@ class TextThreads:
         if size <= _INLINE_CHARS:
             return work()
         if self._num_queued == _MAX_QUEUED:
-            raise CapacityError(f"{_MAX_QUEUED} long texts are waiting to be tokenised: try again")
+            raise CapacityError(f"{_MAX_QUEUED} long texts or grammars are waiting: try again")
         self._num_queued += 1
         try:
             return await self.finish(work)

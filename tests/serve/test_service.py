@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 import ray
@@ -77,6 +78,66 @@ def test_speculation_off_and_on_give_the_same_text(client: openai.OpenAI) -> Non
     assert texts[0] == texts[1]
     assert accepted[0] is None
     assert accepted[1] > 0
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 9},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_matches_its_schema_with_speculation_off_and_on(client: openai.OpenAI) -> None:
+    """Over two verify ranks, each with a part of the vocabulary; streamed too."""
+    texts = []
+    for mode, stream in (("off", False), ("auto", False), ("auto", True)):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "who is it?"}],
+            max_tokens=150,
+            temperature=0.8,
+            seed=21,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "person", "schema": SCHEMA},
+            },
+            stream=stream,
+            extra_body={"speculation": {"mode": mode, "controller": "fixed"}},
+        )
+        if isinstance(answer, openai.Stream):
+            chunks = [chunk.choices[0] for chunk in answer if chunk.choices]
+            texts.append("".join(chunk.delta.content or "" for chunk in chunks))
+            assert chunks[-1].finish_reason == "stop"
+        else:
+            texts.append(answer.choices[0].message.content or "")
+            assert answer.choices[0].finish_reason == "stop"
+    assert texts[0] == texts[1] == texts[2]
+    jsonschema.validate(json.loads(texts[0]), SCHEMA)
+
+
+def test_a_grammar_that_cannot_be_used_is_refused_and_one_that_fails_ends_its_request(
+    client: openai.OpenAI, service: Running
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        client.completions.create(
+            model="tiny", prompt=PROMPT, extra_body={"guided_json": {"uniqueItems": True}}
+        )
+    deep = "(?:(?:(?:a{0,100}){0,100}){0,100})b"
+    (a,) = Tokenizer.load(service.config.engine.model.path).encode("a", add_special_tokens=False)
+    with pytest.raises(openai.BadRequestError, match="more work than is allowed"):
+        client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=200,
+            logit_bias={str(a): 100},
+            extra_body={"guided_regex": deep},
+        )
+    assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3).choices[0].text
 
 
 def test_a_streamed_chat_is_the_chat_that_is_not_streamed(client: openai.OpenAI) -> None:

@@ -30,6 +30,15 @@ _VALUES: tuple[object, ...] = (
     ),
     *([], [1], ["a"], [[1, 2]], [[]], {}, {"a": {}}, {"type": "text", "text": "x"}, "x" * 3000),
     [{"role": "user", "content": "hi"}],
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}},
+    *(
+        {"regex": "(a"},
+        {"choice": ["a", "b"]},
+        {"json": "{"},
+        {"json": {"not": {}}},
+        "(a{999}){999}",
+    ),
 )
 _FIELDS = (
     *("model", "prompt", "messages", "tokens", "n", "max_tokens", "min_tokens", "temperature"),
@@ -37,6 +46,7 @@ _FIELDS = (
     *("echo", "stream", "stream_options", "request_id", "speculation", "ignore_eos", "best_of"),
     *("top_logprobs", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
     *("repetition_penalty", "return_token_ids", "tools", "response_format", "user", "\ud800"),
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 _HEADERS = (
     *(b"X-Name: \xff", b"X-Request-Id: a b", b"X-Request-Id: fine-1", b"traceparent: nonsense"),

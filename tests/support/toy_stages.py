@@ -260,6 +260,9 @@ class ToyLeader:
     def head_folder(self) -> str:
         return ""
 
+    def compile_grammar(self, grammar: str) -> None:
+        raise RequestError("a toy has no grammars")
+
     def host_store(self) -> Address:
         return Address(host="nowhere", port=1)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from eesd_dist.bench.exact import duration
 from eesd_dist.bench.fuzz.cases import Case, save_case
 from eesd_dist.bench.fuzz.check import Checked, check
-from eesd_dist.bench.fuzz.draw_cases import GROUP_SIZE, Source
+from eesd_dist.bench.fuzz.drawing.cases import GROUP_SIZE, Source
 from eesd_dist.bench.fuzz.models import ModelShelf
 from eesd_dist.bench.fuzz.reduction import reduce_case
 from eesd_dist.bench.fuzz.reference import PlainTexts

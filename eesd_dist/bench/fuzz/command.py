@@ -17,8 +17,8 @@ import torch
 from eesd_dist.bench.fuzz.campaign import Campaign, Limits, reduced
 from eesd_dist.bench.fuzz.cases import load_case, save_case
 from eesd_dist.bench.fuzz.check import check
-from eesd_dist.bench.fuzz.draw_cases import Source
-from eesd_dist.bench.fuzz.draw_requests import Prompt
+from eesd_dist.bench.fuzz.drawing.cases import Source
+from eesd_dist.bench.fuzz.drawing.requests import Prompt
 from eesd_dist.bench.fuzz.models import KnownModel, ModelShelf
 from eesd_dist.bench.fuzz.options import DEFAULT_TOKENS, FuzzOptions
 from eesd_dist.bench.fuzz.reference import PlainTexts

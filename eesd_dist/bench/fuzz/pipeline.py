@@ -5,6 +5,7 @@ from pathlib import Path
 from random import Random
 
 from eesd_dist.bench.fuzz.cases import TIMEOUT_S, EngineSetup, Link, Loss, World, engine_config
+from eesd_dist.bench.fuzz.drawing.grammars import grammars_of
 from eesd_dist.bench.fuzz.links import ON_PURPOSE, FaultyChannel, FutureChannel, encoded
 from eesd_dist.bench.fuzz.plants import Plant
 from eesd_dist.bench.fuzz.ranks import DraftRanks, VerifyRanks
@@ -12,6 +13,7 @@ from eesd_dist.engine.build import build_draft_engine
 from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import PeerLost
+from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.transport.contracts import VerifyChannel
 from eesd_dist.transport.memory import MemoryChannel, Verify
@@ -37,6 +39,7 @@ class Pipeline:
             group=self._draft.group,
             commands=self._draft.commands,
             shard=self._draft.shard,
+            grammars=grammars_of(ModelSpec.from_folder(folder)),
         )
 
     def step(self) -> StepResult:

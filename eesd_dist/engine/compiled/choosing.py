@@ -3,6 +3,7 @@
 Choices are those of `rule.choose` and `rule.draft_choice`, bit for bit.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +29,17 @@ from eesd_dist.sampling.rule import WIDEST_GAP
 
 _FLOAT_BYTES = 4
 _WIDEST_GAP = np.float32(WIDEST_GAP)
+_NEVER = np.float32(-np.inf)
+_NEVER_KEY = np.int32(-0x7F800001)
+"""The key of that score, as `score_row` makes keys."""
+Masks = npt.NDArray[np.uint32]
+NO_MASKS: Masks = np.zeros((0, 0), np.uint32)
 NUM_ROWS = MOST_ROWS
 """Rows with logits in memory at a time."""
 
 
-# Shapes: B = NUM_ROWS, S sampled rows, P threads, V vocabulary, W the same, padded to a block.
+# Shapes: B = NUM_ROWS, S sampled rows, P threads, V vocabulary, W the same, padded to a block,
+# M masks, U words of 32 tokens of the target's vocabulary.
 class Memory(NamedTuple):
     """What a call needs in between."""
 
@@ -54,7 +61,10 @@ class Choices(NamedTuple):
     mixed_seeds_S: npt.NDArray[np.uint64]
     positions_S: Ints
     """Of the tokens to be chosen."""
+    masks_S: Ints
+    """Which mask holds for each row; -1: none."""
     tokens_S: Ints
+    """-1: the mask leaves no token."""
     gaps_S: Floats
     """How far the best score is above the second; empty: not wanted."""
 
@@ -92,14 +102,37 @@ def new_choices(count: int, *, with_gaps: bool) -> Choices:
         divisors_S=np.zeros(count, np.float32),
         mixed_seeds_S=np.zeros(count, np.uint64),
         positions_S=np.zeros(count, np.int32),
+        masks_S=np.full(count, -1, np.int32),
         tokens_S=np.zeros(count, np.int32),
         gaps_S=np.zeros(count if with_gaps else 0, np.float32),
     )
 
 
+def masks_of(masks: Sequence[bytes], *, count: int) -> Masks:
+    """Returns `count` masks of equal size, one after the other in `masks`, as words [M, U]."""
+    return np.frombuffer(b"".join(masks), np.uint32).reshape(count, -1) if count else NO_MASKS
+
+
+@inner
+def _mask(mask_U: Masks, ids_V: Ints, scores_V: Floats, keys_V: Ints) -> None:
+    """Gives the tokens without a bit the lowest score."""
+    for v in range(len(ids_V)):
+        token = ids_V[v]
+        if (mask_U[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == np.uint32(0):
+            scores_V[v] = _NEVER
+            keys_V[v] = _NEVER_KEY
+
+
 @inner
 def _choose(
-    memory: Memory, choices: Choices, ids_V: Ints, first: int, at: int, end: int, part: int
+    memory: Memory,
+    choices: Choices,
+    masks_MU: Masks,
+    ids_V: Ints,
+    first: int,
+    at: int,
+    end: int,
+    part: int,
 ) -> None:
     """Chooses the tokens of sampled rows [at, end); `first`: the row of the first logits."""
     scores_V, keys_V = memory.scores_PV[part], memory.keys_PV[part]
@@ -115,13 +148,15 @@ def _choose(
             keys_V,
             memory.mantissas_PV[part],
         )
+        if choices.masks_S[row] >= 0:
+            _mask(masks_MU[choices.masks_S[row]], ids_V, scores_V, keys_V)
         if len(choices.gaps_S) > 0:
             best, second = two_largest(keys_V)
             gap = float32(scores_V[best] - scores_V[second])
             choices.gaps_S[row] = min(gap, _WIDEST_GAP)
         else:
             best = first_largest(keys_V)
-        choices.tokens_S[row] = ids_V[best]
+        choices.tokens_S[row] = ids_V[best] if scores_V[best] > _NEVER else -1
 
 
 @inner
@@ -132,6 +167,7 @@ def choose_tokens(
     memory: Memory,
     scratch: Scratch,
     choices: Choices,
+    masks_MU: Masks,
     num_sampled: int,
     counters: npt.NDArray[np.int64],
     part: int,
@@ -170,5 +206,5 @@ def choose_tokens(
             end_block,
         )
         wait(counters, num_parts)
-        _choose(memory, choices, ids_V, first, first + mine, first + mine_end, part)
+        _choose(memory, choices, masks_MU, ids_V, first, first + mine, first + mine_end, part)
         wait(counters, num_parts)

@@ -29,7 +29,7 @@ from eesd_dist.control.chain_rule import (
     wants_guess,
 )
 from eesd_dist.engine.compiled import choosing, sources
-from eesd_dist.engine.compiled.choosing import Choices, Memory, choose_tokens
+from eesd_dist.engine.compiled.choosing import Choices, Masks, Memory, choose_tokens
 from eesd_dist.engine.compiled.sources import Source, copy_rows
 from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.cpu.lanes import address_of, load, store
@@ -99,6 +99,9 @@ class Batch(NamedTuple):
     mixed_seeds_B: npt.NDArray[np.uint64]
     lagging_L: Longs
     """Addresses of the rows before the known ones that the head has not read."""
+    masks_B: Ints
+    """Which mask holds for the first guess; -1: none. Later guesses have none."""
+    masks_MU: Masks
 
 
 class Rules(NamedTuple):
@@ -231,6 +234,7 @@ def _ask(batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
         work.choices.rows_S[num_alive] = num_rows - 1
         work.choices.divisors_S[num_alive] = batch.divisors_B[b]
         work.choices.mixed_seeds_S[num_alive] = batch.mixed_seeds_B[b]
+        work.choices.masks_S[num_alive] = batch.masks_B[b] if num_drafted == 0 else -1
         work.choices.positions_S[num_alive] = work.ints_4M[_IN_ORDER, num_rows - 1]
         num_alive += 1
     work.counts[_NUM_ROWS], work.counts[_NUM_ALIVE] = num_rows, num_alive
@@ -370,6 +374,7 @@ def draft_round(
                 stage.memory,
                 scratch,
                 work.choices,
+                batch.masks_MU,
                 work.counts[_NUM_ALIVE],
                 counters,
                 part,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.control.chain_rule import ChainReport, ChainRule, Doubles
-from eesd_dist.engine.compiled.choosing import MemoryByThreads, new_choices
+from eesd_dist.engine.compiled.choosing import MemoryByThreads, masks_of, new_choices
 from eesd_dist.engine.compiled.draft_kernel import (
     NUM_COUNTS,
     NUM_DRAFTED,
@@ -47,6 +47,8 @@ class ChainStart(NamedTuple):
     temperature: float = 0.0
     """0: greedy."""
     seed: int = 0
+    mask: bytes = b""
+    """The tokens that may be guessed; empty: any. Only where one guess is made at most."""
 
 
 class DraftedChain(NamedTuple):
@@ -55,7 +57,8 @@ class DraftedChain(NamedTuple):
     rows_TD: RowSlice
     """The known rows, and one of each drafted token."""
     tokens: list[int]
-    """The drafted tokens; after them the guess that ended the draft, if one did."""
+    """The drafted tokens; after them the guess that ended the draft, if one did; -1 for a guess of
+    which the mask leaves none."""
     gaps: list[float]
     """Score gap of each of them."""
     report: ChainReport
@@ -129,8 +132,10 @@ class RoundDrafter:
         source: list[int] = []
         lagging: list[int] = []
         first_B, place_B, most_B, lagging_B = [0], [0], [], [0]
+        masks: list[bytes] = []
+        masks_B = np.full(len(chains), -1, np.int32)
         most_read = 0
-        for tokens, _, most, _, unread, _, _ in chains:
+        for b, (tokens, _, most, _, unread, _, _, mask) in enumerate(chains):
             source += [embedding_at + token * embedding_bytes for token in tokens]
             if most:
                 for piece in unread:
@@ -138,6 +143,9 @@ class RoundDrafter:
                     first = piece.source.data_ptr()
                     lagging += [first + at * distance for at in range(piece.first, piece.end)]
                 most_read += len(tokens)
+            if mask:
+                masks_B[b] = len(masks)
+                masks.append(mask)
             most_B.append(most)
             first_B.append(len(source))
             place_B.append(place_B[-1] + len(tokens) + most)
@@ -151,6 +159,8 @@ class RoundDrafter:
                 [mixed_seed(c.seed) if c.temperature else 0 for c in chains], np.uint64
             ),
             lagging_L=np.array(lagging, np.int64),
+            masks_B=masks_B,
+            masks_MU=masks_of(masks, count=len(masks)),
         )
         return batch, place_B[-1], most_read + len(lagging)
 

@@ -8,7 +8,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eesd_dist.engine.compiled.choosing import Choices, MemoryByThreads, new_choices
+from eesd_dist.engine.compiled.choosing import (
+    NO_MASKS,
+    Choices,
+    Masks,
+    MemoryByThreads,
+    masks_of,
+    new_choices,
+)
 from eesd_dist.engine.compiled.sources import Source, source_of
 from eesd_dist.engine.compiled.verify_kernel import verify_kernel
 from eesd_dist.model.attention.rows import RowSegment, row_arrays
@@ -35,7 +42,7 @@ class Verifier:
         self._ids_V = np.arange(self._head.product.num_out, dtype=np.int32)
         self._memory = MemoryByThreads(len(self._ids_V))
         nothing = source_of(torch.zeros(0, layers.hidden_size))
-        self._run(nothing, NO_ROWS, new_choices(0, with_gaps=False))  # compiles
+        self._run(nothing, NO_ROWS, new_choices(0, with_gaps=False), NO_MASKS)  # compiles
 
     @classmethod
     def of(cls, span: LlamaSpan) -> Self | None:
@@ -48,8 +55,8 @@ class Verifier:
         return cls(span) if fits else None
 
     def verify(self, segments: Sequence[Segment], hidden_TD: Tensor) -> npt.NDArray[np.int32]:
-        """Returns the target's token after each sampled row. Segments are chosen from among all
-        tokens, by their score alone."""
+        """Returns the target's token after each sampled row. Tokens are chosen by their score
+        alone, from among all that the masks leave."""
         if hidden_TD.dtype != torch.float32 or hidden_TD.stride(1) != 1:
             hidden_TD = hidden_TD.to(torch.float32, memory_format=torch.contiguous_format)
         rows = row_arrays(
@@ -59,7 +66,7 @@ class Verifier:
             ]
         )
         choices = new_choices(sum(s.num_sampled for s in segments), with_gaps=False)
-        at = end_row = 0
+        at = end_row = num_masks = 0
         for segment in segments:
             end_row += segment.num_rows
             end, count = at + segment.num_sampled, segment.num_sampled
@@ -68,13 +75,17 @@ class Verifier:
                 choices.rows_S[at:end] = range(end_row - count, end_row)
                 choices.positions_S[at:end] = positions_after(segment)[-count:]
                 choices.divisors_S[at:end] = temperature
+                if segment.masks:
+                    choices.masks_S[at:end] = range(num_masks, num_masks + count)
+                    num_masks += count
                 if temperature:
                     choices.mixed_seeds_S[at:end] = mixed_seed(segment.seed)
             at = end
-        self._run(source_of(hidden_TD), rows, choices)
+        masks_MU = masks_of([segment.masks for segment in segments], count=num_masks)
+        self._run(source_of(hidden_TD), rows, choices, masks_MU)
         return choices.tokens_S
 
-    def _run(self, source: Source, rows: RowArrays, choices: Choices) -> None:
+    def _run(self, source: Source, rows: RowArrays, choices: Choices, masks_MU: Masks) -> None:
         num_rows = len(rows.position_R)
         num_threads = threads_for(num_rows * self._layers.products_per_row)
         call_in_threads(
@@ -88,4 +99,5 @@ class Verifier:
             rows,
             source,
             choices,
+            masks_MU,
         )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from eesd_dist.compiled import is_kept, kernel
 from eesd_dist.engine.compiled import choosing, sources
-from eesd_dist.engine.compiled.choosing import Choices, Memory, choose_tokens
+from eesd_dist.engine.compiled.choosing import Choices, Masks, Memory, choose_tokens
 from eesd_dist.engine.compiled.sources import Source, copy_rows
 from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.cpu.layers import LayersCall
@@ -36,6 +36,7 @@ def verify_rows(
     rows: RowArrays,
     source: Source,
     choices: Choices,
+    masks_MU: Masks,
     counters: npt.NDArray[np.int64],
     part: int,
     num_parts: int,
@@ -75,6 +76,7 @@ def verify_rows(
         memory,
         scratch,
         choices,
+        masks_MU,
         len(choices.rows_S),
         counters,
         part,

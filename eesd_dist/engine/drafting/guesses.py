@@ -52,8 +52,8 @@ class Guesser:
         self.rejection = rejection
 
     def guess(self, runs: Sequence[DraftRun], *, with_probs: bool) -> list[list[Guess]]:
-        """Returns guesses for each run, first choices first, up to a tree's room. The head has read
-        all rows of the runs."""
+        """Returns guesses for each run, first choices first, up to a tree's room; none where the
+        grammar allows no token that the head can guess. The head has read all rows of the runs."""
         exit_rows = [run.exit_AD for run in runs if run.exit_AD is not None]
         assert len(exit_rows) == len(runs)
         logits_AV = self._compute.logits(joined(exit_rows))
@@ -81,7 +81,7 @@ class Guesser:
                 Guess(run, node, rank, _candidate(drawn, evidence[at], at, rank))
                 for rank in range(min(width, len(drawn.tokens_AB[first])))
                 for at, node in enumerate(run.frontier, start=first)
-                if rank == 0 or drawn.scores_AB[at][rank] > -torch.inf
+                if drawn.scores_AB[at][rank] > -torch.inf
             ]
             guesses.append(ours[: run.room] if run.is_tree else ours)
             first += len(run.frontier)
@@ -101,7 +101,9 @@ class Guesser:
                 vocab_size=self._compute.span.spec.vocab_size,
             )
             tokens_AB = [[token] for token in sample.tokens.tolist()]
-            return _Drawn(tokens_AB, [[0.0]] * len(rules), [0.0] * len(rules), sample.probs)
+            is_possible = sample.probs.isfinite().all(dim=-1).tolist()
+            scores_AB = [[0.0 if each else -torch.inf] for each in is_possible]
+            return _Drawn(tokens_AB, scores_AB, [0.0] * len(rules), sample.probs)
         width = min(width, logits_AV.shape[-1])
         choice = draft_choice(logits_AV, rules, vocab_ids=head.vocab_ids, width=width)
         return _Drawn(choice.tokens.tolist(), choice.scores.tolist(), choice.gaps.tolist(), None)
@@ -149,4 +151,5 @@ def _rule(run: DraftRun, node: int) -> RowRule:
         position=run.first_position + run.depth_of(node),
         num_prompt=live.num_prompt,
         history=(*live.tokens, *run.tokens_to(node)) if sampling.needs_history else (),
+        mask=run.mask_after(node),
     )

@@ -99,8 +99,8 @@ class LevelDrafter:
         self, fresh: Sequence[FreshRows], active: Sequence[DraftRun], policy: DraftPolicy
     ) -> list[Guess]:
         """Computes the fresh rows. Returns guesses after each active run's frontier, run by run:
-        for a chain one, for a tree the best ones of each token, first choices first, up to the
-        tree's room."""
+        for a chain one or none, for a tree the best ones of each token, first choices first, up to
+        the tree's room."""
         found: dict[int, list[Guess]] = {}
         missing: list[DraftRun] = []
         for run in active:
@@ -145,7 +145,12 @@ class LevelDrafter:
     ) -> list[list[Guess]]:
         drafter, guessing = self._compute.drafter, {id(run) for run in missing}
         assert drafter is not None
-        starts = [chain_start(row, REFUSAL, most=int(id(row.run) in guessing)) for row in fresh]
+        starts = [
+            chain_start(row, REFUSAL, most=1, mask=row.run.mask_after(row.run.frontier[0]))
+            if id(row.run) in guessing
+            else chain_start(row, REFUSAL, most=0)
+            for row in fresh
+        ]
         found: dict[int, list[Guess]] = {}
         _, chains = drafter.draft(starts)
         for row, (rows_TD, guesses, gaps, _) in zip(fresh, chains, strict=True):
@@ -154,6 +159,9 @@ class LevelDrafter:
             if not guesses:
                 continue
             run.note_read()
+            if guesses[0] < 0:  # the grammar allows none that the head can guess
+                found[id(run)] = []
+                continue
             evidence = Evidence(depth=len(run.tokens), temperature=noise_of(run), gap=gaps[0])
             candidate = Candidate(token=guesses[0], evidence=evidence, probs_V=None)
             found[id(run)] = [Guess(run, run.frontier[0], 0, candidate)]
@@ -220,6 +228,7 @@ class LevelDrafter:
             if run.item.max_draft > 0
             and run.item.is_final
             and not run.rests
+            and run.matcher is None
             and run.next_place + len(run.state.ahead)
             < min(len(run.item.pages) * self._page_size, run.item.live.max_len)
         ]
@@ -260,9 +269,9 @@ class LevelDrafter:
         ahead.append(guess)
 
 
-def chain_start(row: FreshRows, rule: ChainRule, *, most: int) -> "ChainStart":
-    """Returns a request's part of a compiled call: rows to compute, and tokens to draft after
-    them."""
+def chain_start(row: FreshRows, rule: ChainRule, *, most: int, mask: bytes = b"") -> "ChainStart":
+    """Returns a request's part of a compiled call: rows to compute, and tokens to draft after them.
+    `mask`: of the first."""
     from eesd_dist.engine.compiled.drafter import ChainStart
 
     if not most:
@@ -270,7 +279,7 @@ def chain_start(row: FreshRows, rule: ChainRule, *, most: int) -> "ChainStart":
     run = row.run
     seed = run.item.live.request.sampling.seed
     return ChainStart(
-        row.tokens, row.segment, most, rule, run.state.lagging_TE, noise_of(run), seed
+        row.tokens, row.segment, most, rule, run.state.lagging_TE, noise_of(run), seed, mask
     )
 
 

@@ -29,6 +29,10 @@ class Match(NamedTuple):
     tokens: list[TokenId]
     """What followed it."""
 
+    def up_to(self, count: int) -> "Match":
+        """Returns the same with `count` tokens at most."""
+        return Match(self.context, self.tokens[:count])
+
 
 class NgramIndex:
     """The pairs of one text, which only grows."""

@@ -18,6 +18,7 @@ from eesd_dist.engine.row_slices import RowSlice, joined
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.page_table import NO_PAGES, PageTable
 from eesd_dist.schedule.scheduler import PlanItem
+from eesd_dist.text.grammars import TokenMatcher
 from eesd_dist.trees import ROOT, is_chain, path_to
 from eesd_dist.types import Evidence, RequestId, Value
 
@@ -97,6 +98,10 @@ class DraftRun:
     """For a tree: the exit head's inputs of its tokens, level by level."""
     num_seen: int = 0
     """For a tree: number of its tokens that the exit head has seen."""
+    matcher: TokenMatcher | None = None
+    """Of the request's grammar, at the known tokens; None: any token may follow."""
+    masks: dict[int, bytes] = field(default_factory=dict)
+    """The tokens that the grammar allows after each token of the draft, as far as asked for."""
 
     def __post_init__(self) -> None:
         self.request_id = self.item.live.request_id
@@ -133,6 +138,16 @@ class DraftRun:
     def tokens_to(self, frontier_node: int) -> list[int]:
         """Returns the drafted tokens on the path to a node, including its own."""
         return [self.tokens[node] for node in path_to(self.parents, frontier_node)]
+
+    def mask_after(self, frontier_node: int) -> bytes:
+        """Returns the tokens that may follow a token of the draft; empty: any."""
+        if self.matcher is None:
+            return b""
+        mask = self.masks.get(frontier_node)
+        if mask is None:
+            mask = self.matcher.mask_after(self.tokens_to(frontier_node))
+            self.masks[frontier_node] = mask
+        return mask
 
     def append(self, candidate: Candidate, *, parent: int, rank: int) -> None:
         """Appends a candidate; all candidates of one level come before those of the next."""

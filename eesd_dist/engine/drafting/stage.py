@@ -39,6 +39,7 @@ from eesd_dist.engine.row_slices import joined
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
+from eesd_dist.text.grammars import TokenMatcher
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.types import Evidence, RequestId
 
@@ -83,6 +84,8 @@ class DraftStage:
             log_evidence=log_evidence,
         )
         self._states: dict[RequestId, DraftState] = {}
+        self.matchers: dict[RequestId, TokenMatcher] = {}
+        """Of the live requests with a grammar."""
 
     @property
     def span(self) -> LlamaSpan:
@@ -174,6 +177,8 @@ class DraftStage:
         fits = self._fits_one_call(runs) and all(map(chooses_plainly, drafting))
         if not fits or any(run.prefetched for run in runs):
             return None
+        if any(run.matcher is not None for run in drafting):
+            return None  # the grammar has to read each token before the next one is guessed
         return policy.chain_rules({run.request_id: noise_of(run) for run in drafting})
 
     def _fits_one_call(self, runs: Sequence[DraftRun]) -> bool:
@@ -234,6 +239,8 @@ class DraftStage:
             match = run.state.ngrams.match(run.item.live.tokens, limit)
             if match is None:
                 return 0, 0
+            if run.matcher is not None:
+                match = match.up_to(run.matcher.num_allowed(match.tokens))
             found.append(match)
             return match.context, len(match.tokens)
 
@@ -244,7 +251,10 @@ class DraftStage:
     def _open(self, item: PlanItem) -> DraftRun:
         request_id = item.live.request.request_id
         state = self._states.setdefault(request_id, DraftState())
-        run = DraftRun(item=item, state=state)
+        matcher = self.matchers.get(request_id)
+        if matcher is not None:
+            matcher.read(item.live.tokens, start=item.live.num_prompt)
+        run = DraftRun(item=item, state=state, matcher=matcher)
         if (
             state.ahead
             and state.ahead_from == item.start

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from threading import Event
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -36,6 +37,7 @@ from eesd_dist.model.cpu import calls
 from eesd_dist.page_table import PageTable
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import draft_choice
+from eesd_dist.text.grammars import regular_expression
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import (
@@ -46,6 +48,7 @@ from eesd_dist.types import (
     SpeculationParams,
     TokenId,
 )
+from tests.support.json_codec import json_grammars
 from tests.unit.engine.conftest import MakeConfig
 
 PAGES = PageTable((4, 2, 9))
@@ -178,6 +181,42 @@ def test_tokens_that_are_given_get_the_rows_of_tokens_that_were_drafted(
     assert given.report.means == ()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("head", ["sometimes", "truncated"])
+def test_a_masked_guess_is_that_of_the_rule(
+    head: str, temperature: float, make_config: MakeConfig
+) -> None:
+    """Once among all tokens, among some, among one, and among those that the head has not."""
+    shard, lagging = shard_with_prompt(make_config(head), num_read=13)
+    assert shard.drafter is not None
+    assert shard.head is not None
+    assert lagging is None
+    free = shard.drafter.draft([start(1, temperature)])[1][0]
+    outside = range(1, 96, 2) if head == "truncated" else []
+    for allowed in (range(96), [4, 50, 52, 94], [50], outside):
+        mask = sum(1 << token for token in allowed).to_bytes(12, "little")
+        shard, _ = shard_with_prompt(make_config(head), num_read=13)
+        assert shard.drafter is not None
+        masked = start(1, temperature, rule=REFUSAL, mask=mask)
+        rows_TD, chains = shard.drafter.draft([masked, start(0, temperature)])
+        (token,), (gap,) = chains[0].tokens, chains[0].gaps
+        if not list(allowed):
+            assert token == -1
+            continue
+        with torch.inference_mode():
+            shard, _ = shard_with_prompt(make_config(head), num_read=13)
+            assert shard.head is not None
+            exit_MD = shard.run_head(rows_TD[:1], [RowSegment(AT, 1, PAGES)])
+            rule = msgspec.structs.replace(rule_at(AT + 1, temperature), mask=mask)
+            choice = draft_choice(shard.logits(exit_MD), [rule], vocab_ids=shard.head.vocab_ids)
+        if bool(choice.scores[0, 0] == -torch.inf):
+            assert token == -1
+            continue
+        assert (token, gap) == (int(choice.tokens[0, 0]), float(choice.gaps[0]))
+        assert token in allowed
+        assert len(list(allowed)) < 96 or (token, gap) == (free.tokens[0], free.gaps[0])
+
+
 def test_a_guess_that_is_not_taken_is_told(make_config: MakeConfig) -> None:
     shard, _ = shard_with_prompt(make_config(), num_read=AT)
     assert shard.drafter is not None
@@ -281,7 +320,7 @@ def one_by_one(
 
 
 def engine_of(config: EngineConfig) -> EngineCore:
-    return build_local_engine(config, cost=COST)
+    return build_local_engine(config, cost=COST, grammars=json_grammars())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -374,11 +413,13 @@ def _a_batch(mode: str) -> list[Request]:
     ]
 
 
+@pytest.mark.parametrize("with_grammars", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batches_are_verified_as_they_are_step_by_step(
-    dtype: DType, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    dtype: DType, with_grammars: bool, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chains, trees and prefill chunks, greedy, with noise and filtered, in one batch."""
+    pattern = regular_expression("([a-z]{1,3}[,.] ?){3,9}")
     config = make_config(
         dtype=dtype,
         scheduler=SchedulerConfig(prefill_chunk=7),
@@ -392,6 +433,8 @@ def test_batches_are_verified_as_they_are_step_by_step(
                 temperature=(0.0, 0.7, 1.2)[number % 3],
                 max_tokens=20 + number,
                 seed=number,
+                stop_token_ids=(2,),
+                grammar=pattern if with_grammars and number % 3 else None,
             ),
             speculation=SpeculationParams(tree="static" if number % 4 == 3 else "none"),
         )

@@ -56,6 +56,12 @@ def test_a_rule_carries_every_parameter_of_its_segment() -> None:
             assert getattr(row, name) == getattr(SEGMENT, name)
 
 
+def test_each_row_has_its_mask() -> None:
+    assert [row.mask for row in rules_of(SEGMENT)] == [b"", b""]
+    masked = replace(SEGMENT, masks=b"aaaabbbb")
+    assert [row.mask for row in rules_of(masked)] == [b"aaaa", b"bbbb"]
+
+
 def test_a_segment_in_the_middle_of_a_prefill_has_no_rules() -> None:
     assert rules_of(replace(SEGMENT, num_sampled=0)) == []
 

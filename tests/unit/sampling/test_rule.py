@@ -63,8 +63,13 @@ def random_logits(seed: int, *shape: int, scale: float = 2.0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def mask_of(tokens: Sequence[int], *, vocab_size: int = V) -> bytes:
+    return sum(1 << token for token in tokens).to_bytes(-(-vocab_size // 32) * 4, "little")
+
+
 def menu_rules(*, top_logprobs: int | None = None) -> list[RowRule]:
-    return [
+    """One rule for each parameters of the menu without a mask, and one for each with."""
+    rules = [
         rule(
             replace(params, top_logprobs=top_logprobs),
             position=5,
@@ -73,6 +78,8 @@ def menu_rules(*, top_logprobs: int | None = None) -> list[RowRule]:
         )
         for params in MENU
     ]
+    masked = mask_of((0, 7, 13, 16, 31, 33, 34, 63))
+    return [*rules, *(structs.replace(each, mask=masked) for each in rules)]
 
 
 @cache
@@ -259,6 +266,49 @@ def test_a_bias_of_100_forces_a_token_and_of_minus_100_bans_it() -> None:
         choose(logits_SV, [rule(banned)]).tokens.tolist()
         == logits_SV.topk(2).indices[:, 1].tolist()
     )
+
+
+@pytest.mark.parametrize("params", MENU)
+def test_a_mask_leaves_the_other_tokens_as_they_are(params: SamplingParams) -> None:
+    logits_SV = random_logits(8, 40, V)
+    allowed = [0, 7, 15, 16, 31, 32, 40, 63]
+    rules = [
+        RowRule.of(replace(params, seed=seed), position=5, num_prompt=2, mask=mask_of(allowed))
+        for seed in range(40)
+    ]
+    chosen = choose(logits_SV, rules).tokens
+    assert set(chosen.tolist()) <= set(allowed)
+    only_SV = torch.full_like(logits_SV, -torch.inf)
+    only_SV[:, allowed] = logits_SV[:, allowed]
+    plain = choose(only_SV, [structs.replace(each, mask=b"") for each in rules]).tokens
+    assert chosen.tolist() == plain.tolist()
+
+
+def test_a_mask_of_one_token_forces_it_and_a_full_one_forbids_nothing() -> None:
+    logits_SV = random_logits(9, 3, V)
+    for params in MENU:
+        plain = rule(params, position=5)
+        forced = structs.replace(plain, mask=mask_of([41]))
+        assert choose(logits_SV, [forced] * 3).tokens.tolist() == [41] * 3
+        free = structs.replace(plain, mask=b"\xff" * 8)
+        assert (
+            choose(logits_SV, [free] * 3).tokens.tolist()
+            == choose(logits_SV, [plain] * 3).tokens.tolist()
+        )
+
+
+def test_a_truncated_draft_vocabulary_is_masked_by_target_ids() -> None:
+    vocab_ids = torch.tensor([60, 3, 40, 8])
+    logits_SV = random_logits(10, 5, 4)
+    rules = [
+        structs.replace(rule(SamplingParams(seed=seed), position=1), mask=mask_of([3, 8, 9]))
+        for seed in range(5)
+    ]
+    drafted = draft_choice(logits_SV, rules, vocab_ids=vocab_ids, width=4)
+    assert set(drafted.tokens[:, :2].flatten().tolist()) <= {3, 8}
+    assert bool((drafted.scores[:, 2:] == -torch.inf).all())
+    none = [structs.replace(each, mask=mask_of([9])) for each in rules]
+    assert bool((draft_choice(logits_SV, none, vocab_ids=vocab_ids).scores == -torch.inf).all())
 
 
 def test_no_stop_is_chosen_before_min_tokens() -> None:

@@ -41,6 +41,7 @@ def segments(draw: st.DrawFn) -> Segment:
         logit_bias=draw(st.lists(st.tuples(_i32, _reals), max_size=4).map(tuple)),
         top_logprobs=draw(st.none() | st.integers(0, 20)),
         parents=tuple(parents),
+        masks=draw(st.binary(max_size=6)) * num_sampled,
     )
 
 

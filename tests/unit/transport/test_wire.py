@@ -245,14 +245,14 @@ def test_a_tree_and_its_moves_arrive_as_they_left(parents: tuple[int, ...]) -> N
     assert through_the_wire(message, epoch=3) == sent
 
 
-def test_a_chain_pays_one_byte_for_its_missing_tree_and_a_round_one_for_its_moves() -> None:
+def test_a_segment_pays_three_bytes_for_what_it_does_not_want_and_a_move_three() -> None:
     plain = header(num_rows=4)
     with_move = replace(plain, kv_moves=((2, 1),))
-    without_trees = wire._encoder.encode(
-        [list(msgspec.structs.astuple(segment))[:-1] for segment in plain.segments]
+    without = wire._encoder.encode(
+        [list(msgspec.structs.astuple(segment))[:-2] for segment in plain.segments]
     )
     segments = wire._encoder.encode(plain.segments)
-    assert len(segments) == len(without_trees) + len(plain.segments)
+    assert len(segments) == len(without) + 3 * len(plain.segments)  # features, masks
     sizes = [size_of(wire.encode_round(sent, hidden())) for sent in (plain, with_move)]
     assert sizes[1] == sizes[0] + 3  # one move: an array of two small numbers
 
@@ -281,6 +281,13 @@ def test_a_tree_with_rows_too_few_or_too_many_is_refused() -> None:
         message = wire.encode_round(replace(whole, segments=(cut,)), hidden(whole.num_rows))
         with pytest.raises(WireError, match=f"2 parents in a segment with {num_sampled} sampled"):
             through_the_wire(message, epoch=3)
+
+
+def test_masks_of_different_sizes_are_refused() -> None:
+    segment = replace(header().segments[0], masks=bytes(9))
+    message = wire.encode_round(replace(header(), segments=(segment,)), hidden(4))
+    with pytest.raises(WireError, match="9 bytes of masks in a segment with 4 sampled"):
+        through_the_wire(message, epoch=3)
 
 
 def test_a_move_from_nowhere_is_refused() -> None:

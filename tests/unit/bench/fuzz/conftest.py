@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from eesd_dist.bench.fuzz.draw_cases import Source
+from eesd_dist.bench.fuzz.drawing.cases import Source
 from eesd_dist.bench.fuzz.models import ModelShelf
 from eesd_dist.config import DType
 

@@ -17,7 +17,7 @@ from eesd_dist.bench.fuzz.cases import (
     World,
 )
 from eesd_dist.bench.fuzz.check import ENGINE, Checked, check
-from eesd_dist.bench.fuzz.draw_engines import degrees_of
+from eesd_dist.bench.fuzz.drawing.engines import degrees_of
 from eesd_dist.bench.fuzz.models import ModelShelf
 from eesd_dist.bench.fuzz.reference import PlainTexts
 from eesd_dist.config import SchedulerConfig, SpeculationConfig

@@ -32,6 +32,7 @@ GROUPS = {
             "plan",
             "noise",
             "filters",
+            "grammars",
         ),
         *("control", "router", "rounds", "chaos", "endure", "migration", "autoscaling"),
     ),

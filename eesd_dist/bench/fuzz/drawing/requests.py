@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import get_args
 
+from eesd_dist.bench.fuzz.drawing.grammars import draw_grammar
 from eesd_dist.bench.fuzz.models import KnownModel
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.sampling.row_rules import is_guessed_by_score
@@ -117,6 +118,10 @@ def _sampling(rng: Random, model: KnownModel, *, room: int) -> SamplingParams:
             max_tokens=most,
             stop_token_ids=tuple(sorted(stops)),
         )
+    grammar = None
+    if model.spec.eos_token_ids and rng.random() < 0.3:
+        grammar = draw_grammar(rng)
+        stops |= set(model.spec.eos_token_ids)
     has_filters, has_penalties = rng.random() < 0.5, rng.random() < 0.35
     return SamplingParams(
         temperature=temperature,
@@ -129,9 +134,10 @@ def _sampling(rng: Random, model: KnownModel, *, room: int) -> SamplingParams:
         logit_bias=_bias(rng, vocab_size) if rng.random() < 0.25 else (),
         seed=rng.choice(_SEEDS) if rng.random() < 0.3 else rng.randrange(-(2**63), 2**64),
         max_tokens=room + 9 if goes_past_the_end else most,
-        min_tokens=rng.choice((1, 4, 10)) if rng.random() < 0.3 else 0,
+        min_tokens=rng.choice((1, 4, 10)) if rng.random() < 0.3 and grammar is None else 0,
         stop_token_ids=tuple(sorted(stops)),
         top_logprobs=rng.choice((0, 1, 5, 20)) if rng.random() < 0.5 else None,
+        grammar=grammar,
     )
 
 

@@ -10,14 +10,14 @@ from itertools import product
 from random import Random
 
 from eesd_dist.bench.fuzz.cases import Case, Device, EngineSetup, Entry, World
-from eesd_dist.bench.fuzz.draw_engines import draw_setup, draw_world
-from eesd_dist.bench.fuzz.draw_requests import (
+from eesd_dist.bench.fuzz.drawing.engines import draw_setup, draw_world
+from eesd_dist.bench.fuzz.drawing.requests import (
     Prompt,
     draw_pool,
     draw_speculation,
     is_plain_choice,
 )
-from eesd_dist.bench.fuzz.draw_troubles import draw_troubles
+from eesd_dist.bench.fuzz.drawing.troubles import draw_troubles
 from eesd_dist.bench.fuzz.models import KnownModel
 from eesd_dist.bench.fuzz.plants import MIN_VERIFY_RANKS
 from eesd_dist.config import DType

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.bench.fuzz.cases import EngineSetup, engine_config, load_case, save_case
-from eesd_dist.bench.fuzz.draw_cases import GROUP_SIZE
-from eesd_dist.bench.fuzz.draw_engines import degrees_of
+from eesd_dist.bench.fuzz.drawing.cases import GROUP_SIZE
+from eesd_dist.bench.fuzz.drawing.engines import degrees_of
 from eesd_dist.bench.fuzz.models import ModelShelf
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.build import layout_of

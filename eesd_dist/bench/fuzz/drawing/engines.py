@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from random import Random
 
 from eesd_dist.bench.fuzz.cases import Device, EngineSetup, Link, World
-from eesd_dist.bench.fuzz.draw_requests import SHAPES
+from eesd_dist.bench.fuzz.drawing.requests import SHAPES
 from eesd_dist.bench.fuzz.models import KnownModel
 from eesd_dist.config import DType, SchedulerConfig, SpeculationConfig, TreeConfig
 from eesd_dist.control.cost import CostModel

@@ -1,0 +1,1 @@
+"""Draws cases: worlds, engines, requests and troubles."""

@@ -1,0 +1,1 @@
+"""`eesd bench grammars`: whether texts match their grammars, and what that costs."""

@@ -1,0 +1,182 @@
+"""Compiles grammars for one vocabulary, and keeps the latest.
+
+Grammars come from clients. Their size, the states that compiling and matching may make, and the
+work of one step are bounded; those that need more are refused, in most cases before a text begins.
+"""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self, cast
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from eesd_dist.errors import RequestError
+from eesd_dist.text.grammars.matcher import TokenMatcher
+from eesd_dist.text.tokenizer import TextCodec, Tokenizer
+from eesd_dist.types import SamplingParams
+
+MAX_GRAMMAR_BYTES = 1 << 18
+_NUM_KEPT = 32
+_NUM_TRIED = 8
+_UNSUPPORTED = re.compile(r"Unimplemented keys: (\[.*\])")
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=20_000,
+    max_lexer_states=20_000,
+    verbose_errors=False,
+)
+"""A step within these takes less than 0.1 s, most less than 0.1 ms."""
+
+
+class GrammarCompiler:
+    """Compiles grammars; from any thread."""
+
+    def __init__(self, load: Callable[[], TextCodec]) -> None:
+        """`load`: called once, for the first grammar: reading a large vocabulary takes seconds."""
+        self._load = load
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Self:
+        """Compiles for the tokenizer of a checkpoint folder."""
+        return cls(lambda: Tokenizer.load(folder))
+
+    def matcher_of(self, sampling: SamplingParams) -> TokenMatcher | None:
+        """Returns a matcher at the start of a text; None for parameters without a grammar.
+
+        Raises RequestError where the text could not end with its grammar, and as `matcher` does.
+        """
+        if sampling.grammar is None:
+            return None
+        matcher = self.matcher(sampling.grammar)
+        assert self._tokenizer is not None, "it has just compiled"
+        if not set(self._tokenizer.eos_tokens) & set(sampling.stop_token_ids):
+            raise RequestError(
+                "a text with a grammar ends with the model's end token: leave out ignore_eos",
+                param="ignore_eos",
+            )
+        if sampling.min_tokens:
+            raise RequestError(
+                f"min_tokens is {sampling.min_tokens}, and a grammar decides where its text may "
+                "end: leave one of them out",
+                param="min_tokens",
+            )
+        return matcher
+
+    def matcher(self, grammar: str) -> TokenMatcher:
+        """Returns a matcher at the start of a text.
+
+        Raises RequestError for a grammar that is wrong, not supported or too complex.
+        """
+        with self._lock:
+            tokenizer = self._tokenizer_now()
+            compiled = self._kept.get(grammar)
+            if compiled is not None:
+                self._kept.move_to_end(grammar)
+        if compiled is None:
+            compiled = self._compiled(tokenizer, grammar)
+            self._keep(grammar, compiled)
+        return self._matcher_of(tokenizer, grammar, compiled)
+
+    def _compiled(self, tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+        """Compiles a grammar and matches a few tokens: most of those that need too much work fail
+        there, and not in the middle of a text."""
+        if len(grammar) > MAX_GRAMMAR_BYTES:
+            raise RequestError(
+                f"the grammar has {len(grammar)} characters, expected at most {MAX_GRAMMAR_BYTES}: "
+                "send a smaller one"
+            )
+        compiled = _compile(tokenizer, grammar)
+        error = compiled.get_error() or _error_at_once(compiled.deep_copy(), tokenizer)
+        if error:
+            raise RequestError(_reason(error))
+        return compiled
+
+    def _matcher_of(
+        self, tokenizer: LLTokenizer, grammar: str, compiled: LLMatcher
+    ) -> TokenMatcher:
+        def compile_again() -> LLMatcher:
+            fresh = _compile(tokenizer, grammar)
+            self._keep(grammar, fresh)
+            return fresh.deep_copy()
+
+        return TokenMatcher(
+            compiled.deep_copy(), vocab_size=tokenizer.vocab_size, compile_again=compile_again
+        )
+
+    def _keep(self, grammar: str, compiled: LLMatcher) -> None:
+        with self._lock:
+            self._kept[grammar] = compiled
+            self._kept.move_to_end(grammar)
+            while len(self._kept) > _NUM_KEPT:
+                self._kept.popitem(last=False)
+
+    def _tokenizer_now(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = _vocabulary(self._load())
+        return self._tokenizer
+
+
+def _error_at_once(compiled: LLMatcher, tokenizer: LLTokenizer) -> str:
+    """Returns what goes wrong in the first tokens; empty: nothing."""
+    matcher = TokenMatcher(compiled, vocab_size=tokenizer.vocab_size, compile_again=None)
+    ends, text = set(tokenizer.eos_tokens), list[int]()
+    for _ in range(_NUM_TRIED):
+        mask = matcher.mask_after()
+        allowed = (
+            8 * at + bit
+            for at, byte in enumerate(mask)
+            if byte
+            for bit in range(8)
+            if byte >> bit & 1
+        )
+        token = next((each for each in allowed if each not in ends), None)
+        if compiled.is_error() or token is None:
+            break
+        text.append(token)
+        matcher.read(text)
+    return str(compiled.get_error())
+
+
+def _reason(error: str) -> str:
+    first = error.partition("\n")[0]
+    unsupported = _UNSUPPORTED.match(first)
+    if unsupported is not None:
+        names = ", ".join(json.loads(unsupported[1]))
+        return f"found keywords of JSON Schema that are not supported: {names}; leave them out"
+    cause = re.search(r"^error: (.*)$", error, re.MULTILINE)
+    return f"the grammar cannot be used: {cause[1] if cause else first}"
+
+
+def _compile(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+
+def _vocabulary(codec: TextCodec) -> LLTokenizer:
+    """Returns the bytes of each token for llguidance. Raises RequestError for a model without an
+    end token: a text that has matched its grammar could not end."""
+    if not codec.eos_token_ids:
+        raise RequestError("this model has no end token, so that no text can end with its grammar")
+    wrapper = TokenizerWrapper(_Codec(codec))
+    ends = cast("list[int]", list(codec.eos_token_ids))
+    return LLTokenizer(wrapper, n_vocab=codec.vocab_size, eos_token=ends)
+
+
+class _Codec:
+    """A tokenizer as llguidance reads it."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self.eos_token_id = codec.eos_token_ids[0]
+        self.bos_token_id = None
+        self.special_token_ids = sorted(codec.special_token_ids)
+        self.tokens = [codec.token_bytes(token) for token in range(codec.vocab_size)]  # type: ignore[arg-type]
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._codec.encode(text, add_special_tokens=False))

@@ -1,0 +1,180 @@
+"""Fields that say what an answer has to look like, and the grammar that they mean.
+
+OpenAI's `response_format`, and vLLM's `structured_outputs` and its older names `guided_*`.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from eesd_dist.errors import RequestError
+from eesd_dist.text.grammars import json_schema, one_of, regular_expression, rules
+from serve_app.openai.fields import MAX_ENTRIES, Fields
+
+JsonObject = dict[str, Any]
+Schema = JsonObject | str
+"""A JSON schema, also as text."""
+Text = Annotated[str, Field(min_length=1)]
+Choices = Annotated[list[Text], Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True)]
+
+
+class JsonSchema(Fields):
+    """`response_format.json_schema`."""
+
+    name: str = ""
+    """For the client only."""
+    description: str = ""
+    schema_: JsonObject | None = Field(default=None, alias="schema")
+    """Absent: any JSON object."""
+    strict: bool = True
+    """The answer always matches, whatever this says."""
+
+
+class ResponseFormat(Fields):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Fields):
+    """vLLM's `structured_outputs`: one of the first five."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Schema | None = Field(default=None, alias="json")
+    """A JSON schema."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: Text | None = None
+    """A regular expression that the whole answer matches."""
+    choice: Choices | None = None
+    """The answer is one of these."""
+    grammar: Text | None = None
+    """In Lark's form or in GBNF."""
+    whitespace_pattern: Text | None = None
+    """Regular expression of what may stand between the parts of JSON; by default a blank, or a new
+    line and its indent."""
+    disable_any_whitespace: bool = False
+    """Nothing stands there."""
+
+
+class StructuredFields(BaseModel):
+    """The fields of a request that say what its answer has to look like: one kind at most."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    """As `structured_outputs.json`."""
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = None
+
+
+class AskedGrammar(NamedTuple):
+    param: str
+    """The field that asks for it."""
+    grammar: str
+
+
+def has_grammar(fields: StructuredFields) -> bool:
+    """Returns whether `asked_grammar` has something to do."""
+    return any(name in fields.model_fields_set for name in StructuredFields.model_fields)
+
+
+class _Asked(NamedTuple):
+    param: str
+    kind: Literal["json", "regex", "choice", "grammar"]
+    value: object
+
+
+def asked_grammar(fields: StructuredFields) -> AskedGrammar | None:
+    """Returns the grammar that a request asks for; None for any text. Raises RequestError."""
+    found = list(_asked(fields))
+    if not found:
+        return None
+    if len(found) > 1:
+        names = " and ".join(each.param for each in found)
+        raise RequestError(f"found {names}, expected one of them", param=found[1].param)
+    ((param, kind, value),) = found
+    with naming(param):
+        return AskedGrammar(param, _grammar(kind, value, whitespace=_whitespace(fields)))
+
+
+@contextmanager
+def naming(param: str) -> Iterator[None]:
+    """Names the field in errors about its grammar."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is not None:
+            raise
+        raise RequestError(f"{param}: {error}", param=param) from error
+
+
+def _asked(fields: StructuredFields) -> Iterator[_Asked]:
+    asked = fields.response_format
+    if asked is not None and asked.type == "json_object":
+        yield _Asked("response_format", "json", {"type": "object"})
+    if asked is not None and asked.type == "json_schema":
+        if asked.json_schema is None:
+            raise RequestError(
+                "response_format.json_schema is missing: send the schema, or type: json_object",
+                param="response_format.json_schema",
+            )
+        schema = asked.json_schema.schema_
+        yield _Asked(
+            "response_format.json_schema.schema",
+            "json",
+            {"type": "object"} if schema is None else schema,
+        )
+    inner = fields.structured_outputs
+    if inner is not None and inner.json_object:
+        yield _Asked("structured_outputs.json_object", "json", {"type": "object"})
+    for kind, new, old in (
+        ("json", None if inner is None else inner.json_, fields.guided_json),
+        ("regex", None if inner is None else inner.regex, fields.guided_regex),
+        ("choice", None if inner is None else inner.choice, fields.guided_choice),
+        ("grammar", None if inner is None else inner.grammar, fields.guided_grammar),
+    ):
+        if new is not None:
+            yield _Asked(f"structured_outputs.{kind}", kind, new)  # type: ignore[arg-type]
+        if old is not None:
+            yield _Asked(f"guided_{kind}", kind, old)  # type: ignore[arg-type]
+
+
+def _whitespace(fields: StructuredFields) -> dict[str, str | None]:
+    """Returns the option of `json_schema`; empty for its default."""
+    inner = fields.structured_outputs
+    if inner is not None and inner.disable_any_whitespace:
+        return {"whitespace": None}
+    pattern = fields.guided_whitespace_pattern
+    if inner is not None and inner.whitespace_pattern is not None:
+        pattern = inner.whitespace_pattern
+    return {} if pattern is None else {"whitespace": pattern}
+
+
+def _grammar(kind: str, value: Any, *, whitespace: dict[str, str | None]) -> str:
+    if kind == "regex":
+        return regular_expression(value)
+    if kind == "choice":
+        return one_of(value)
+    if kind == "grammar":
+        return rules(value)
+    return json_schema(_parsed(value), **whitespace)
+
+
+def _parsed(schema: Schema) -> JsonObject:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        parsed = json.loads(schema)
+    except ValueError as error:
+        raise RequestError(f"found no JSON ({error}), expected a JSON schema") from error
+    if not isinstance(parsed, dict):
+        raise RequestError(f"found a JSON {type(parsed).__name__}, expected an object")
+    return parsed
