@@ -12,7 +12,7 @@ from typing import Self
 
 from eesd_dist.config import EngineConfig, ModelConfig
 from eesd_dist.engine.local import LocalEngine
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import EngineError, RequestError
 from eesd_dist.text import TextAssembler, TextDelta, TextFinish, Tokenizer
 from eesd_dist.types import (
     Emission,
@@ -120,6 +120,7 @@ class LLM:
         request = self._request(self._encoded(prompt), sampling, ignore_eos, speculation)
         text = TextAssembler(self._tokenizer, request.sampling, stops=stop)
         for emission in self._engine.stream([request]):
+            _check(emission)
             delta = text.take(emission)
             yield delta
             if delta.finish_reason is not None:
@@ -162,6 +163,7 @@ class LLM:
             for request in requests
         }
         for emission in self._engine.stream(requests):
+            _check(emission)
             one = growing[emission.request_id]
             if not one.is_over and one.take(emission):
                 self._engine.abort(emission.request_id)
@@ -220,6 +222,11 @@ class _Growing:
                 num_accepted=sum(e.num_accepted for e in self._emissions),
             ),
         )
+
+
+def _check(emission: Emission) -> None:
+    if emission.error is not None:
+        raise RequestError(emission.error)
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -65,6 +65,12 @@ class HttpClient:
                 "without --url",
                 param="logprobs",
             )
+        if request.sampling.grammar is not None:
+            raise RequestError(
+                "structured output is not available over --url: leave the field out, or run the "
+                "batch without --url",
+                param="response_format",
+            )
         answer = await self._posted(_body(request, model=self._model))
         try:
             emission = _emission(answer.json(), request.request_id)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from eesd_dist.errors import PromptTooLong, RequestError
 from eesd_dist.text import TextCodec
-from eesd_dist.text.grammars import GrammarCompiler
+from eesd_dist.text.grammars import GrammarCompiler, GrammarProbe
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
 from serve_app.openai.errors import UnknownModel
 from serve_app.openai.event_ids import (
@@ -140,7 +140,7 @@ class Preparation:
         `limits` None: no limit on texts, log-probabilities and repeated prompt tokens of one
         answer. Event ids of another `event_key` are refused."""
         self._codec = codec
-        self._grammars = GrammarCompiler(lambda: codec)
+        self._grammars = GrammarCompiler(lambda: codec, probe=GrammarProbe().check)
         self._model_name = model_name
         self._max_positions = max_model_len
         self._kv_tokens = kv_tokens

@@ -83,7 +83,9 @@ class AskedGrammar(NamedTuple):
 
 def has_grammar(fields: StructuredFields) -> bool:
     """Returns whether `asked_grammar` has something to do."""
-    return any(name in fields.model_fields_set for name in StructuredFields.model_fields)
+    is_text = fields.response_format is not None and fields.response_format.type == "text"
+    asked = fields.model_fields_set & StructuredFields.model_fields.keys()
+    return bool(asked - {"response_format"} if is_text else asked)
 
 
 class _Asked(NamedTuple):
@@ -173,7 +175,7 @@ def _parsed(schema: Schema) -> JsonObject:
         return schema
     try:
         parsed = json.loads(schema)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"found no JSON ({error}), expected a JSON schema") from error
     if not isinstance(parsed, dict):
         raise RequestError(f"found a JSON {type(parsed).__name__}, expected an object")

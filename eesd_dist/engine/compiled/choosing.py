@@ -156,7 +156,9 @@ def _choose(
             choices.gaps_S[row] = min(gap, _WIDEST_GAP)
         else:
             best = first_largest(keys_V)
-        choices.tokens_S[row] = ids_V[best] if scores_V[best] > _NEVER else -1
+        choices.tokens_S[row] = ids_V[best]
+        if choices.masks_S[row] >= 0 and not scores_V[best] > _NEVER:
+            choices.tokens_S[row] = -1
 
 
 @inner

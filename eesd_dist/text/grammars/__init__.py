@@ -9,9 +9,11 @@ from eesd_dist.text.grammars.forms import (
     rules,
 )
 from eesd_dist.text.grammars.matcher import TokenMatcher
+from eesd_dist.text.grammars.probe import GrammarProbe
 
 __all__ = [
     "GrammarCompiler",
+    "GrammarProbe",
     "TokenMatcher",
     "any_json",
     "json_schema",

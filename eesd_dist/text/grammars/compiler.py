@@ -8,9 +8,9 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -23,21 +23,27 @@ MAX_GRAMMAR_BYTES = 1 << 18
 _NUM_KEPT = 32
 _NUM_TRIED = 8
 _UNSUPPORTED = re.compile(r"Unimplemented keys: (\[.*\])")
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=20_000,
-    max_lexer_states=20_000,
-    verbose_errors=False,
-)
-"""A step within these takes less than 0.1 s, most less than 0.1 ms."""
+LIMITS: Mapping[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 20_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
+}
+"""A step of a text within these takes less than 0.1 s, most less than 0.1 ms. Compiling is not
+bounded by them: see `probe`."""
+_LIMITS = LLParserLimits(**LIMITS)
 
 
 class GrammarCompiler:
     """Compiles grammars; from any thread."""
 
-    def __init__(self, load: Callable[[], TextCodec]) -> None:
-        """`load`: called once, for the first grammar: reading a large vocabulary takes seconds."""
+    def __init__(
+        self, load: Callable[[], TextCodec], *, probe: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`load`: called once, for the first grammar: reading a large vocabulary takes seconds.
+        `probe`: raises RequestError for a grammar that must not be compiled in this process."""
         self._load = load
+        self._probe = probe
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -92,6 +98,7 @@ class GrammarCompiler:
                 f"the grammar has {len(grammar)} characters, expected at most {MAX_GRAMMAR_BYTES}: "
                 "send a smaller one"
             )
+        self._probe(grammar)
         compiled = _compile(tokenizer, grammar)
         error = compiled.get_error() or _error_at_once(compiled.deep_copy(), tokenizer)
         if error:
@@ -102,9 +109,10 @@ class GrammarCompiler:
         self, tokenizer: LLTokenizer, grammar: str, compiled: LLMatcher
     ) -> TokenMatcher:
         def compile_again() -> LLMatcher:
-            fresh = _compile(tokenizer, grammar)
-            self._keep(grammar, fresh)
-            return fresh.deep_copy()
+            with self._lock:
+                if self._kept.get(grammar) is compiled:
+                    del self._kept[grammar]  # the next text would not get far with its states
+            return _compile(tokenizer, grammar)
 
         return TokenMatcher(
             compiled.deep_copy(), vocab_size=tokenizer.vocab_size, compile_again=compile_again
@@ -161,21 +169,22 @@ def _compile(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 def _vocabulary(codec: TextCodec) -> LLTokenizer:
     """Returns the bytes of each token for llguidance. Raises RequestError for a model without an
     end token: a text that has matched its grammar could not end."""
-    if not codec.eos_token_ids:
+    # Some checkpoints name end tokens outside the vocabulary.
+    ends = [int(token) for token in codec.eos_token_ids if token < codec.vocab_size]
+    if not ends:
         raise RequestError("this model has no end token, so that no text can end with its grammar")
-    wrapper = TokenizerWrapper(_Codec(codec))
-    ends = cast("list[int]", list(codec.eos_token_ids))
+    wrapper = TokenizerWrapper(_Codec(codec, end=ends[0]))
     return LLTokenizer(wrapper, n_vocab=codec.vocab_size, eos_token=ends)
 
 
 class _Codec:
     """A tokenizer as llguidance reads it."""
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, *, end: int) -> None:
         self._codec = codec
-        self.eos_token_id = codec.eos_token_ids[0]
+        self.eos_token_id = end
         self.bos_token_id = None
-        self.special_token_ids = sorted(codec.special_token_ids)
+        self.special_token_ids = [t for t in codec.special_token_ids if t < codec.vocab_size]
         self.tokens = [codec.token_bytes(token) for token in range(codec.vocab_size)]  # type: ignore[arg-type]
 
     def __call__(self, text: str) -> list[int]:

@@ -16,13 +16,16 @@ def json_schema(schema: Mapping[str, object], *, whitespace: str | None = _WHITE
     """Returns the grammar of JSON that a schema describes (JSON Schema 2020-12, without what
     llguidance does not support). `whitespace`: pattern of what may stand between two parts; None:
     nothing."""
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema),
-        overrides={
-            "whitespace_flexible": whitespace is not None,
-            "whitespace_pattern": whitespace,
-        },
-    )
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            json.dumps(schema),
+            overrides={
+                "whitespace_flexible": whitespace is not None,
+                "whitespace_pattern": whitespace,
+            },
+        )
+    except (ValueError, RecursionError) as error:  # too deep, numbers or characters that JSON lacks
+        raise RequestError(f"the schema cannot be read: {error}") from error
 
 
 def any_json() -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from llguidance import LLMatcher
 
 _WORD_BITS = 32
+_BEGINS_AGAIN_AFTER = 256
 
 
 class TokenMatcher:
@@ -23,10 +24,12 @@ class TokenMatcher:
         self, matcher: LLMatcher, *, vocab_size: int, compile_again: Callable[[], LLMatcher] | None
     ) -> None:
         """`compile_again`: copies of one compiled grammar share the states that matching has made,
-        and with them their limit; where it is reached, this text gets states of its own. None: it
-        fails there."""
+        and with them their limit; where it is reached, this text gets states of its own, and new
+        ones each time it has grown by some hundred tokens. None: it fails there."""
         self._matcher = matcher
         self._compile_again = compile_again
+        self._begins_again_at = 0
+        """Length of the text from which it may get new states."""
         self._read: list[int] = []
         self._words = (ctypes.c_uint32 * -(-vocab_size // _WORD_BITS))()
         self._everything = b"\xff" * ctypes.sizeof(self._words)
@@ -72,8 +75,9 @@ class TokenMatcher:
         return mask
 
     def _begin_again(self) -> bool:
-        """Reads the text with states of its own; only once."""
-        if self._compile_again is None:
+        """Reads the text with states of its own."""
+        if self._compile_again is None or len(self._read) < self._begins_again_at:
             return False
-        self._matcher, self._compile_again = self._compile_again(), None
-        return bool(self._matcher.consume_tokens(self._read))
+        self._matcher = self._compile_again()
+        self._begins_again_at = len(self._read) + _BEGINS_AGAIN_AFTER
+        return not self._read or bool(self._matcher.consume_tokens(self._read))

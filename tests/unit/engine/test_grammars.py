@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import re
 
 import jsonschema
@@ -223,6 +224,21 @@ def test_a_grammar_that_needs_too_much_work_ends_its_text_with_the_reason(
     assert [t for e in emissions if e.request_id == other.request_id for t in e.tokens] == expected
     engine.engine.check()
     assert engine.generate([other])[0].tokens == expected
+
+
+def test_texts_that_exhaust_the_states_of_a_grammar_do_not_fail_each_other() -> None:
+    """Each text makes a thousand states of this grammar; copies share 20,000."""
+    grammars, rng = json_grammars(), random.Random(1)
+    a, b = CODEC.encode("ab")
+    texts_: list[list[int]] = [[] for _ in range(50)]
+    matchers = [grammars.matcher(regular_expression("(a|b)*a(a|b){20}")) for _ in texts_]
+    for _ in range(600):
+        for matcher, text in zip(matchers, texts_, strict=True):
+            mask = matcher.mask_after()
+            assert all(mask[token >> 3] >> (token & 7) & 1 for token in (a, b))
+            text.append(rng.choice((a, b)))
+            matcher.read(text)
+    assert [matcher.failure for matcher in matchers] == [None] * 50
 
 
 @pytest.mark.parametrize(

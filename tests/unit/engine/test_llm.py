@@ -12,6 +12,7 @@ import pytest
 from eesd_dist import LLM, EngineConfig, SamplingParams, SpeculationParams
 from eesd_dist.errors import CheckpointError, PromptTooLong, RequestError
 from eesd_dist.text import Tokenizer
+from eesd_dist.text.grammars import one_of, regular_expression
 from serve_app.config import BUNDLED_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -106,6 +107,22 @@ def test_parameters_out_of_range_are_refused(
     with pytest.raises(RequestError, match=found):
         llm.generate("Tom", sampling)
     assert llm.generate("Tom", GREEDY)[0].text
+
+
+def test_a_grammar_that_needs_too_much_work_is_an_error_and_no_short_text(llm: LLM) -> None:
+    tokenizer = Tokenizer.load(BUNDLED_MODEL)
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    deep = SamplingParams(
+        max_tokens=200,
+        logit_bias=((a, 100.0),),
+        grammar=regular_expression("(?:(?:(?:a{0,100}){0,100}){0,100})b"),
+    )
+    with pytest.raises(RequestError, match="more work than is allowed"):
+        llm.generate("x", deep)
+    with pytest.raises(RequestError, match="more work than is allowed"):
+        list(llm.stream("x", deep))
+    yes = SamplingParams(max_tokens=9, grammar=one_of(["yes", "no"]))
+    assert llm.generate("x", yes)[0].text in ("yes", "no")
 
 
 def test_a_prompt_that_is_too_long_ends_the_call_and_nothing_else(llm: LLM) -> None:

@@ -1,0 +1,71 @@
+"""Compiles grammars of strangers in a process of its own first.
+
+The compiler recurses, and neither its stack nor its time is bounded by its limits: a chain of some
+thousand rules ends the process with a segmentation fault. So an ingress compiles only what a child
+has compiled within two seconds, a quarter of the stack, and bounded memory.
+"""
+
+import json
+import select
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+from eesd_dist.errors import RequestError
+from eesd_dist.text.grammars.compiler import LIMITS
+
+_WITHIN_S = 2.0
+_STARTS_WITHIN_S = 30.0
+_EMPTY = 'start: "a"'
+
+
+class GrammarProbe:
+    """The child, started for the first grammar and again after one that it could not compile. From
+    any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def check(self, grammar: str) -> None:
+        """Raises RequestError for a grammar that the child does not compile in time."""
+        with self._lock:
+            if self._child is None:
+                self._child = _started()
+                weakref.finalize(self, self._child.kill)
+                if not self._answers(_EMPTY, within_s=_STARTS_WITHIN_S):
+                    raise RequestError("grammars cannot be compiled now: try again")
+            if not self._answers(grammar, within_s=_WITHIN_S):
+                raise RequestError(
+                    "the grammar cannot be used: it takes too much time or memory to compile"
+                )
+
+    def _answers(self, grammar: str, *, within_s: float) -> bool:
+        child = self._child
+        assert child is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(json.dumps(grammar).encode() + b"\n")
+            child.stdin.flush()
+            ready, _, _ = select.select([child.stdout], [], [], within_s)
+            if ready and child.stdout.readline():
+                return True
+        except BrokenPipeError:
+            pass
+        self._child = None
+        child.kill()
+        child.communicate()
+        return False
+
+
+def _started() -> "subprocess.Popen[bytes]":
+    file = Path(__file__).with_name("probe_process.py")
+    return subprocess.Popen(
+        [sys.executable, str(file), json.dumps(LIMITS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
