@@ -377,7 +377,7 @@ class Preparation:
         ]
         if asked is not None:
             with naming(asked.param):
-                self._grammars.matcher_of(choices[0].request.sampling)
+                self._grammars.require_end(choices[0].request.sampling)
         num_extras = sum(_num_extras(choice.request, fields) for choice in choices)
         self._check_extras(num_extras)
         return Prepared(

@@ -61,8 +61,15 @@ class GrammarCompiler:
         if sampling.grammar is None:
             return None
         matcher = self.matcher(sampling.grammar)
-        assert self._tokenizer is not None, "it has just compiled"
-        if not set(self._tokenizer.eos_tokens) & set(sampling.stop_token_ids):
+        self.require_end(sampling)
+        return matcher
+
+    def require_end(self, sampling: SamplingParams) -> None:
+        """Raises RequestError where a text with these parameters could not end with its grammar.
+        Compiles nothing."""
+        with self._lock:
+            ends = set(self._tokenizer_now().eos_tokens)
+        if not ends & set(sampling.stop_token_ids):
             raise RequestError(
                 "a text with a grammar ends with the model's end token: leave out ignore_eos",
                 param="ignore_eos",
@@ -73,7 +80,6 @@ class GrammarCompiler:
                 "end: leave one of them out",
                 param="min_tokens",
             )
-        return matcher
 
     def matcher(self, grammar: str) -> TokenMatcher:
         """Returns a matcher at the start of a text.
@@ -88,7 +94,7 @@ class GrammarCompiler:
         if compiled is None:
             compiled = self._compiled(tokenizer, grammar)
             self._keep(grammar, compiled)
-        return self._matcher_of(tokenizer, grammar, compiled)
+        return self._copy_of(tokenizer, grammar, compiled)
 
     def _compiled(self, tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
         """Compiles a grammar and matches a few tokens: most of those that need too much work fail
@@ -105,9 +111,7 @@ class GrammarCompiler:
             raise RequestError(_reason(error))
         return compiled
 
-    def _matcher_of(
-        self, tokenizer: LLTokenizer, grammar: str, compiled: LLMatcher
-    ) -> TokenMatcher:
+    def _copy_of(self, tokenizer: LLTokenizer, grammar: str, compiled: LLMatcher) -> TokenMatcher:
         def compile_again() -> LLMatcher:
             with self._lock:
                 if self._kept.get(grammar) is compiled:

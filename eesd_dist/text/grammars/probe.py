@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 from eesd_dist.errors import RequestError
 from eesd_dist.text.grammars.compiler import LIMITS
@@ -28,13 +29,14 @@ class GrammarProbe:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., Any] | None = None
 
     def check(self, grammar: str) -> None:
         """Raises RequestError for a grammar that the child does not compile in time."""
         with self._lock:
             if self._child is None:
                 self._child = _started()
-                weakref.finalize(self, self._child.kill)
+                self._end = weakref.finalize(self, self._child.kill)
                 if not self._answers(_EMPTY, within_s=_STARTS_WITHIN_S):
                     raise RequestError("grammars cannot be compiled now: try again")
             if not self._answers(grammar, within_s=_WITHIN_S):
@@ -56,6 +58,8 @@ class GrammarProbe:
         except BrokenPipeError:
             pass
         self._child = None
+        if self._end is not None:
+            self._end.detach()
         child.kill()
         child.communicate()
         return False

@@ -41,7 +41,7 @@ GRAMMARS = {
     "blanks": json_schema(SCHEMA),
     "any object": any_json(),
     "pattern": regular_expression(r"[a-c]{2,9}(, [0-9]{1,3})*\."),
-    "choice": one_of(["yes", "no", "nobody, or all"]),
+    "choice": one_of(["yes", "no", "no one, or all"]),
     "rules": rules('root ::= "a" root "b" | "c"'),
 }
 SAMPLING = {
@@ -94,7 +94,7 @@ def matches(name: str, text: str) -> bool:
     if name == "pattern":
         return re.fullmatch(r"[a-c]{2,9}(, [0-9]{1,3})*\.", text) is not None
     if name == "choice":
-        return text in ("yes", "no", "nobody, or all")
+        return text in ("yes", "no", "no one, or all")
     half = len(text) // 2
     return text == "a" * half + "c" + "b" * half
 

@@ -28,14 +28,20 @@ class PieceCodec:
         self.special_token_ids = frozenset(self.eos_token_ids)
         pieces = [*_SINGLE, *_DOUBLE]
         self._pieces = [pieces[at % len(pieces)].encode() for at in range(spec.vocab_size)]
+        self._token_of: dict[bytes, TokenId] = {}
+        for at, piece in enumerate(self._pieces):
+            if at not in self.special_token_ids:
+                self._token_of.setdefault(piece, TokenId(at))
 
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
-        return tuple(TokenId(self._pieces.index(each.encode())) for each in prompt)
+        """Leaves out what the vocabulary lacks: grammars only ask how they would write a text."""
+        known = (self._token_of.get(each.encode()) for each in prompt)
+        return tuple(token for token in known if token is not None)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, object]], /, **template_options: object
     ) -> tuple[TokenId, ...]:
-        raise NotImplementedError
+        raise AssertionError("a model without a tokenizer has no conversations")
 
     def decode(self, tokens: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str:
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")

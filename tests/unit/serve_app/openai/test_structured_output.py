@@ -181,34 +181,28 @@ def test_what_cannot_be_is_refused_by_name(
                 }
             )
         },
-        {
-            "guided_json": {
-                "$ref": "#/$defs/0",
-                "$defs": {
-                    **{str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(40)},
-                    "40": {"type": "object"},
-                },
-            }
-        },
         {"guided_json": {"type": "integer", "multipleOf": 1_000_003}},
         {"guided_json": "[" * 200_000},
         {"guided_json": '{"items": ' * 300 + "{}" + "}" * 300},
         {"guided_json": '{"maximum": 1e400}'},
-        {"guided_json": {"const": "\\ud800"}},
+        {"guided_json": {"const": "\ud800"}},
     ],
 )
 def test_grammars_that_would_end_or_stop_a_process_are_refused(
     fields: dict[str, Any], api: Api
 ) -> None:
     started = time.monotonic()
-    answer = api.post("/v1/completions", {"prompt": "x", "max_tokens": 2} | fields)
-    assert answer.status_code in (200, 400), answer.text
+    body = json.dumps({"prompt": "x", "max_tokens": 2} | fields)
+    answer = api.http.post(
+        "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text
     assert time.monotonic() - started < 5.0
     good = api.post("/v1/completions", {"prompt": "x", "guided_regex": "[a-f]+"})
     assert good.status_code == 200
 
 
-def test_hostile_grammars_keep_nobody_waiting(api: Api) -> None:
+def test_hostile_grammars_keep_no_client_waiting(api: Api) -> None:
     """Each takes a tenth of a second or two of a thread."""
     statuses: list[int] = []
 
