@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from eesd_dist.bench.options import BatchedOptions
 from eesd_dist.bench.output import print_report, say_unless
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from eesd_dist.engine.build import device_named
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt, load_prompts
@@ -64,7 +65,7 @@ def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate
     pages_each = -(-(longest + options.max_tokens + 16) // _PAGE_SIZE)
     engine = LocalEngine(
         EngineConfig(
-            model=ModelConfig(path=options.model),
+            model=ModelConfig(path=options.model, device=options.device),
             cache=CacheConfig(
                 page_size=_PAGE_SIZE, num_pages=most * pages_each, prefix_caching=False
             ),
@@ -95,9 +96,9 @@ def _ours(
 
 
 def _transformers(options: BatchedOptions) -> Generate:
-    model = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype="auto", local_files_only=True
-    ).eval()
+    device = device_named(options.device)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto", local_files_only=True)
+    model = model.eval().to(device)
 
     def generate(prompts: Sequence[Prompt]) -> list[list[int]]:
         width = max(len(prompt.tokens) for prompt in prompts)
@@ -108,8 +109,8 @@ def _transformers(options: BatchedOptions) -> Generate:
             mask[row, width - len(prompt.tokens) :] = 1
         with torch.inference_mode():
             out = model.generate(
-                ids,
-                attention_mask=mask,
+                ids.to(device),
+                attention_mask=mask.to(device),
                 max_new_tokens=options.max_tokens,
                 min_new_tokens=options.max_tokens,
                 do_sample=False,

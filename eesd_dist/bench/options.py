@@ -109,6 +109,7 @@ class BatchedOptions:
     model: Model = BUNDLED_MODEL
     prompts: Prompts = SHIPPED_PROMPTS
     batches: Annotated[tuple[int, ...], "requests at once"] = (1, 8, 32, 64)
+    device: Annotated[Device, "where to compute, transformers too"] = "auto"
     max_tokens: Annotated[int, "length of each text"] = 64
     repeats: Annotated[int, "runs of every variant"] = 3
     json: Json = False
@@ -172,6 +173,7 @@ class GrammarsOptions:
 
     model: Model = BUNDLED_MODEL
     prompts: Prompts = SHIPPED_PROMPTS
+    device: Annotated[Device, "where to compute"] = "auto"
     max_tokens: Annotated[int, "length of a text that does not end before"] = 300
     json: Json = False
 

@@ -17,9 +17,9 @@ trap 'rm -rf "$site"' EXIT
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error
 
-if ! "$python" -c 'import msgspec, pydantic' 2>/dev/null; then
+if ! "$python" -c 'import llguidance, msgspec, pydantic' 2>/dev/null; then
     if ! compgen -G "$here/wheels/*.whl" >/dev/null; then
-        echo "$python lacks msgspec or pydantic, and $here/wheels is empty: run infra/gpu/wheels.sh on a" \
+        echo "$python lacks llguidance, msgspec or pydantic, and $here/wheels is empty: run infra/gpu/wheels.sh on a" \
             "machine with network access, and copy that folder to this machine" >&2
         exit 2
     fi

@@ -65,7 +65,7 @@ class _Runner:
         pages = _BATCH * -(-(_LONGEST_PROMPT + options.max_tokens + 16) // _PAGE_SIZE)
         self._engine = LocalEngine(
             EngineConfig(
-                model=ModelConfig(path=options.model),
+                model=ModelConfig(path=options.model, device=options.device),
                 cache=CacheConfig(page_size=_PAGE_SIZE, num_pages=pages, prefix_caching=False),
                 scheduler=SchedulerConfig(max_running=_BATCH),
             ),

@@ -1,11 +1,12 @@
-"""Checks noise and filters on the device against the CPU.
+"""Checks noise, filters and masks on the device against the CPU.
 
-Both are computed with integer and single IEEE operations, so that noise has the same bits and
-filters keep the same tokens on every device.
+All are computed with integer and single IEEE operations, so that noise has the same bits and
+filters and masks keep the same tokens on every device.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,6 +67,19 @@ def _filters(device: torch.device, vocab: int, num_rows: int, rows: Rows) -> Non
         kept_SV = _kept(on_device_SV, rules)
         _same_on_the_device(name, on_device_SV, rules, kept_SV, rows)
         _same_as_the_cpu(name, logits_SV, rules, kept_SV.cpu(), rows)
+    for name, params in (
+        ("masks", SamplingParams(temperature=0.7)),
+        ("top_p in masks", SamplingParams(temperature=0.7, top_p=0.9)),
+    ):
+        masks_SV = torch.rand(num_rows, vocab, generator=generator) < 0.5
+        packed = np.packbits(masks_SV.numpy(), axis=-1, bitorder="little")
+        rules = [
+            RowRule.of(params, position=at, num_prompt=1, mask=packed[at].tobytes())
+            for at in range(num_rows)
+        ]
+        kept_SV = _kept(logits_SV.to(device), rules).cpu()
+        _same_as_the_cpu(name, logits_SV, rules, kept_SV, rows)
+        rows.prove(f"{name}: inside", bool((masks_SV | ~kept_SV).all()), detail="a subset")
 
 
 def _kept(logits_SV: Tensor, rules: Sequence[RowRule]) -> Tensor:
