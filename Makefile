@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 DURATIONS := --durations=25 --durations-min=2
 SOURCES := eesd_dist serve_app cluster tests infra
 
-.PHONY: install serve test test-hosts test-slow check format gpu-check bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
+.PHONY: install serve test test-hosts test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 
 install: $(STAMP)
 
@@ -41,11 +41,16 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python infra/check_words.py
+	$(BIN)/python infra/write_references.py --check
 	$(BIN)/yamllint --strict .
 	$(BIN)/shellcheck .ci/run cluster/configs/node.sh infra/gpu/*.sh
 	$(BIN)/python infra/check_commands.py
 	$(BIN)/hadolint infra/docker/Dockerfile.*
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec infra/docker-compose.yaml
+
+# The tables of docs/api.md and docs/configuration.md.
+references: install
+	$(BIN)/python infra/write_references.py
 
 format: install
 	$(BIN)/ruff format $(SOURCES)

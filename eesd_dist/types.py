@@ -43,8 +43,22 @@ class SamplingParams:
     """Tokens that end the text, including the model's end tokens unless `ignore_eos` is set."""
     top_logprobs: int | None = None
     """How many alternatives to report with each token's log-probability; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """How many alternatives to report with the log-probability of each token of the prompt but the
+    first; None reports nothing."""
     grammar: str | None = None
     """What the text must match, as `text.grammars` writes it; None: any text."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be generated; None: any."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the text must not have."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether only some tokens may come next."""
+        return (
+            self.grammar is not None or self.allowed_token_ids is not None or bool(self.bad_words)
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -117,6 +131,11 @@ class Request:
     """When a client resumed its stream, in Unix nanoseconds: the latest one is served; 0: never."""
     features: FeatureSpec | None = None
     """Set by an operator's `eesd distill` only; no HTTP request can. It never changes the text."""
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its first emission has them; one that goes on has emitted them before."""
+        return self.sampling.prompt_logprobs is not None and not self.generated
 
 
 class FinishReason(Enum):
@@ -229,6 +248,8 @@ class Emission(Value, frozen=True, kw_only=True):
     num_cached_prompt_tokens: int = 0
     queue_s: float | None = None
     """On the first emission: seconds from arrival to the first round, where known."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """On the first emission, where asked for: of the prompt's tokens but the first."""
     error: str | None = None
     """Why the request itself makes it impossible to go on; with ABORT."""
     submission: int = 0

@@ -255,6 +255,10 @@ class LimitsConfig(Section):
     """Maximum log-probabilities in one answer, each alternative counted, and prompt tokens that
     `echo` and `return_token_ids` repeat for each of its texts."""
 
+    strict_fields: bool = False
+    """Whether unknown fields of a body are refused; else they are ignored, with a warning in the
+    answer."""
+
     read_timeout_s: PositiveFloat = 20.0
     """Longest a body may take to arrive."""
 
@@ -389,6 +393,9 @@ class ServiceConfig(Section):
 
     allow_no_key: bool = False
     """Whether a host other than loopback may be served without a key."""
+
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the API, e.g. https://example.com; `*`: any."""
 
     log_folder: HomePath | None = None
     """Where `eesd serve` without --address keeps the logs of its last ten starts, a folder each;

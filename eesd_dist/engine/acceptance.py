@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from eesd_dist.engine.drafting.stage import DraftRun
 from eesd_dist.schedule.scheduler import Committed, PlanItem
-from eesd_dist.transport.contracts import VerifyReply
+from eesd_dist.transport.contracts import Segment, VerifyReply
 from eesd_dist.trees import ROOT
 from eesd_dist.types import Branch, Outcome, TokenId, TokenLogprobs, Value
 
@@ -44,13 +44,16 @@ class Accepted(Value, frozen=True, kw_only=True):
         )
 
 
-def accepted_drafts(runs: Sequence[DraftRun], reply: VerifyReply) -> Iterator[Accepted]:
+def accepted_drafts(
+    runs: Sequence[DraftRun], segments: Sequence[Segment], reply: VerifyReply
+) -> Iterator[Accepted]:
     """Yields the verdict on every run that samples; of a draft the longest agreeing branch is
     accepted."""
     tokens: list[TokenId] = reply.tokens.tolist()
     flags: list[int] = reply.accepted.tolist()
     at = 0
-    for run in runs:
+    for run, segment in zip(runs, segments, strict=True):
+        at += len(segment.forced)
         if not run.item.is_final:
             continue
         k = len(run.tokens)
@@ -66,7 +69,7 @@ def accepted_drafts(runs: Sequence[DraftRun], reply: VerifyReply) -> Iterator[Ac
                 num_drafted=k,
                 num_accepted=len(path),
                 logprobs=_logprobs(run.item, reply, at, rows),
-                failure=None if run.matcher is None else run.matcher.failure,
+                failure=None if run.constraint is None else run.constraint.failure,
             ),
         )
         at += k + 1
@@ -115,15 +118,22 @@ def _logprobs(
     wanted = item.live.request.sampling.top_logprobs
     if wanted is None:
         return ()
+    return logprobs_at([first + row for row in rows], reply, num_top=wanted)
+
+
+def logprobs_at(
+    rows: Sequence[int], reply: VerifyReply, *, num_top: int
+) -> tuple[TokenLogprobs, ...]:
+    """Returns the log-probabilities of these rows of a reply."""
     return tuple(
         TokenLogprobs(
             logprob=float(reply.logprobs[row]),
             top=tuple(
                 (TokenId(int(i)), float(v))
                 for i, v in zip(
-                    reply.top_ids[row][:wanted], reply.top_logprobs[row][:wanted], strict=True
+                    reply.top_ids[row][:num_top], reply.top_logprobs[row][:num_top], strict=True
                 )
             ),
         )
-        for row in (first + row for row in rows)
+        for row in rows
     )

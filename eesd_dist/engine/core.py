@@ -20,6 +20,7 @@ from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.head_exchange import HeadExchange
 from eesd_dist.engine.headers import HeaderWriter, KvMoves, RoundIds
 from eesd_dist.engine.kv_sharing import KvSharing
+from eesd_dist.engine.prompt_logprobs import PromptLogprobs
 from eesd_dist.engine.recording.recorder import RecorderSink, RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureLimits, FeatureTap, TextFeatures
 from eesd_dist.engine.requests import EngineLoad, EngineRequests
@@ -87,6 +88,7 @@ class EngineCore:
         self._policy = DraftPolicy(speculation=speculation, cost=cost, calibrator=calibrator)
         self._recorder = None if recorder is None else RecorderTap(recorder)
         self._features = FeatureTap(_feature_limits(draft))
+        self._prompts = PromptLogprobs()
         self._meter = RoundMeter(clock=clock, draft_traffic=draft_traffic)
         self._requests = EngineRequests(
             scheduler=scheduler,
@@ -94,6 +96,7 @@ class EngineCore:
             draft=draft,
             recorder=self._recorder,
             features=self._features,
+            prompts=self._prompts,
             book=book,
             speculation=speculation,
             grammars=grammars,
@@ -284,6 +287,7 @@ class EngineCore:
                     num_drafted=sum(outcome.num_drafted for outcome in outcomes),
                     num_requests=len(accepted),
                 )
+            emissions = self._prompts.attached(emissions)
             features = self._features.finished(emissions, waiting.drafted.runs)
             self._requests.committed(waiting.plan.items, emissions, outcomes)
         stats = self._meter.finished(waiting, reply, outcomes=outcomes, emissions=emissions)
@@ -299,7 +303,7 @@ class EngineCore:
     def _settle(self, waiting: RoundInFlight, reply: VerifyReply) -> list[Accepted]:
         """Rolls every draft back to its accepted tokens, here and in the verify stage."""
         assert reply.round_id == waiting.header.round_id
-        accepted = list(accepted_drafts(waiting.drafted.runs, reply))
+        accepted = list(accepted_drafts(waiting.drafted.runs, waiting.header.segments, reply))
         moves = [
             move
             for a in accepted
@@ -312,6 +316,7 @@ class EngineCore:
             self._recorder.take_prompts(waiting.drafted.runs, waiting.header, reply)
             self._recorder.stage(accepted, reply)
         self._features.take(waiting.drafted.runs, waiting.header, reply)
+        self._prompts.take(waiting.drafted.runs, waiting.header, reply)
         self._draft.move(moves)
         self._headers.settle(reply.round_id, moves)
         return accepted

@@ -9,7 +9,7 @@ from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.schedule.scheduler import RoundPlan
 from eesd_dist.transport.contracts import Move, RoundHeader, Segment
 from eesd_dist.trees import ROOT
-from eesd_dist.types import RequestId
+from eesd_dist.types import RequestId, TokenId
 
 RoundIds = Callable[[Sequence[str | None]], tuple[int, int]]
 """Traceparents of a round's requests -> the round's trace id and span id."""
@@ -153,10 +153,21 @@ def _segment(run: DraftRun, page_size: int, *, num_recorded: int, wants_features
         stop_token_ids=p.stop_token_ids,
         logit_bias=p.logit_bias,
         wants_features=wants_features,
-        masks=_masks(run) if item.is_final and run.matcher is not None else b"",
+        forced=_forced(run),
+        forced_top_logprobs=p.prompt_logprobs or 0,
+        masks=_masks(run) if item.is_final and run.constraint is not None else b"",
         # The recorder's tokens are never returned: responses have what the request asked for.
         top_logprobs=max(p.top_logprobs or 0, num_recorded) if num_recorded else p.top_logprobs,
     )
+
+
+def _forced(run: DraftRun) -> tuple[TokenId, ...]:
+    """Returns the tokens of the prompt that follow its rows, where they are reported."""
+    item = run.item
+    if not item.live.wants_prompt_logprobs:
+        return ()
+    prompt = item.live.request.prompt
+    return prompt[item.start + 1 : item.start + 1 + item.num_known]
 
 
 def _masks(run: DraftRun) -> bytes:

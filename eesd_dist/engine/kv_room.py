@@ -17,6 +17,7 @@ from eesd_dist.model.rank_memory import (
     CPU_BUDGET_BYTES,
     activation_bytes,
     gpu_budget_bytes,
+    logits_block,
 )
 from eesd_dist.model.span import read_embedding
 from eesd_dist.model.spec import ModelSpec
@@ -56,12 +57,14 @@ def _budget_bytes(cache: CacheConfig, device: torch.device, *, reserved_bytes: i
 
 
 def _activation_bytes(config: EngineConfig, layers: LoadedLayers) -> int:
-    """Estimates the largest round: its prompt rows, and a draft of each running request."""
+    """Estimates the largest round: its prompt rows, and a draft of each running request. Rows of
+    prompts may have to be reported too."""
     spec, scheduler = layers.spec, config.scheduler
     num_sampled = scheduler.max_running * (config.speculation.max_draft_tokens + 1)
+    num_reported = min(scheduler.token_budget, logits_block(spec.vocab_size))
     return activation_bytes(
         num_rows=scheduler.token_budget + num_sampled,
-        num_sampled=num_sampled,
+        num_sampled=max(num_sampled, num_reported),
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         vocab_size=spec.vocab_size,

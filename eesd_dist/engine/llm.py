@@ -53,6 +53,8 @@ class Completion:
     token_ids: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprobs, ...]
     """One per token if `SamplingParams.top_logprobs` is set."""
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    """One per token of the prompt but the first if `SamplingParams.prompt_logprobs` is set."""
     finish_reason: TextFinish
     stop_reason: str | int | None
     """The stop string or stop token that ended the text; None for an end-of-sequence token."""
@@ -214,6 +216,7 @@ class _Growing:
             text="".join(delta.text for delta in self._deltas),
             token_ids=tuple(token for delta in self._deltas for token in delta.tokens),
             logprobs=tuple(each for delta in self._deltas for each in delta.logprobs),
+            prompt_logprobs=tuple(lp for e in self._emissions for lp in e.prompt_logprobs),
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             statistics=Statistics(

@@ -13,13 +13,14 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.drafting.stage import DraftStage
+from eesd_dist.engine.prompt_logprobs import PromptLogprobs
 from eesd_dist.engine.recording.recorder import RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.errors import RequestError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import PlanItem, Scheduler
-from eesd_dist.text.grammars import GrammarCompiler, TokenMatcher
-from eesd_dist.types import Emission, Outcome, Request, RequestId, SamplingParams
+from eesd_dist.text.grammars import GrammarCompiler, TokenConstraint, constraint_of
+from eesd_dist.types import Emission, Outcome, Request, RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class EngineLoad:
 class _Arrival(NamedTuple):
     request: Request
     plan: DraftPlan | None
-    matcher: TokenMatcher | None
+    constraint: TokenConstraint | None
 
 
 class EngineRequests:
@@ -53,6 +54,7 @@ class EngineRequests:
         draft: DraftStage,
         recorder: RecorderTap | None,
         features: FeatureTap,
+        prompts: PromptLogprobs,
         book: BeliefBook | None,
         speculation: SpeculationConfig,
         grammars: GrammarCompiler | None,
@@ -64,6 +66,7 @@ class EngineRequests:
         self._draft = draft
         self._recorder = recorder
         self._features = features
+        self._prompts = prompts
         self._book = book
         self._speculation = speculation
         self._grammars = grammars
@@ -76,7 +79,10 @@ class EngineRequests:
         Raises RequestError if it can never be served and CapacityError if the queue is full.
         """
         self._refuse_odd_tree(request)
-        arrival = _Arrival(request, plan, self._matcher_of(request.sampling))
+        self._refuse_odd_prompt(request)
+        vocab_size = self._draft.span.spec.vocab_size
+        constraint = constraint_of(request.sampling, grammars=self._grammars, vocab_size=vocab_size)
+        arrival = _Arrival(request, plan, constraint)
         with self.lock:
             self._policy.check(request.speculation.controller)
             self._features.check(request)
@@ -158,15 +164,18 @@ class EngineRequests:
                 param="speculation.tree",
             )
 
-    def _matcher_of(self, sampling: SamplingParams) -> TokenMatcher | None:
-        if sampling.grammar is not None and self._grammars is None:
-            raise RequestError("this engine has no tokenizer, which grammars need")
-        return None if self._grammars is None else self._grammars.matcher_of(sampling)
+    def _refuse_odd_prompt(self, request: Request) -> None:
+        if request.wants_prompt_logprobs and self._speculation.acceptance == "rejection":
+            raise RequestError(
+                "this service accepts by rejection sampling, and reports no log-probabilities of "
+                "prompts: leave out echo with logprobs, or prompt_logprobs",
+                param="prompt_logprobs",
+            )
 
     def _admit(self, arrival: "_Arrival") -> None:
-        request, plan, matcher = arrival
-        if matcher is not None:
-            self._draft.matchers[request.request_id] = matcher
+        request, plan, constraint = arrival
+        if constraint is not None:
+            self._draft.constraints[request.request_id] = constraint
         if plan is None and self._book is not None:
             plan = self._book.admit(request.request_id, request.workload)
         self._policy.admit(
@@ -177,13 +186,15 @@ class EngineRequests:
         if self._recorder is not None:
             self._recorder.admit(request)
         self._features.admit(request)
+        self._prompts.admit(request)
 
     def _end(self, request_id: RequestId) -> None:
         if self._recorder is not None:
             self._recorder.end(request_id)
         self._features.end(request_id)
+        self._prompts.end(request_id)
         self._draft.forget(request_id)
-        self._draft.matchers.pop(request_id, None)
+        self._draft.constraints.pop(request_id, None)
         self._policy.end(request_id)
         if self._book is not None:
             self._book.finish(request_id)

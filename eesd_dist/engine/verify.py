@@ -6,8 +6,9 @@ parameters. It does not depend on requests, queues or controllers.
 
 # Shapes: T rows of a round, S sampled rows, K drafted rows, D hidden size, V vocabulary.
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,10 +24,11 @@ from eesd_dist.engine.recording.row_features import features_of
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.model.parallel import joined_over_ranks
+from eesd_dist.model.rank_memory import logits_block
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.rejection import reject_all
 from eesd_dist.sampling.row_rules import RowRule, chooses_by_score, rules_of
-from eesd_dist.sampling.rule import choose
+from eesd_dist.sampling.rule import TokenChoice, choose, joined_choices
 from eesd_dist.transport.channel import follow_round, share_close, share_round
 from eesd_dist.transport.contracts import (
     RoundHeader,
@@ -119,36 +121,62 @@ class VerifyStage:
         draft_probs_KV: Tensor | None,
         started: float,
     ) -> VerifyReply:
-        sampled = sampled_rows(header.segments)
-        if not sampled:
+        reported = reported_rows(header.segments)
+        if not reported:
             return _reply(header, _NO_INTS, took_s=time.perf_counter() - started)
-        if len(sampled) < hidden_TD.shape[0]:
-            hidden_TD = hidden_TD[torch.tensor(sampled, device=hidden_TD.device)]
-        logits_SV = self.span.logits(hidden_TD)
+        if len(reported) < hidden_TD.shape[0]:
+            hidden_TD = hidden_TD[torch.tensor(reported, device=hidden_TD.device)]
         rules = [rule for segment in header.segments for rule in rules_of(segment)]
-        choice = choose(logits_SV, rules, group=self.group, vocab_start=self.span.vocab_start)
-        tokens = np.asarray(choice.tokens, dtype=np.int32)
-        logprobs = np.asarray(choice.logprobs, dtype=np.float32)
         accepted = _NO_INTS
         if header.wants_rejection:
-            if draft_probs_KV is None:  # no drafts: every token is drawn from the target
-                draft_probs_KV = logits_SV.new_zeros(0, self.span.spec.vocab_size)
-            full_SV = joined_over_ranks(logits_SV, self.group, count=self.span.spec.vocab_size)
-            judged = self._reject(header.segments, full_SV, draft_probs_KV, rules)
-            tokens, accepted = judged.tokens, judged.accepted
-            if logprobs.size:  # so far those of the tokens sampled without rejection
-                logprobs = _logprobs_of(tokens, full_SV)
+            logits_SV = self.span.logits(hidden_TD)
+            choice = choose(logits_SV, rules, group=self.group, vocab_start=self.span.vocab_start)
+            choice, accepted = self._judged(header, logits_SV, draft_probs_KV, rules, choice)
+        else:
+            choice = self._choose(hidden_TD, rules)
         took_s = time.perf_counter() - started
         return VerifyReply(
             round_id=header.round_id,
-            tokens=tokens,
+            tokens=np.asarray(choice.tokens, dtype=np.int32),
             accepted=accepted,
-            logprobs=logprobs,
+            logprobs=np.asarray(choice.logprobs, dtype=np.float32),
             top_ids=np.asarray(choice.top_ids, dtype=np.int32),
             top_logprobs=np.asarray(choice.top_logprobs, dtype=np.float32),
             verify_s=took_s,
             received_to_sent_s=took_s,
         )
+
+    def _choose(self, hidden_SD: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
+        """Chooses after these rows, a block at a time: the rows of a prompt may be many."""
+        block = logits_block(self.span.spec.vocab_size)
+        choices = [
+            choose(
+                self.span.logits(hidden_SD[first : first + block]),
+                rules[first : first + block],
+                group=self.group,
+                vocab_start=self.span.vocab_start,
+            )
+            for first in range(0, len(rules), block)
+        ]
+        return choices[0] if len(choices) == 1 else joined_choices(choices)
+
+    def _judged(
+        self,
+        header: RoundHeader,
+        logits_SV: Tensor,
+        draft_probs_KV: Tensor | None,
+        rules: list[RowRule],
+        choice: TokenChoice,
+    ) -> "tuple[TokenChoice, np.typing.NDArray[np.int32]]":
+        """Returns the choice by rejection sampling, and which drafted tokens survive."""
+        if draft_probs_KV is None:  # no drafts: every token is drawn from the target
+            draft_probs_KV = logits_SV.new_zeros(0, self.span.spec.vocab_size)
+        full_SV = joined_over_ranks(logits_SV, self.group, count=self.span.spec.vocab_size)
+        tokens, accepted = self._reject(header.segments, full_SV, draft_probs_KV, rules)
+        logprobs = choice.logprobs
+        if logprobs.size:  # so far those of the tokens sampled without rejection
+            logprobs = _logprobs_of(tokens, full_SV)
+        return dataclasses.replace(choice, tokens=tokens, logprobs=logprobs), accepted
 
     def _reject(
         self,
@@ -194,6 +222,7 @@ def _is_plain(header: RoundHeader) -> bool:
         return False
     return all(
         segment.top_logprobs is None
+        and not segment.forced
         and chooses_by_score(
             segment,
             num_generated=segment.start
@@ -235,11 +264,13 @@ def _logprobs_of(
     return logprobs_S1.squeeze(-1).cpu().numpy().astype(np.float32)
 
 
-def sampled_rows(segments: tuple[Segment, ...]) -> list[int]:
-    """Returns flat indices of the rows with a verdict: the last `num_sampled` of each segment."""
+def reported_rows(segments: tuple[Segment, ...]) -> list[int]:
+    """Returns flat indices of the rows in the reply: of each segment the first ones, with forced
+    tokens, and the last ones, which are sampled."""
     indices: list[int] = []
     end = 0
     for segment in segments:
+        indices.extend(range(end, end + len(segment.forced)))
         end += segment.num_rows
         indices.extend(range(end - segment.num_sampled, end))
     return indices

@@ -12,6 +12,8 @@ CPU_BUDGET_BYTES = 512 * 2**20
 """Budget of a rank on a CPU where none is configured."""
 
 NUM_READERS = 4
+_LOGITS_BYTES = 1 << 28
+"""Of a block of rows over the whole vocabulary, in float32."""
 READ_AHEAD_BYTES = 2**30
 """Most bytes of pieces that are read ahead, unless one piece is larger."""
 
@@ -57,6 +59,11 @@ def gpu_budget_bytes(
     """
     allowed = int(total_bytes * utilization) - own_bytes
     return max(0, min(allowed, free_bytes) - reserved_bytes)
+
+
+def logits_block(vocab_size: int) -> int:
+    """Returns how many rows of the whole vocabulary are computed at once, at most."""
+    return max(1, _LOGITS_BYTES // (4 * vocab_size))
 
 
 def activation_bytes(

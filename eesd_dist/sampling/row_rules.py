@@ -7,6 +7,8 @@ penalties mean the same with speculation on and off. `processors` and `rule` app
 from collections.abc import Sequence
 from typing import Protocol, Self
 
+from msgspec import structs
+
 from eesd_dist.transport.contracts import Segment
 from eesd_dist.trees import depths_of, path_to
 from eesd_dist.types import SamplingParams, Value
@@ -41,6 +43,8 @@ class RowRule(Value, frozen=True, kw_only=True):
     history: Sequence[int] = ()
     """All tokens before `position` if `needs_history`; otherwise it may be empty."""
     top_logprobs: int | None = None
+    forced: int = -1
+    """The token to report, whatever the logits; -1: none."""
     mask: bytes = b""
     """A bit per token that may be chosen, the lowest bit of the first byte for token 0; empty: any
     token."""
@@ -98,9 +102,15 @@ class RowRule(Value, frozen=True, kw_only=True):
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Tokens that must not be chosen yet: stop tokens, before min_tokens are generated."""
-        too_short = self.position - self.num_prompt < self.min_tokens
-        return self.stop_token_ids if too_short else ()
+        """Tokens that must not be chosen yet: stop tokens, before min_tokens are generated, unless
+        the mask leaves no others."""
+        if self.position - self.num_prompt >= self.min_tokens:
+            return ()
+        others = int.from_bytes(self.mask, "little")
+        for token in self.stop_token_ids:
+            if token < 8 * len(self.mask):
+                others &= ~(1 << token)
+        return self.stop_token_ids if others or not self.mask else ()
 
     @property
     def edits_logits(self) -> bool:
@@ -168,16 +178,20 @@ def _keeps_logits(params: ChoiceParams, *, num_generated: int) -> bool:
 
 
 def rules_of(segment: Segment) -> list[RowRule]:
-    """Returns one rule per sampled row of a segment, in row order."""
+    """Returns one rule per reported row of a segment, in row order."""
     needs_history = (
         segment.repetition_penalty != 1.0
         or segment.presence_penalty != 0.0
         or segment.frequency_penalty != 0.0
     )
     positions = positions_after(segment)
+    forced = [
+        _reporting(token, position=position, num_top=segment.forced_top_logprobs)
+        for token, position in zip(segment.forced, positions, strict=False)
+    ]
     first = segment.num_rows - segment.num_sampled
     size = len(segment.masks) // max(segment.num_sampled, 1)
-    return [
+    return forced + [
         RowRule(
             seed=segment.seed,
             position=positions[row],
@@ -198,6 +212,11 @@ def rules_of(segment: Segment) -> list[RowRule]:
         )
         for row in range(first, segment.num_rows)
     ]
+
+
+def _reporting(token: int, *, position: int, num_top: int) -> RowRule:
+    params = SamplingParams(temperature=0.0, top_logprobs=num_top)
+    return structs.replace(RowRule.of(params, position=position, num_prompt=0), forced=token)
 
 
 def positions_after(segment: Segment) -> list[int]:

@@ -17,6 +17,7 @@ numbers per row that a rank sends to the others.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +82,28 @@ class DraftChoice:
     """[S, b] scores of those tokens; -inf where a filter leaves fewer."""
     gaps: Tensor
     """[S] score of the best minus that of the runner-up (`Evidence.gap`)."""
+
+
+def joined_choices(choices: Sequence[TokenChoice]) -> TokenChoice:
+    """Returns the choices after consecutive rows as one. Rows of a part that asks for less than
+    another one are padded: with log-probabilities of 0, with alternatives of probability 0."""
+    widest = max(choice.top_ids.shape[1] for choice in choices)
+    has_logprobs = any(choice.logprobs.size for choice in choices)
+
+    def wide(values_Sn: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
+        missing = widest - values_Sn.shape[1]
+        return np.pad(values_Sn, ((0, 0), (0, missing)), constant_values=fill)
+
+    def logprobs_of(choice: TokenChoice) -> _Floats:
+        is_there = choice.logprobs.size or not has_logprobs
+        return choice.logprobs if is_there else np.zeros(len(choice.tokens), np.float32)
+
+    return TokenChoice(
+        tokens=np.concatenate([choice.tokens for choice in choices]),
+        logprobs=np.concatenate([logprobs_of(choice) for choice in choices]),
+        top_ids=np.concatenate([wide(choice.top_ids, 0) for choice in choices]),
+        top_logprobs=np.concatenate([wide(choice.top_logprobs, -np.inf) for choice in choices]),
+    )
 
 
 def choose(
@@ -272,6 +295,9 @@ def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
     if num_top is None and logits_SV.is_cuda and _is_by_score(logits_SV, rules):
         return _silent_choice(_best_on_gpu(logits_SV, rules, None)[:, 0])
     tokens_S = _tokens(logits_SV, rules)
+    for row, rule in enumerate(rules):
+        if rule.forced >= 0:
+            tokens_S[row] = rule.forced
     if num_top is None:
         return _silent_choice(tokens_S.cpu().numpy())
     logprobs_SV = log_probabilities(logits_SV)
@@ -315,10 +341,16 @@ def _choose_together(
     columns = VocabularyShard(start=vocab_start, size=logits_SV.shape[-1])
     scores_SV = perturbed(logits_SV, rules, columns, group=group)
     at_S1 = first_max(scores_SV).unsqueeze(-1)
+    best_S1 = scores_SV.gather(-1, at_S1).double()
+    for row, rule in enumerate(rules):
+        if rule.forced >= 0:  # the rank that has this token wins
+            column = rule.forced - vocab_start
+            is_here = 0 <= column < logits_SV.shape[-1]
+            at_S1[row], best_S1[row] = (column, torch.inf) if is_here else (0, -torch.inf)
     # float64 holds a score, a token id and a raw logit
     best_S3 = torch.cat(
         [
-            scores_SV.gather(-1, at_S1).double(),
+            best_S1,
             (at_S1 + vocab_start).double(),
             logits_SV.gather(-1, at_S1).double(),
         ],

@@ -104,6 +104,11 @@ class LiveRequest:
         return len(self.tokens)
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether it has still to report the log-probabilities of its prompt."""
+        return self.request.wants_prompt_logprobs and self.num_generated == 0
+
+    @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 

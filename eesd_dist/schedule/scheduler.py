@@ -435,7 +435,8 @@ class Scheduler:
 
     def _start(self, live: LiveRequest, *, microbatch: int) -> bool:
         """Starts a request if its known tokens and one more page fit; returns whether it did."""
-        if live.request.features is None:  # else every row is computed, to return its features
+        # Every row is computed where features or log-probabilities of all are returned.
+        if live.request.features is None and not live.wants_prompt_logprobs:
             live.add_pages(self._pages.match_prefix(live.tokens, salt=live.salt))
         num_cached = len(live.pages) * self._pages.page_size
         missing = self._num_missing(live, ahead=0)

@@ -131,9 +131,19 @@ class Segment(Record, frozen=True, kw_only=True):
     a chain, where every row follows the one before it."""
     wants_features: bool = False
     """Whether the reply has features of all its rows."""
+    forced: tuple[Count, ...] = ()
+    """Tokens that follow the segment's first rows, one each: the prompt's own. Their
+    log-probabilities are reported."""
+    forced_top_logprobs: Count = 0
+    """Alternatives to report with each."""
     masks: bytes = b""
     """One mask per sampled row, all of one size: a bit per token that may be chosen, the lowest bit
     of the first byte for token 0. Empty: any token."""
+
+    @property
+    def num_reported(self) -> int:
+        """Number of its rows in the reply: forced ones, then sampled ones."""
+        return len(self.forced) + self.num_sampled
 
     @property
     def num_known(self) -> int:
@@ -183,11 +193,12 @@ class RowFeatures(Record, frozen=True, kw_only=True):
 
 
 class VerifyReply(Record, frozen=True, kw_only=True):
-    """The verifier's choices, one per sampled row in the order of the segments."""
+    """The verifier's choices, in the order of the segments: of each first the rows with a forced
+    token, then the sampled ones."""
 
     round_id: int
     tokens: Ints
-    """[S] the target's token after each sampled row."""
+    """[S] the target's token after each of these rows."""
     accepted: Ints
     """[S] 1 where the row's *next* drafted token survived; empty unless rejection sampling."""
     logprobs: Floats

@@ -257,6 +257,11 @@ def _check_segment(segment: Segment) -> None:
             f"found {len(segment.masks)} bytes of masks in a segment with {segment.num_sampled} "
             "sampled rows, expected as many for each"
         )
+    if len(segment.forced) + segment.num_sampled > segment.num_rows:
+        raise WireError(
+            f"found {len(segment.forced)} forced and {segment.num_sampled} sampled rows in a "
+            f"segment, expected {segment.num_rows} or fewer together"
+        )
     if not segment.parents:
         return
     if len(segment.parents) != segment.num_sampled - 1:

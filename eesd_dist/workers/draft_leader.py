@@ -160,6 +160,9 @@ class EngineLeader:
     def compile_grammar(self, grammar: str) -> None:
         self._grammars.matcher(grammar)
 
+    def load_vocabulary(self) -> None:
+        self._grammars.load()
+
     def host_store(self) -> Address:
         return self._groups.host_store()
 

@@ -99,6 +99,7 @@ class DraftActor(WorkerActor):
         tracing = tracing_of(telemetry, process=name)
         self._leader = stages.draft_leader(config, tracing)
         lease = None if tenure is None else tenure()
+        self._is_fallback = lease is None
         super().__init__(name=name, role=self._leader, tenure=lease)
         self._watch = DraftWatch(tracing, model_name=telemetry.model_name)
         self._mail = Outboxes()
@@ -155,7 +156,12 @@ class DraftActor(WorkerActor):
         """Loads the weights before there is an epoch to join, so that joining is fast, and returns
         what the ranks of a pipeline have to agree on. With a `cost` model measured before, joining
         measures none."""
-        return await asyncio.to_thread(lambda: self._leader.prepare(cost=cost))
+        loading = asyncio.to_thread(lambda: self._leader.prepare(cost=cost))
+        if self._is_fallback:  # in the process of a verify rank, which has to go on
+            return await loading
+        vocabulary = asyncio.to_thread(self._leader.load_vocabulary)
+        loaded, _ = await asyncio.gather(loading, vocabulary)
+        return loaded
 
     async def host_store(self) -> Address:
         return await asyncio.to_thread(self._leader.host_store)
@@ -237,6 +243,7 @@ class DraftActor(WorkerActor):
         """Takes a request; `take` of this client returns its emissions, and the error that ends it
         if it is refused."""
         try:
+            self._refuse(request)
             await self._compile_grammar(request)
         except EesdError as error:
             self._mail.refuse(request, client=client, error=error)

@@ -186,6 +186,10 @@ class EpochLeader(Protocol):
         """
         ...
 
+    def load_vocabulary(self) -> None:
+        """Reads the tokenizer, for which the first grammar would wait. From any thread."""
+        ...
+
     def host_store(self) -> Address:
         """Opens a new rendezvous store in this process and closes the one before."""
         ...

@@ -59,18 +59,19 @@ class HttpClient:
         )
 
     async def stream(self, request: Request) -> AsyncIterator[Emission]:
-        if request.sampling.top_logprobs is not None:
-            raise RequestError(
-                "logprobs are not available over --url: leave the field out, or run the batch "
-                "without --url",
-                param="logprobs",
-            )
-        if request.sampling.grammar is not None:
-            raise RequestError(
-                "structured output is not available over --url: leave the field out, or run the "
-                "batch without --url",
-                param="response_format",
-            )
+        asked = request.sampling
+        for what, param, is_asked in (
+            ("logprobs are", "logprobs", asked.top_logprobs is not None),
+            ("prompt_logprobs are", "prompt_logprobs", asked.prompt_logprobs is not None),
+            ("structured output is", "response_format", asked.grammar is not None),
+            ("bad_words are", "bad_words", bool(asked.bad_words)),
+        ):
+            if is_asked:
+                raise RequestError(
+                    f"{what} not available over --url: leave the field out, or run the batch "
+                    "without --url",
+                    param=param,
+                )
         answer = await self._posted(_body(request, model=self._model))
         try:
             emission = _emission(answer.json(), request.request_id)
@@ -180,6 +181,7 @@ def _body(request: Request, *, model: str) -> dict[str, object]:
         # The row's own end tokens are all there; the service must not add its model's.
         "ignore_eos": True,
         "stop_token_ids": list(sampling.stop_token_ids),
+        "allowed_token_ids": sampling.allowed_token_ids,
         "return_token_ids": True,
         "speculation": {
             "mode": speculation.mode,

@@ -112,6 +112,7 @@ class Ingress:
             max_draft_tokens=config.engine.speculation.max_draft_tokens,
             workloads_by_temperature=config.router.workloads_by_temperature,
             api_key=api_key,
+            cors_origins=config.cors_origins,
             created_unix_s=int(time.time()),
             resume_window_s=config.recovery.resume_window_s,
         )

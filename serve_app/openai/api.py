@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -29,6 +30,7 @@ from serve_app.openai.errors import (
 )
 from serve_app.openai.event_ids import HEADER
 from serve_app.openai.gate import AdmissionGate
+from serve_app.openai.head_requests import HeadRequests
 from serve_app.openai.limits import Limits
 from serve_app.openai.preparation import Preparation, conversation_of
 from serve_app.openai.responses import Event, Json
@@ -56,6 +58,7 @@ Metrics = Callable[[], Awaitable[bytes]]
 """Returns the Prometheus text."""
 
 _CLIENT_CLOSED_REQUEST = 499
+REQUEST_ID_HEADER = "x-request-id"
 
 
 def build_api(
@@ -73,6 +76,7 @@ def build_api(
     max_draft_tokens: int = 8,
     workloads_by_temperature: bool = True,
     api_key: str | None = None,
+    cors_origins: Sequence[str] = (),
     created_unix_s: int = 0,
     resume_window_s: float = 0.0,
 ) -> FastAPI:
@@ -105,6 +109,15 @@ def build_api(
     _add_tokens(app, tokenizer, preparation, service.threads)
     _add_operations(app, health=health, metrics=metrics)
     app.add_middleware(AdmissionGate, limits=limits, api_key=api_key)
+    app.add_middleware(HeadRequests)
+    if cors_origins:  # outermost: a browser's question about a request has no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER, "retry-after"],
+        )
     return app
 
 
@@ -127,6 +140,7 @@ async def _answered(
         fields,
         traceparent=request.headers.get("traceparent"),
         workload=checked_workload(request.headers.get(WORKLOAD_HEADER)),
+        request_id=request.headers.get(REQUEST_ID_HEADER),
         last_event_id=request.headers.get(HEADER),
     )
     try:
@@ -207,6 +221,7 @@ def _add_tokens(
 
 
 def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
+    @app.get("/ready", response_model=None)
     @app.get("/health", response_model=None)
     async def ready() -> Response:
         """Returns 200 when text can be generated, with a body only when degraded, else 503 with

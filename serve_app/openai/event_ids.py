@@ -21,8 +21,10 @@ from eesd_dist.errors import RequestError
 HEADER = "Last-Event-ID"
 
 NONCE_BYTES = 16
-_VERSION = 1
-_ORIGIN = struct.Struct(f"<B{NONCE_BYTES}sQQ")
+MAX_ID_CHARS = 128
+_VERSION = 2
+_ORIGIN = struct.Struct(f"<BB{NONCE_BYTES}sQQ")
+"""Version, number of characters of the request id that follows, nonce, seed, time."""
 _POSITION_BYTES = 8
 _MAC_BYTES = 16
 _OVER = 1 << 31
@@ -48,9 +50,13 @@ class Origin:
     """64 bits; a seed in the body overrides it."""
     nonce: bytes
     created_unix_s: int
+    request_id: str
+    """Of the header X-Request-Id, at most `MAX_ID_CHARS` ASCII characters; empty: not needed."""
 
     def packed(self) -> bytes:
-        return _ORIGIN.pack(_VERSION, self.nonce, self.seed % 2**64, self.created_unix_s)
+        name = self.request_id.encode("ascii")
+        seed = self.seed % 2**64
+        return _ORIGIN.pack(_VERSION, len(name), self.nonce, seed, self.created_unix_s) + name
 
 
 class EventIds:
@@ -88,19 +94,24 @@ def opened(
 ) -> tuple[Origin, tuple[Shown, ...]]:
     """Returns what an id holds. Raises WrongEventId unless this service has made it with this key
     for a request with this digest."""
-    raw = _decoded(event_id, num_bytes=_num_bytes(num_choices))
-    origin = raw[: _ORIGIN.size]
-    positions, mac = raw[_ORIGIN.size : -_MAC_BYTES], raw[-_MAC_BYTES:]
+    num_positions = num_choices * _POSITION_BYTES
+    raw = _decoded(event_id, most_bytes=_num_bytes(MAX_ID_CHARS, num_choices))
+    if len(raw) < _ORIGIN.size or len(raw) != _num_bytes(raw[1], num_choices):
+        raise WrongEventId
+    origin, mac = raw[: -_MAC_BYTES - num_positions], raw[-_MAC_BYTES:]
+    positions = raw[len(origin) : -_MAC_BYTES]
     expected = _mac(_secret(origin, key=key, digest=digest), positions)
-    version, nonce, seed, created_unix_s = _ORIGIN.unpack(origin)
+    version, _, nonce, seed, created_unix_s = _ORIGIN.unpack_from(origin)
     if not hmac.compare_digest(mac, expected) or version != _VERSION:
         raise WrongEventId
+    request_id = origin[_ORIGIN.size :].decode("ascii")
     values = struct.unpack(f"<{2 * num_choices}I", positions)
     shown = tuple(
         Shown(tokens & ~_OVER, chars, bool(tokens & _OVER))
         for tokens, chars in zip(values[::2], values[1::2], strict=True)
     )
-    return Origin(seed=seed, nonce=nonce, created_unix_s=created_unix_s), shown
+    found = Origin(seed=seed, nonce=nonce, created_unix_s=created_unix_s, request_id=request_id)
+    return found, shown
 
 
 def digest_of(fields: BaseModel, *, kind: Literal["chat", "completion"], model: str) -> bytes:
@@ -126,23 +137,23 @@ def _position(shown: Shown) -> tuple[int, int]:
     return shown.num_tokens | (_OVER if shown.is_over else 0), shown.num_chars
 
 
-def _num_bytes(num_choices: int) -> int:
-    return _ORIGIN.size + num_choices * _POSITION_BYTES + _MAC_BYTES
+def _num_bytes(num_id_chars: int, num_choices: int) -> int:
+    return _ORIGIN.size + num_id_chars + num_choices * _POSITION_BYTES + _MAC_BYTES
 
 
 def _encoded(raw: bytes) -> bytes:
     return binascii.b2a_base64(raw, newline=False).translate(_TO_URL_SAFE).rstrip(b"=")
 
 
-def _decoded(event_id: str, *, num_bytes: int) -> bytes:
+def _decoded(event_id: str, *, most_bytes: int) -> bytes:
     """Raises WrongEventId for all but the one spelling that `_encoded` gives."""
-    if len(event_id) != -(-num_bytes * 4 // 3) or not event_id.isascii():
+    if len(event_id) > -(-most_bytes * 4 // 3) or not event_id.isascii():
         raise WrongEventId
     padded = event_id.replace("-", "+").replace("_", "/") + "=" * (-len(event_id) % 4)
     try:
         raw = binascii.a2b_base64(padded)
     except binascii.Error as error:
         raise WrongEventId from error
-    if len(raw) != num_bytes or _encoded(raw) != event_id.encode():
+    if _encoded(raw) != event_id.encode():
         raise WrongEventId
     return raw

@@ -41,7 +41,7 @@ _MAX_JSON_CONTAINERS = 16_384
 _DISCARD_BYTES = 64 * 2**20
 _DISCARD_S = 2.0
 _LOGGED_CHARS = 120
-_OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
+_OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/ready", "/version"})
 """Paths for probes and scrapers, which send no key."""
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN.encode())

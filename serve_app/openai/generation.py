@@ -22,6 +22,10 @@ from serve_app.openai.preparation import Choice, TextOptions
 
 T = TypeVar("T")
 
+_NOTHING = TextDelta(
+    text="", pieces=(), tokens=(), logprobs=(), finish_reason="length", stop_reason=None
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -90,6 +94,8 @@ async def generate(
             _check(emission)
             ended_itself = emission.finish_reason is not None
             added = text.take(emission)
+            if options.drops_tokens:
+                added = _NOTHING
             yield Delta(choice.index, added, emission, time.monotonic())
             if added.finish_reason is not None:
                 return

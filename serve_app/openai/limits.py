@@ -26,6 +26,8 @@ class Limits:
     max_choices_at_once: int
     """The others of a request wait in the ingress, so that it leaves room for other requests."""
     max_answer_extras: int
+    strict_fields: bool
+    """Whether unknown fields are refused."""
 
     def update(self, other: "Limits") -> None:
         for each in fields(self):
@@ -43,4 +45,5 @@ def limits_of(config: LimitsConfig, *, max_model_len: int, max_running: int) -> 
         max_choices=config.max_choices or _CHOICES_PER_SLOT * max_running,
         max_choices_at_once=max(1, max_running // 2),
         max_answer_extras=config.max_answer_extras,
+        strict_fields=config.strict_fields,
     )

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from eesd_dist.errors import PromptTooLong, RequestError
@@ -32,10 +32,11 @@ from serve_app.openai.schema import (
     CompletionFields,
     GenerationFields,
     Message,
+    asked_grammar,
     ignored,
+    naming,
     unsupported,
 )
-from serve_app.openai.structured_output import asked_grammar, naming
 from serve_app.openai.workloads import workload_of
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ _TOP_K_OF_ALL = 2**31 - 1
 """More than any vocabulary has; larger values mean the same."""
 _MAX_LISTED_TOKENS = 32_768
 """Of `/tokenize` and `/detokenize`, unless the model takes more."""
+_MAX_WARNINGS = 16
+_LISTED_CHARS = 64
 _ID_DIGITS = 20
 """Longer than any token id; Python refuses to read numbers of thousands of digits."""
 
@@ -68,6 +71,8 @@ class TextOptions:
     stops: tuple[str, ...] = ()
     include_stop_in_output: bool = False
     skip_special_tokens: bool = True
+    drops_tokens: bool = False
+    """Whether what is generated is not part of the answer, which is about the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +80,8 @@ class Prepared:
     """A client's request: one or more choices for each of one or more prompts."""
 
     kind: Kind
-    response_id: str
+    request_id: str
+    """Of the body, else of the header X-Request-Id, else drawn."""
     model: str
     created_unix_s: int
     arrived_s: float
@@ -93,10 +99,19 @@ class Prepared:
     stream: bool
     include_usage: bool
     detailed_statistics: bool
+    prompt_logprobs: int | None
+    """Alternatives of each token of the prompts, where these are reported by themselves."""
     return_token_ids: bool
+    return_token_origins: bool
+    warnings: tuple[str, ...]
+    """Of the answer to its client."""
     shown: tuple[Shown, ...]
     """What the client has of each choice; nothing, unless it resumes a stream."""
     event_ids: EventIds
+
+    @property
+    def response_id(self) -> str:
+        return _response_id(self.kind, self.request_id)
 
     @property
     def is_resumed(self) -> bool:
@@ -163,20 +178,23 @@ class Preparation:
         *,
         traceparent: str | None = None,
         workload: str | None = None,
+        request_id: str | None = None,
         last_event_id: str | None = None,
     ) -> Prepared:
-        """`workload`: a class named outside the body, which overrides it. With a `last_event_id`
-        the stream is resumed."""
+        """`workload`: a class named outside the body, which overrides it. `request_id`: from
+        outside the body, which overrides it. With a `last_event_id` the stream is resumed, with
+        its first request id."""
         self._check(fields)
         self._check_choices(len(fields.prompts), n=fields.n)
         start = self._start(
             fields,
             kind="completion",
             num_choices=len(fields.prompts) * fields.n,
+            request_id=request_id,
             last_event_id=last_event_id,
         )
         prompts = tuple(self._tokens_of(fields, prompt) for prompt in fields.prompts)
-        limit = fields.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        limit = _DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
         return self._prepared(
             fields,
             kind="completion",
@@ -187,6 +205,7 @@ class Preparation:
             ],
             echoed=[self._echoed(fields, prompt) for prompt in fields.prompts],
             top_logprobs=fields.logprobs,
+            prompt_logprobs=_more(fields.prompt_logprobs, fields.logprobs if fields.echo else None),
             traceparent=traceparent,
             workload=workload,
         )
@@ -197,11 +216,18 @@ class Preparation:
         *,
         traceparent: str | None = None,
         workload: str | None = None,
+        request_id: str | None = None,
         last_event_id: str | None = None,
     ) -> Prepared:
         self._check(fields)
         self._check_choices(1, n=fields.n)
-        start = self._start(fields, kind="chat", num_choices=fields.n, last_event_id=last_event_id)
+        start = self._start(
+            fields,
+            kind="chat",
+            num_choices=fields.n,
+            request_id=request_id,
+            last_event_id=last_event_id,
+        )
         if fields.top_logprobs is not None and not fields.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         prompt = self._codec.encode_chat(
@@ -219,6 +245,7 @@ class Preparation:
             max_tokens=[self._checked_limit(asked, prompt, default=rest)],
             echoed=[""],
             top_logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+            prompt_logprobs=fields.prompt_logprobs,
             traceparent=traceparent,
             workload=workload,
         )
@@ -243,7 +270,19 @@ class Preparation:
                 "leave the field out",
                 param=refused,
             )
-        if names := ignored(fields):
+        if fields.prompt_logprobs is not None and fields.stream:
+            raise RequestError(
+                "prompt_logprobs are not in streams: set stream to false, or use echo with "
+                "logprobs",
+                param="prompt_logprobs",
+            )
+        names = ignored(fields)
+        if names and self._limits is not None and self._limits.strict_fields:
+            raise RequestError(
+                f"{names[0]}: no such field; leave it out, or set limits.strict_fields to false",
+                param=names[0],
+            )
+        if names:
             logger.info("fields of a request were ignored: names=%s", ascii(names)[:200])
 
     def _check_choices(self, num_prompts: int, *, n: int) -> None:
@@ -267,7 +306,13 @@ class Preparation:
             )
 
     def _start(
-        self, fields: GenerationFields, *, kind: Kind, num_choices: int, last_event_id: str | None
+        self,
+        fields: GenerationFields,
+        *,
+        kind: Kind,
+        num_choices: int,
+        request_id: str | None,
+        last_event_id: str | None,
     ) -> _Start:
         """Raises RequestError for an event id that this stream does not have."""
         if last_event_id is not None and not fields.stream:
@@ -282,6 +327,7 @@ class Preparation:
                 seed=self._draw_seed(),
                 nonce=secrets.token_bytes(NONCE_BYTES),
                 created_unix_s=int(time.time()),
+                request_id="" if fields.request_id else request_id or "",
             )
             return _Start(
                 origin=origin, shown=(Shown(),) * num_choices, digest=digest, resumption=0
@@ -344,26 +390,31 @@ class Preparation:
         max_tokens: Sequence[int],
         echoed: Sequence[str],
         top_logprobs: int | None,
+        prompt_logprobs: int | None,
         traceparent: str | None,
         workload: str | None,
     ) -> Prepared:
         asked = asked_grammar(fields)
         nonce = start.origin.nonce.hex()
-        response_id = _response_id(kind, fields.request_id or nonce)
+        request_id = fields.request_id or start.origin.request_id or nonce
+        own_id = _response_id(kind, request_id)
         seed = start.origin.seed if fields.seed is None else fields.seed
+        sampling = self._sampling(
+            fields,
+            max_tokens=min(max_tokens),
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=None if asked is None else asked.grammar,
+        )
         choices = [
             Choice(
                 index=j * fields.n + i,
                 prompt_index=j,
                 request=Request(
-                    request_id=RequestId(f"{response_id}-{nonce[:16]}-{j * fields.n + i}"),
+                    request_id=RequestId(f"{own_id}-{nonce[:16]}-{j * fields.n + i}"),
                     prompt=prompt,
-                    sampling=self._sampling(
-                        fields,
-                        seed=choice_seed(seed, i),
-                        max_tokens=max_tokens[j],
-                        top_logprobs=top_logprobs,
-                        grammar=None if asked is None else asked.grammar,
+                    sampling=replace(
+                        sampling, seed=choice_seed(seed, i), max_tokens=max(max_tokens[j], 1)
                     ),
                     speculation=_speculation(fields),
                     workload=self._workload(fields, kind=kind, named=workload),
@@ -377,12 +428,12 @@ class Preparation:
         ]
         if asked is not None:
             with naming(asked.param):
-                self._grammars.require_end(choices[0].request.sampling)
+                self._grammars.require_end(sampling.stop_token_ids)
         num_extras = sum(_num_extras(choice.request, fields) for choice in choices)
         self._check_extras(num_extras)
         return Prepared(
             kind=kind,
-            response_id=response_id,
+            request_id=request_id,
             model=self._model_name,
             created_unix_s=start.origin.created_unix_s,
             arrived_s=time.monotonic(),
@@ -395,12 +446,19 @@ class Preparation:
                 stops=fields.stops,
                 include_stop_in_output=fields.include_stop_str_in_output,
                 skip_special_tokens=fields.skip_special_tokens,
+                drops_tokens=fields.max_tokens == 0,
             ),
             max_draft_tokens=self._draft_ceiling(fields),
             stream=fields.stream,
             include_usage=fields.stream_options.include_usage,
             detailed_statistics=fields.speculation.detailed,
+            prompt_logprobs=fields.prompt_logprobs,
             return_token_ids=fields.return_token_ids,
+            return_token_origins=fields.return_token_origins,
+            warnings=tuple(
+                f"the field {name[:_LISTED_CHARS]!r} is not known and was ignored"
+                for name in ignored(fields)[:_MAX_WARNINGS]
+            ),
             shown=start.shown,
             event_ids=EventIds(start.origin, start.shown, key=self._event_key, digest=start.digest),
         )
@@ -419,11 +477,12 @@ class Preparation:
         self,
         fields: GenerationFields,
         *,
-        seed: int,
         max_tokens: int,
         top_logprobs: int | None,
+        prompt_logprobs: int | None,
         grammar: str | None,
     ) -> SamplingParams:
+        """Returns the parameters that all choices have in common; `max_tokens`: the fewest."""
         if fields.min_tokens > max_tokens:
             raise RequestError(
                 f"min_tokens is {fields.min_tokens}, more than the {max_tokens} tokens that may "
@@ -431,6 +490,7 @@ class Preparation:
                 param="min_tokens",
             )
         self.check_ids(fields.stop_token_ids, param="stop_token_ids")
+        self.check_ids(fields.allowed_token_ids or (), param="allowed_token_ids")
         ends = () if fields.ignore_eos else self._codec.eos_token_ids
         return SamplingParams(
             temperature=fields.temperature,
@@ -441,13 +501,28 @@ class Preparation:
             presence_penalty=fields.presence_penalty,
             frequency_penalty=fields.frequency_penalty,
             logit_bias=self._logit_bias(fields.logit_bias),
-            seed=seed,
-            max_tokens=max_tokens,
             min_tokens=fields.min_tokens,
             stop_token_ids=tuple(dict.fromkeys((*ends, *fields.stop_token_ids))),
             top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
             grammar=grammar,
+            allowed_token_ids=(
+                None
+                if fields.allowed_token_ids is None
+                else tuple(sorted(set(fields.allowed_token_ids)))
+            ),
+            bad_words=self._bad_words(fields.bad_words),
         )
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[TokenId, ...], ...]:
+        """Returns each word's tokens at the beginning of a text and after a blank, as vLLM does."""
+        with naming("bad_words"):
+            found = dict.fromkeys(
+                self._codec.encode(written, add_special_tokens=False)
+                for word in words
+                for written in (word, f" {word.lstrip()}")
+            )
+        return tuple(tokens for tokens in found if tokens)
 
     def _workload(self, fields: GenerationFields, *, kind: Kind, named: str | None) -> str:
         return workload_of(
@@ -482,7 +557,14 @@ def _num_extras(request: Request, fields: GenerationFields) -> int:
     repeats_prompt = fields.return_token_ids or (
         isinstance(fields, CompletionFields) and fields.echo
     )
+    num_top = request.sampling.prompt_logprobs
+    num_logprobs += 0 if num_top is None else len(request.prompt) * (1 + num_top)
     return num_logprobs + (len(request.prompt) if repeats_prompt else 0)
+
+
+def _more(first: int | None, second: int | None) -> int | None:
+    """Returns the larger of two numbers of alternatives; None where both are."""
+    return max((each for each in (first, second) if each is not None), default=None)
 
 
 def choice_seed(seed: int, i: int) -> int:

@@ -6,8 +6,8 @@ Every key that OpenAI sends is there, null included.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
-from eesd_dist.text import TextCodec, TextFinish
-from eesd_dist.types import TokenId, TokenLogprobs
+from eesd_dist.text import StreamDecoder, TextCodec, TextFinish
+from eesd_dist.types import Emission, TokenId, TokenLogprobs
 from serve_app.openai.event_ids import Shown
 from serve_app.openai.generation import ChoiceTally, Delta
 from serve_app.openai.preparation import Prepared
@@ -59,6 +59,8 @@ class Answer:
     ) -> None:
         """`tallies` are updated by the caller, as the choices run."""
         self._prepared = prepared
+        self._warnings: Json = {"warnings": list(prepared.warnings)} if prepared.warnings else {}
+        """For the whole answer, or the first chunk."""
         self._tallies = tallies
         self._choices = [
             _GrowingChoice(prepared, i, codec=codec) for i in range(len(prepared.choices))
@@ -95,17 +97,23 @@ class Answer:
     def whole(self) -> Json:
         """Returns the answer; its log-probabilities may be `Listed`."""
         is_chat = self._prepared.kind == "chat"
+        prompt_logprobs: Json = {}
+        if is_chat and self._prepared.prompt_logprobs is not None:
+            prompt_logprobs = {"prompt_logprobs": self._choices[0].prompt_logprobs()}
         return {
             **self._head("chat.completion" if is_chat else "text_completion"),
             "choices": [choice.whole() for choice in self._choices],
+            **prompt_logprobs,
             "usage": self._usage(),
             "metrics": self._metrics(),
+            **self._warnings,
         }
 
     def _chunk(self, choices: Sequence[Json]) -> Json:
         is_chat = self._prepared.kind == "chat"
         head = self._head("chat.completion.chunk" if is_chat else "text_completion")
-        chunk = {**head, "choices": list(choices)}
+        chunk = {**head, "choices": list(choices), **self._warnings}
+        self._warnings = {}
         return chunk | {"usage": None} if self._prepared.include_usage else chunk
 
     def _head(self, kind: str) -> Json:
@@ -147,11 +155,18 @@ class _GrowingChoice:
         self._index = index
         self._is_chat = prepared.kind == "chat"
         self._wants_ids = prepared.return_token_ids
+        self._wants_origins = prepared.return_token_origins
+        self._origins: list[str] = []
         self._wants_logprobs = choice.request.sampling.top_logprobs is not None
         self._shape = _Logprobs(codec, num_top=choice.request.sampling.top_logprobs or 0)
         self._prompt = prepared.prompts[choice.prompt_index]
         self._text = prepared.echoed[choice.prompt_index]
         self._echoed = self._text
+        self._echoes_logprobs = bool(self._echoed) and self._wants_logprobs
+        self._codec = codec
+        self._num_prompt_top = prepared.prompt_logprobs
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        """None before the first token."""
         self._num_chars = 0
         self._tokens: list[TokenId] = []
         self._entries: list[_Entry] = []
@@ -167,8 +182,12 @@ class _GrowingChoice:
         self._stop_reason: str | int | None = None
 
     def add(self, delta: Delta) -> None:
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = delta.emission.prompt_logprobs
         self._text += delta.added.text
         self._tokens += delta.added.tokens
+        if self._wants_origins:
+            self._origins += _origins(delta.emission)[: len(delta.added.tokens)]
         if self._wants_logprobs:
             self._take_logprobs(delta)
         self._finish_reason = delta.added.finish_reason
@@ -187,6 +206,23 @@ class _GrowingChoice:
             "finish_reason": None,
         }
 
+    def prompt_logprobs(self) -> Sequence[object]:
+        """Returns the log-probabilities of the prompt's tokens in vLLM's format."""
+        return _listed(self._prompt_entries(), self._prompt_entry)
+
+    def _prompt_entry(self, entry: "_Entry") -> Json | None:
+        return self._shape.of_prompt(entry, num_top=self._num_prompt_top or 0)
+
+    def _prompt_entries(self) -> "list[_Entry]":
+        """Returns the prompt's tokens, the first without a log-probability."""
+        decoder, num_chars = StreamDecoder(self._codec), 0
+        entries: list[_Entry] = []
+        known = (None, *(self._prompt_logprobs or ()))
+        for token, logprobs in zip(self._prompt, known, strict=True):
+            entries.append(_Entry(token, logprobs, min(num_chars, len(self._echoed))))
+            num_chars += len(decoder.feed_one(token))
+        return entries
+
     @property
     def shown(self) -> Shown:
         return Shown(self._num_shown, self._num_shown_chars, self._finish_reason is not None)
@@ -194,11 +230,14 @@ class _GrowingChoice:
     def unshown(self, delta: Delta) -> Json | None:
         """Returns the visible part of a delta that was not shown before; call after `add`.
 
-        Log-probabilities of text that is held back go into the next chunk."""
+        Log-probabilities of text that is held back go into the next chunk; those of an echoed
+        prompt, which are not known before the first token, into the first."""
         text = self._unshown_text(delta.added.text)
         if self._was_over or (not text and delta.added.finish_reason is None):
             return None
         rest = self._rest(self._num_shown)
+        if self._echoes_logprobs and self._num_shown == 0:
+            rest["logprobs"] = self._shape.of_text([*self._prompt_entries(), *self._entries])
         self._num_shown = len(self._tokens)
         self._entries.clear()
         if self._is_chat:
@@ -214,7 +253,13 @@ class _GrowingChoice:
 
     def whole(self) -> Json:
         if not self._is_chat:
-            return {"index": self._index, "text": self._text, **self._rest(0)}
+            choice = {"index": self._index, "text": self._text, **self._rest(0)}
+            if self._echoes_logprobs:
+                entries = [*self._prompt_entries(), *self._entries]
+                choice["logprobs"] = self._shape.of_text(entries)
+            if self._num_prompt_top is not None:
+                choice["prompt_logprobs"] = self.prompt_logprobs()
+            return choice
         message = {"role": "assistant", "content": self._text, "refusal": None}
         return {"index": self._index, "message": message, **self._rest(0)}
 
@@ -227,6 +272,8 @@ class _GrowingChoice:
         if self._wants_ids:
             rest["token_ids"] = self._tokens[start:]
             rest |= {"prompt_token_ids": list(self._prompt)} if start == 0 else {}
+        if self._wants_origins:
+            rest["token_origins"] = self._origins[start:]
         return rest
 
     def _logprobs(self, num_last: int) -> Json | None:
@@ -245,12 +292,23 @@ class _GrowingChoice:
             self._num_chars += len(piece)
 
 
+def _origins(emission: Emission) -> list[str]:
+    """Returns where each token came from. In a tree, the verifier's own token counts as recovered
+    unless all of the tree was accepted."""
+    if emission.num_drafted == 0:
+        return ["target"] * len(emission.tokens)
+    num_own = len(emission.tokens) - emission.num_accepted
+    own = "bonus" if emission.num_accepted == emission.num_drafted else "recovered"
+    return ["accepted"] * emission.num_accepted + [own] * num_own
+
+
 class _Entry:
     """One token with its log-probabilities and where its text begins."""
 
     __slots__ = ("logprobs", "offset", "token")
 
-    def __init__(self, token: TokenId, logprobs: TokenLogprobs, offset: int) -> None:
+    def __init__(self, token: TokenId, logprobs: TokenLogprobs | None, offset: int) -> None:
+        """`logprobs`: None for the first token of a prompt."""
         self.token = token
         self.logprobs = logprobs
         self.offset = offset
@@ -269,21 +327,40 @@ class _Logprobs:
     def of_text(self, entries: Sequence[_Entry]) -> Json:
         return {
             "tokens": _listed(entries, lambda entry: self._text(entry.token)),
-            "token_logprobs": _listed(entries, lambda entry: _finite(entry.logprobs.logprob)),
+            "token_logprobs": _listed(entries, _logprob_of),
             "top_logprobs": _listed(entries, self._text_top),
             "text_offset": _listed(entries, lambda entry: entry.offset),
         }
 
+    def of_prompt(self, entry: _Entry, *, num_top: int) -> Json | None:
+        """Returns a token of a prompt and its alternatives by their ids, in vLLM's format; the rank
+        of a token that is not among them is not known."""
+        if entry.logprobs is None:
+            return None
+        found: Json = {}
+        pairs = [*entry.logprobs.top[:num_top], (entry.token, entry.logprobs.logprob)]
+        for rank, (token, logprob) in enumerate(pairs, start=1):
+            if str(token) not in found:
+                found[str(token)] = {
+                    "logprob": _finite(logprob),
+                    "rank": rank if rank <= num_top else None,
+                    "decoded_token": self._text(token),
+                }
+        return found
+
     def _chat_entry(self, entry: _Entry) -> Json:
-        top = [self._chat_token(token, logprob) for token, logprob in self._top(entry)]
+        assert entry.logprobs is not None, "chats have no echo"
+        top = [self._chat_token(token, logprob) for token, logprob in self._top(entry.logprobs)]
         return self._chat_token(entry.token, entry.logprobs.logprob) | {"top_logprobs": top}
 
-    def _top(self, entry: _Entry) -> Sequence[tuple[TokenId, float]]:
-        return entry.logprobs.top[: self._num_top]
+    def _top(self, logprobs: TokenLogprobs) -> Sequence[tuple[TokenId, float]]:
+        return logprobs.top[: self._num_top]
 
-    def _text_top(self, entry: _Entry) -> dict[str, float]:
+    def _text_top(self, entry: _Entry) -> dict[str, float] | None:
         """Includes the chosen token, so there may be one more than asked for."""
-        pairs = [*self._top(entry), (entry.token, entry.logprobs.logprob)]
+        if entry.logprobs is None:
+            return None
+        pairs = [*self._top(entry.logprobs), (entry.token, entry.logprobs.logprob)]
         top: dict[str, float] = {}
         for token, logprob in pairs:
             top.setdefault(self._text(token), _finite(logprob))
@@ -309,6 +386,10 @@ class _Logprobs:
 def _listed(entries: Sequence[_Entry], shape: Callable[[_Entry], object]) -> Sequence[object]:
     listed = Listed(entries, shape)
     return listed[:] if len(listed) <= _MAX_MADE else listed
+
+
+def _logprob_of(entry: _Entry) -> float | None:
+    return None if entry.logprobs is None else _finite(entry.logprobs.logprob)
 
 
 def _finite(logprob: float) -> float:

@@ -28,9 +28,8 @@ from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
 from serve_app.openai.limits import Limits
 from serve_app.openai.preparation import Choice, Preparation, Prepared
 from serve_app.openai.responses import Answer, Event, Json, num_cached_tokens
-from serve_app.openai.schema import ChatFields, CompletionFields, ContentPart, Message
+from serve_app.openai.schema import ChatFields, CompletionFields, ContentPart, Message, has_grammar
 from serve_app.openai.sse import encoded, encoded_in_parts
-from serve_app.openai.structured_output import has_grammar
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.throughput import Throughput
 
@@ -79,11 +78,13 @@ class Service:
         *,
         traceparent: str | None = None,
         workload: str | None = None,
+        request_id: str | None = None,
         last_event_id: str | None = None,
     ) -> Prepared:
         options = {
             "traceparent": traceparent,
             "workload": workload,
+            "request_id": request_id,
             "last_event_id": last_event_id,
         }
 
@@ -246,9 +247,10 @@ def _attributes(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> Attribute
 
 
 def _size_of(fields: CompletionFields | ChatFields) -> int:
+    size = sum(map(len, fields.bad_words)) + len(fields.allowed_token_ids or ())
     if isinstance(fields, ChatFields):
-        return size_of_chat(fields.messages, fields.chat_template_kwargs)
-    return sum(len(prompt) for prompt in fields.prompts)
+        return size + size_of_chat(fields.messages, fields.chat_template_kwargs)
+    return size + sum(len(prompt) for prompt in fields.prompts)
 
 
 def size_of_chat(messages: Sequence[Message], options: Mapping[str, object]) -> int:

@@ -193,6 +193,51 @@ def test_every_token_has_logprobs(client: openai.OpenAI) -> None:
         assert token.logprob <= 0.0
 
 
+def test_an_echoed_text_has_the_log_probabilities_it_was_generated_with(
+    client: openai.OpenAI,
+) -> None:
+    """Over two verify ranks. As evaluation harnesses ask: tokens in, one token or none out."""
+    generated = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=20,
+        seed=4,
+        logprobs=2,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    ).choices[0]
+    fields = generated.model_extra or {}
+    assert generated.logprobs is not None
+    tokens = [*fields["prompt_token_ids"], *fields["token_ids"]]
+    for max_tokens in (0, 1):
+        echoed = client.completions.create(
+            model="tiny",
+            prompt=tokens,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            logprobs=2,
+            echo=True,
+            extra_body={"ignore_eos": True},
+        ).choices[0]
+        assert echoed.logprobs is not None
+        found = echoed.logprobs.token_logprobs
+        assert found is not None
+        assert len(found) == len(tokens) + max_tokens
+        assert found[0] is None
+        assert found[len(tokens) - 20 : len(tokens)] == generated.logprobs.token_logprobs
+        assert echoed.finish_reason == "length"
+
+
+def test_an_answer_has_the_id_of_its_request_once(service: Running) -> None:
+    """Ray's proxy names requests without an id, and repeats the id in the answer."""
+    url, body = f"{service.url}/v1/completions", {"prompt": "Tom", "max_tokens": 2}
+    named = httpx.post(url, json=body, headers={"X-Request-Id": "gateway-17"})
+    assert named.json()["id"] == "cmpl-gateway-17"
+    assert named.headers.get_list("x-request-id") == ["gateway-17"]
+    drawn = httpx.post(url, json=body)
+    (given,) = drawn.headers.get_list("x-request-id")
+    assert drawn.json()["id"] == f"cmpl-{given}"
+
+
 def test_a_wrong_parameter_is_refused_by_name(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         client.completions.create(model="tiny", prompt=PROMPT, max_tokens=100_000)

@@ -76,6 +76,7 @@ class ToyEngine:
                 num_accepted=0 if off else len(group) - 1,
                 num_drafted=0 if off else self.group - 1,
                 logprobs=self._logprobs(request, group),
+                prompt_logprobs=self._prompt_logprobs(request) if start == 0 else (),
                 finish_reason=reason if num_left == len(tokens) else None,
                 num_cached_prompt_tokens=1,
                 queue_s=time.monotonic() - started_s if start == 0 else None,
@@ -101,6 +102,18 @@ class ToyEngine:
         while token in request.sampling.stop_token_ids:
             token = (token + 1) % self._vocab_size
         return token
+
+    def _prompt_logprobs(self, request: Request) -> tuple[TokenLogprobs, ...]:
+        num_top = request.sampling.prompt_logprobs
+        if num_top is None:
+            return ()
+        return tuple(
+            TokenLogprobs(
+                logprob=-float(token),
+                top=tuple((TokenId(i), -0.25 - i) for i in range(num_top)),
+            )
+            for token in request.prompt[1:]
+        )
 
     def _logprobs(self, request: Request, group: Sequence[TokenId]) -> tuple[TokenLogprobs, ...]:
         num_top = request.sampling.top_logprobs

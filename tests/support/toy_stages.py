@@ -260,6 +260,9 @@ class ToyLeader:
     def head_folder(self) -> str:
         return ""
 
+    def load_vocabulary(self) -> None:
+        """It has none."""
+
     def compile_grammar(self, grammar: str) -> None:
         raise RequestError("a toy has no grammars")
 

@@ -188,9 +188,12 @@ def _shorter_texts(case: Case) -> Iterator[Case]:
 def _plainer_requests(case: Case) -> Iterator[Case]:
     for entry in case.entries:
         sampling = entry.request.sampling
+        kept = {"max_tokens", "top_logprobs"}
+        if sampling.grammar is not None:
+            kept.add("stop_token_ids")  # a text with a grammar has to end
         for name in SamplingParams.__slots__:
             plain = getattr(_PLAIN, name)
-            if name not in ("max_tokens", "top_logprobs") and getattr(sampling, name) != plain:
+            if name not in kept and getattr(sampling, name) != plain:
                 yield _with_sampling(case, entry, replace(sampling, **{name: plain}))
         if entry.request.speculation != SpeculationParams():
             request = replace(entry.request, speculation=SpeculationParams())

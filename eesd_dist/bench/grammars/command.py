@@ -19,7 +19,12 @@ from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text import Tokenizer
-from eesd_dist.text.grammars import GrammarCompiler, json_schema, regular_expression
+from eesd_dist.text.grammars import (
+    GrammarCompiler,
+    json_schema,
+    masks_along,
+    regular_expression,
+)
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.types import (
     FinishReason,
@@ -112,8 +117,8 @@ class _Runner:
         return self.tokenizer.decode(generation.tokens)
 
     def is_prefix(self, grammar: str, generation: Generation) -> bool:
-        matcher = self.grammars.matcher(grammar)
-        return matcher.num_allowed(generation.tokens) == len(generation.tokens)
+        masks = masks_along(self.grammars.matcher(grammar), generation.tokens)
+        return len(masks) == len(generation.tokens) + 1
 
 
 def judge(runner: _Runner, cases: Sequence[_Case], *, say: Say) -> tuple[dict[str, Any], list[int]]:

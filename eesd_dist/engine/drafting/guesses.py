@@ -101,7 +101,9 @@ class Guesser:
                 vocab_size=self._compute.span.spec.vocab_size,
             )
             tokens_AB = [[token] for token in sample.tokens.tolist()]
-            is_possible = sample.probs.isfinite().all(dim=-1).tolist()
+            is_possible = [True] * len(rules)
+            if any(rule.mask for rule in rules):
+                is_possible = sample.probs.isfinite().all(dim=-1).tolist()
             scores_AB = [[0.0 if each else -torch.inf] for each in is_possible]
             return _Drawn(tokens_AB, scores_AB, [0.0] * len(rules), sample.probs)
         width = min(width, logits_AV.shape[-1])

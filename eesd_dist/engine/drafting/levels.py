@@ -159,7 +159,7 @@ class LevelDrafter:
             if not guesses:
                 continue
             run.note_read()
-            if guesses[0] < 0:  # the grammar allows none that the head can guess
+            if guesses[0] < 0:  # none of those allowed is in the head's vocabulary
                 found[id(run)] = []
                 continue
             evidence = Evidence(depth=len(run.tokens), temperature=noise_of(run), gap=gaps[0])
@@ -228,7 +228,7 @@ class LevelDrafter:
             if run.item.max_draft > 0
             and run.item.is_final
             and not run.rests
-            and run.matcher is None
+            and run.constraint is None
             and run.next_place + len(run.state.ahead)
             < min(len(run.item.pages) * self._page_size, run.item.live.max_len)
         ]

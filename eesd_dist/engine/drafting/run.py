@@ -18,7 +18,7 @@ from eesd_dist.engine.row_slices import RowSlice, joined
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.page_table import NO_PAGES, PageTable
 from eesd_dist.schedule.scheduler import PlanItem
-from eesd_dist.text.grammars import TokenMatcher
+from eesd_dist.text.grammars import TokenConstraint
 from eesd_dist.trees import ROOT, is_chain, path_to
 from eesd_dist.types import Evidence, RequestId, Value
 
@@ -98,10 +98,10 @@ class DraftRun:
     """For a tree: the exit head's inputs of its tokens, level by level."""
     num_seen: int = 0
     """For a tree: number of its tokens that the exit head has seen."""
-    matcher: TokenMatcher | None = None
-    """Of the request's grammar, at the known tokens; None: any token may follow."""
+    constraint: TokenConstraint | None = None
+    """What restricts the text, after the known tokens; None: any token may follow."""
     masks: dict[int, bytes] = field(default_factory=dict)
-    """The tokens that the grammar allows after each token of the draft, as far as asked for."""
+    """The tokens that it allows after each token of the draft, as far as asked for."""
 
     def __post_init__(self) -> None:
         self.request_id = self.item.live.request_id
@@ -141,11 +141,11 @@ class DraftRun:
 
     def mask_after(self, frontier_node: int) -> bytes:
         """Returns the tokens that may follow a token of the draft; empty: any."""
-        if self.matcher is None:
+        if self.constraint is None:
             return b""
         mask = self.masks.get(frontier_node)
         if mask is None:
-            mask = self.matcher.mask_after(self.tokens_to(frontier_node))
+            mask = self.constraint.mask_after(self.tokens_to(frontier_node))
             self.masks[frontier_node] = mask
         return mask
 
@@ -174,9 +174,11 @@ class DraftRun:
             unread = RowSlice(rows_TD.source, rows_TD.first + num_read, rows_TD.end)
             self.state.lagging_TE.append(unread)
 
-    def look_up(self, tokens: Sequence[int]) -> None:
-        """Drafts tokens found by prompt lookup."""
+    def look_up(self, tokens: Sequence[int], masks: Sequence[bytes]) -> None:
+        """Drafts tokens found by prompt lookup. `masks`: after none of them, the first and so on;
+        empty for a text without a constraint."""
         self.is_lookup = True
+        self.masks = {count + ROOT: mask for count, mask in enumerate(masks)}
         self._set_tokens(list(tokens))
 
     def _set_tokens(self, tokens: list[int]) -> None:

@@ -39,7 +39,7 @@ from eesd_dist.engine.row_slices import joined
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
-from eesd_dist.text.grammars import TokenMatcher
+from eesd_dist.text.grammars import TokenConstraint, masks_along
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.types import Evidence, RequestId
 
@@ -84,8 +84,8 @@ class DraftStage:
             log_evidence=log_evidence,
         )
         self._states: dict[RequestId, DraftState] = {}
-        self.matchers: dict[RequestId, TokenMatcher] = {}
-        """Of the live requests with a grammar."""
+        self.constraints: dict[RequestId, TokenConstraint] = {}
+        """Of the live requests that have one."""
 
     @property
     def span(self) -> LlamaSpan:
@@ -177,8 +177,8 @@ class DraftStage:
         fits = self._fits_one_call(runs) and all(map(chooses_plainly, drafting))
         if not fits or any(run.prefetched for run in runs):
             return None
-        if any(run.matcher is not None for run in drafting):
-            return None  # the grammar has to read each token before the next one is guessed
+        if any(run.constraint is not None for run in drafting):
+            return None  # it has to read each token before the next one is guessed
         return policy.chain_rules({run.request_id: noise_of(run) for run in drafting})
 
     def _fits_one_call(self, runs: Sequence[DraftRun]) -> bool:
@@ -233,28 +233,30 @@ class DraftStage:
         if run.is_tree or run.prefetched or not self._may_look_up:
             return
         found: list[Match] = []
+        masks: list[bytes] = []
 
         def find() -> tuple[int, int]:
             limit = min(run.item.max_draft, MOST_GIVEN)
             match = run.state.ngrams.match(run.item.live.tokens, limit)
             if match is None:
                 return 0, 0
-            if run.matcher is not None:
-                match = match.up_to(run.matcher.num_allowed(match.tokens))
+            if run.constraint is not None:
+                masks.extend(masks_along(run.constraint, match.tokens))
+                match = match.up_to(len(masks) - 1)
             found.append(match)
             return match.context, len(match.tokens)
 
         length = policy.lookup_length(run.request_id, find)
         if length:
-            run.look_up(found[0].tokens[:length])
+            run.look_up(found[0].tokens[:length], masks)
 
     def _open(self, item: PlanItem) -> DraftRun:
         request_id = item.live.request.request_id
         state = self._states.setdefault(request_id, DraftState())
-        matcher = self.matchers.get(request_id)
-        if matcher is not None:
-            matcher.read(item.live.tokens, start=item.live.num_prompt)
-        run = DraftRun(item=item, state=state, matcher=matcher)
+        constraint = self.constraints.get(request_id)
+        if constraint is not None:
+            constraint.read(item.live.tokens, start=item.live.num_prompt)
+        run = DraftRun(item=item, state=state, constraint=constraint)
         if (
             state.ahead
             and state.ahead_from == item.start

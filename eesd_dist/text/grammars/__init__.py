@@ -1,6 +1,7 @@
 """Grammars that a text has to match: which tokens may follow a text and its drafts."""
 
 from eesd_dist.text.grammars.compiler import GrammarCompiler
+from eesd_dist.text.grammars.constraints import TokenConstraint, constraint_of, masks_along
 from eesd_dist.text.grammars.forms import (
     any_json,
     json_schema,
@@ -14,9 +15,12 @@ from eesd_dist.text.grammars.probe import GrammarProbe
 __all__ = [
     "GrammarCompiler",
     "GrammarProbe",
+    "TokenConstraint",
     "TokenMatcher",
     "any_json",
+    "constraint_of",
     "json_schema",
+    "masks_along",
     "one_of",
     "regular_expression",
     "rules",

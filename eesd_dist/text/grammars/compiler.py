@@ -5,19 +5,21 @@ work of one step are bounded; those that need more are refused, in most cases be
 """
 
 import json
+import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from eesd_dist.errors import RequestError
+from eesd_dist.errors import EesdError, RequestError
 from eesd_dist.text.grammars.matcher import TokenMatcher
 from eesd_dist.text.tokenizer import TextCodec, Tokenizer
-from eesd_dist.types import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR_BYTES = 1 << 18
 _NUM_KEPT = 32
@@ -53,32 +55,31 @@ class GrammarCompiler:
         """Compiles for the tokenizer of a checkpoint folder."""
         return cls(lambda: Tokenizer.load(folder))
 
-    def matcher_of(self, sampling: SamplingParams) -> TokenMatcher | None:
-        """Returns a matcher at the start of a text; None for parameters without a grammar.
+    def load(self) -> None:
+        """Reads the vocabulary now. One that cannot be read is a matter of the requests that need
+        it."""
+        with self._lock:
+            try:
+                self._tokenizer_now()
+            except EesdError as error:
+                logger.warning("no grammar can be compiled: error=%s", error)
 
-        Raises RequestError where the text could not end with its grammar, and as `matcher` does.
-        """
-        if sampling.grammar is None:
-            return None
-        matcher = self.matcher(sampling.grammar)
-        self.require_end(sampling)
+    def matcher_of(self, grammar: str, *, ends: Sequence[int]) -> TokenMatcher:
+        """Returns `matcher`, for a text that these tokens end. Raises RequestError where it could
+        not end with its grammar, too."""
+        matcher = self.matcher(grammar)
+        self.require_end(ends)
         return matcher
 
-    def require_end(self, sampling: SamplingParams) -> None:
-        """Raises RequestError where a text with these parameters could not end with its grammar.
+    def require_end(self, ends: Sequence[int]) -> None:
+        """Raises RequestError where a text that these tokens end could not end with a grammar.
         Compiles nothing."""
         with self._lock:
-            ends = set(self._tokenizer_now().eos_tokens)
-        if not ends & set(sampling.stop_token_ids):
+            ends_of_model = set(self._tokenizer_now().eos_tokens)
+        if not ends_of_model & set(ends):
             raise RequestError(
                 "a text with a grammar ends with the model's end token: leave out ignore_eos",
                 param="ignore_eos",
-            )
-        if sampling.min_tokens:
-            raise RequestError(
-                f"min_tokens is {sampling.min_tokens}, and a grammar decides where its text may "
-                "end: leave one of them out",
-                param="min_tokens",
             )
 
     def matcher(self, grammar: str) -> TokenMatcher:

@@ -58,11 +58,6 @@ class TokenMatcher:
             mask = self._mask_after(draft)
         return self._everything if self._matcher.is_error() else mask
 
-    def num_allowed(self, draft: Sequence[int]) -> int:
-        """Returns how many tokens of this draft may follow the text, from its first on."""
-        count: int = self._matcher.validate_tokens(list(draft))
-        return count
-
     def _mask_after(self, draft: Sequence[int]) -> bytes:
         count = self._matcher.try_consume_tokens(list(draft)) if draft else 0
         mask = self._everything

@@ -80,7 +80,8 @@ class KeptStreams:
         kept = self._live.get(emission.request_id)
         if kept is None or kept.submission != emission.submission:
             return
-        size = len(emission.tokens) + sum(len(each.top) for each in emission.logprobs)
+        size = len(emission.tokens) + len(emission.prompt_logprobs)
+        size += sum(len(each.top) for each in emission.logprobs + emission.prompt_logprobs)
         kept.emissions.append(emission)
         kept.size += size
         self._size += size

@@ -1,9 +1,11 @@
 """Texts with a grammar match it, and speculation changes none of their tokens."""
 
 import dataclasses
+import itertools
 import json
 import random
 import re
+from typing import Any
 
 import jsonschema
 import pytest
@@ -18,6 +20,7 @@ from eesd_dist.types import (
     RequestId,
     SamplingParams,
     SpeculationParams,
+    TokenId,
     TreeShape,
 )
 from tests.support.json_codec import JsonCodec, json_grammars
@@ -44,6 +47,18 @@ GRAMMARS = {
     "choice": one_of(["yes", "no", "no one, or all"]),
     "rules": rules('root ::= "a" root "b" | "c"'),
 }
+WORDS = tuple((first, second) for first in range(3, 60) for second in range(3, 60, 2))
+"""Half of all pairs of the likelier tokens."""
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    **{name: {"grammar": grammar} for name, grammar in GRAMMARS.items()},
+    "few tokens": {"allowed_token_ids": tuple(range(5, 90, 7))},
+    "bad words": {"bad_words": ((9,), *WORDS)},
+    "all": {
+        "grammar": GRAMMARS["any object"],
+        "allowed_token_ids": (2, *range(3, 40)),
+        "bad_words": ((5, 6), (6, 5)),
+    },
+}
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0),
     "warm": SamplingParams(temperature=0.8),
@@ -57,7 +72,7 @@ SAMPLING = {
 def requests(
     names: list[str], sampling: SamplingParams, speculation: SpeculationParams, *, tokens: int = 48
 ) -> list[Request]:
-    """One request for each grammar; an empty name has none."""
+    """One request for each name of a constraint; an empty name has none."""
     return [
         Request(
             request_id=RequestId(f"{i} {name}"),
@@ -67,7 +82,7 @@ def requests(
                 seed=70 + i,
                 max_tokens=tokens,
                 stop_token_ids=(2,),
-                grammar=GRAMMARS[name] if name else None,
+                **CONSTRAINTS.get(name, {}),
             ),
             speculation=speculation,
         )
@@ -81,10 +96,10 @@ def text_of(generation: Generation) -> str:
         assert tokens[-1] == 2
         tokens = tokens[:-1]
     assert 2 not in tokens
-    return b"".join(map(CODEC.token_bytes, tokens)).decode()
+    return CODEC.decode(tokens)
 
 
-def matches(name: str, text: str) -> bool:
+def matches(name: str, text: str, generated: list[TokenId]) -> bool:
     """Judges without the library that made the text."""
     if name in ("object", "blanks"):
         jsonschema.validate(json.loads(text), SCHEMA)
@@ -95,6 +110,14 @@ def matches(name: str, text: str) -> bool:
         return re.fullmatch(r"[a-c]{2,9}(, [0-9]{1,3})*\.", text) is not None
     if name == "choice":
         return text in ("yes", "no", "no one, or all")
+    if name == "few tokens":
+        return set(generated) <= set(range(5, 90, 7))
+    if name == "bad words":
+        return 9 not in generated and not set(itertools.pairwise(generated)) & set(WORDS)
+    if name == "all":
+        return set(generated) <= {2, *range(3, 40)} and not (
+            set(itertools.pairwise(generated)) & {(5, 6), (6, 5)}
+        )
     half = len(text) // 2
     return text == "a" * half + "c" + "b" * half
 
@@ -106,13 +129,14 @@ def test_texts_match_their_grammars_and_no_controller_changes_a_token(
     name: str, head: str, dtype: DType, make_config: MakeConfig
 ) -> None:
     engine = LocalEngine(make_config(head, dtype=dtype), grammars=json_grammars())
-    asked = [*GRAMMARS, ""]
+    asked = [*CONSTRAINTS, ""]
     plain = engine.generate(requests(asked, SAMPLING[name], PLAIN))
     num_ended = 0
     for grammar, generation in zip(asked[:-1], plain, strict=False):
-        if generation.finish_reason is FinishReason.STOP:
-            num_ended += 1
-            assert matches(grammar, text_of(generation)), grammar
+        is_over = generation.finish_reason is FinishReason.STOP
+        num_ended += is_over
+        if is_over or grammar not in GRAMMARS:
+            assert matches(grammar, text_of(generation), generation.tokens), grammar
     assert num_ended >= 3
     for controller in ("fixed", "beta", "calibration", "goodput"):
         speculation = SpeculationParams(controller=controller)
@@ -135,9 +159,9 @@ def test_no_tree_changes_a_token(shape: TreeShape, make_config: MakeConfig) -> N
         make_config("sometimes", speculation=speculation), grammars=json_grammars()
     )
     for sampling in SAMPLING.values():
-        plain = engine.generate(requests([*GRAMMARS, ""], sampling, PLAIN))
+        plain = engine.generate(requests([*CONSTRAINTS, ""], sampling, PLAIN))
         drafted = engine.generate(
-            requests([*GRAMMARS, ""], sampling, SpeculationParams(controller="fixed"))
+            requests([*CONSTRAINTS, ""], sampling, SpeculationParams(controller="fixed"))
         )
         assert texts(drafted) == texts(plain)
         assert max(max(g.drafted) for g in drafted) > (4 if shape == "static" else 1)
@@ -147,7 +171,7 @@ def test_an_allowed_draft_is_accepted(make_config: MakeConfig) -> None:
     """The head that always agrees is masked as the target is."""
     engine = LocalEngine(make_config("always"), grammars=json_grammars())
     drafted = engine.generate(
-        requests([*GRAMMARS], SAMPLING["warm"], SpeculationParams(controller="fixed"))
+        requests([*CONSTRAINTS], SAMPLING["warm"], SpeculationParams(controller="fixed"))
     )
     for generation in drafted:
         assert generation.accepted == generation.drafted or (
@@ -161,18 +185,19 @@ def test_rejection_sampling_obeys_grammars(make_config: MakeConfig) -> None:
         engine = LocalEngine(make_config(head, speculation=speculation), grammars=json_grammars())
         for generation, name in zip(
             engine.generate(
-                requests([*GRAMMARS], SAMPLING["warm"], SpeculationParams(controller="fixed"))
+                requests([*CONSTRAINTS], SAMPLING["warm"], SpeculationParams(controller="fixed"))
             ),
-            GRAMMARS,
+            CONSTRAINTS,
             strict=True,
         ):
             text = text_of(generation)
-            assert generation.finish_reason is not FinishReason.STOP or matches(name, text)
+            if generation.finish_reason is FinishReason.STOP:
+                assert matches(name, text, generation.tokens)
 
 
 def test_a_text_goes_on_where_it_was_interrupted(make_config: MakeConfig) -> None:
     engine = LocalEngine(make_config("sometimes"), grammars=json_grammars())
-    asked = requests([*GRAMMARS], SAMPLING["warm"], SpeculationParams())
+    asked = requests([*CONSTRAINTS], SAMPLING["warm"], SpeculationParams())
     whole = engine.generate(asked)
     for at in (1, 4):
         rest = engine.generate(
@@ -187,7 +212,7 @@ def test_a_text_goes_on_where_it_was_interrupted(make_config: MakeConfig) -> Non
 
 def test_preempted_texts_are_the_same(make_config: MakeConfig) -> None:
     plain = LocalEngine(make_config("sometimes"), grammars=json_grammars())
-    asked = requests([*GRAMMARS, ""] * 2, SAMPLING["warm"], SpeculationParams())
+    asked = requests([*CONSTRAINTS, ""] * 2, SAMPLING["warm"], SpeculationParams())
     expected = texts(plain.generate(asked))
     small = LocalEngine(make_config("sometimes", num_pages=14), grammars=json_grammars())
     assert texts(small.generate(asked)) == expected
@@ -249,7 +274,6 @@ def test_texts_that_exhaust_the_states_of_a_grammar_do_not_fail_each_other() -> 
         ({"grammar": regular_expression("(a{1000}){1000}")}, "cannot be used: lexer error"),
         ({"grammar": "x" * (1 << 20)}, "expected at most"),
         ({"stop_token_ids": ()}, "leave out ignore_eos"),
-        ({"min_tokens": 3}, "min_tokens is 3"),
     ],
 )
 def test_a_grammar_that_cannot_be_used_is_refused(

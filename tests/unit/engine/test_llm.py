@@ -109,6 +109,13 @@ def test_parameters_out_of_range_are_refused(
     assert llm.generate("Tom", GREEDY)[0].text
 
 
+def test_log_probabilities_of_a_prompt_are_one_for_each_token_but_the_first(llm: LLM) -> None:
+    (found,) = llm.generate("Tom has", replace(GREEDY, prompt_logprobs=2))
+    assert len(found.prompt_logprobs) == len(found.prompt_token_ids) - 1
+    assert all(each.logprob < 0 and len(each.top) == 2 for each in found.prompt_logprobs)
+    assert llm.generate("Tom has", GREEDY)[0].prompt_logprobs == ()
+
+
 def test_a_grammar_that_needs_too_much_work_is_an_error_and_no_short_text(llm: LLM) -> None:
     tokenizer = Tokenizer.load(BUNDLED_MODEL)
     (a,) = tokenizer.encode("a", add_special_tokens=False)

@@ -29,6 +29,7 @@ from eesd_dist.sampling.rule import (
     draft_choice,
     first_max,
     get_ready,
+    joined_choices,
     perturbed,
 )
 from eesd_dist.transport.contracts import TensorGroup
@@ -282,6 +283,54 @@ def test_a_mask_leaves_the_other_tokens_as_they_are(params: SamplingParams) -> N
     only_SV[:, allowed] = logits_SV[:, allowed]
     plain = choose(only_SV, [structs.replace(each, mask=b"") for each in rules]).tokens
     assert chosen.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_forced_token_is_reported_with_the_log_probability_of_the_raw_logits(
+    num_ranks: int,
+) -> None:
+    tokens = [0, 20, 21, 42, 63, 7]
+    logits_SV = random_logits(12, len(tokens) + 1, V)
+    plain = rule(SamplingParams(temperature=0.0, top_logprobs=1))
+    rules = [
+        *(
+            structs.replace(plain, forced=token, top_logprobs=at % 4)
+            for at, token in enumerate(tokens)
+        ),
+        plain,
+    ]
+    expected_SV = logits_SV.double().log_softmax(-1)
+    choices = (
+        choose_on_shards(logits_SV, rules, num_ranks)
+        if num_ranks > 1
+        else [choose(logits_SV, rules)]
+    )
+    for choice in choices:
+        assert choice.tokens.tolist() == [*tokens, int(logits_SV[-1].argmax())]
+        chosen = torch.from_numpy(choice.tokens).long()[:, None]
+        np.testing.assert_allclose(
+            choice.logprobs, expected_SV.gather(-1, chosen).squeeze(-1), atol=1e-5
+        )
+        assert choice.top_ids.tolist() == expected_SV.topk(3).indices.tolist()
+
+
+def test_choices_in_parts_are_those_of_all_rows() -> None:
+    rules = menu_rules()
+    rules = [structs.replace(r, top_logprobs=(None, 0, 5)[at // 5]) for at, r in enumerate(rules)]
+    logits_SV = random_logits(13, len(rules), V)
+    whole = choose(logits_SV, rules)
+    parts = [
+        choose(logits_SV[first : first + 5], rules[first : first + 5])
+        for first in range(0, len(rules), 5)
+    ]
+    joined = joined_choices(parts)
+    assert joined.tokens.tolist() == whole.tokens.tolist()
+    for row, each in enumerate(rules):
+        if each.top_logprobs is not None:
+            assert joined.logprobs[row] == whole.logprobs[row]
+            wanted = slice(0, each.top_logprobs)
+            assert joined.top_ids[row, wanted].tolist() == whole.top_ids[row, wanted].tolist()
+    assert joined_choices(parts[:1]).logprobs.size == 0
 
 
 def test_a_mask_of_one_token_forces_it_and_a_full_one_forbids_nothing() -> None:

@@ -42,6 +42,8 @@ def segments(draw: st.DrawFn) -> Segment:
         top_logprobs=draw(st.none() | st.integers(0, 20)),
         parents=tuple(parents),
         masks=draw(st.binary(max_size=6)) * num_sampled,
+        forced=draw(st.lists(_i32, max_size=num_rows - num_sampled).map(tuple)),
+        forced_top_logprobs=draw(st.integers(0, 20)),
     )
 
 

@@ -245,14 +245,14 @@ def test_a_tree_and_its_moves_arrive_as_they_left(parents: tuple[int, ...]) -> N
     assert through_the_wire(message, epoch=3) == sent
 
 
-def test_a_segment_pays_three_bytes_for_what_it_does_not_want_and_a_move_three() -> None:
+def test_a_segment_pays_five_bytes_for_what_it_does_not_want_and_a_move_three() -> None:
     plain = header(num_rows=4)
     with_move = replace(plain, kv_moves=((2, 1),))
     without = wire._encoder.encode(
-        [list(msgspec.structs.astuple(segment))[:-2] for segment in plain.segments]
+        [list(msgspec.structs.astuple(segment))[:-4] for segment in plain.segments]
     )
     segments = wire._encoder.encode(plain.segments)
-    assert len(segments) == len(without) + 3 * len(plain.segments)  # features, masks
+    assert len(segments) == len(without) + 5 * len(plain.segments)  # features, forced, masks
     sizes = [size_of(wire.encode_round(sent, hidden())) for sent in (plain, with_move)]
     assert sizes[1] == sizes[0] + 3  # one move: an array of two small numbers
 
@@ -281,6 +281,13 @@ def test_a_tree_with_rows_too_few_or_too_many_is_refused() -> None:
         message = wire.encode_round(replace(whole, segments=(cut,)), hidden(whole.num_rows))
         with pytest.raises(WireError, match=f"2 parents in a segment with {num_sampled} sampled"):
             through_the_wire(message, epoch=3)
+
+
+def test_more_forced_and_sampled_rows_than_there_are_are_refused() -> None:
+    segment = replace(header().segments[0], forced=(7,))
+    message = wire.encode_round(replace(header(), segments=(segment,)), hidden(4))
+    with pytest.raises(WireError, match="1 forced and 4 sampled rows in a segment, expected 4"):
+        through_the_wire(message, epoch=3)
 
 
 def test_masks_of_different_sizes_are_refused() -> None:

@@ -138,6 +138,16 @@ def _sampling(rng: Random, model: KnownModel, *, room: int) -> SamplingParams:
         stop_token_ids=tuple(sorted(stops)),
         top_logprobs=rng.choice((0, 1, 5, 20)) if rng.random() < 0.5 else None,
         grammar=grammar,
+        allowed_token_ids=(
+            tuple(sorted(rng.sample(range(vocab_size), vocab_size // 2)))
+            if rng.random() < 0.08
+            else None
+        ),
+        bad_words=(
+            tuple(_tokens(rng, vocab_size, rng.choice((1, 2, 2, 3))) for _ in range(40))
+            if rng.random() < 0.08
+            else ()
+        ),
     )
 
 

@@ -6,7 +6,7 @@ from tests.unit.bench.fuzz.conftest import MakeSource
 
 
 def _large(make_source: MakeSource) -> Case:
-    source = make_source(4, num_models=3)
+    source = make_source(5, num_models=3)
     cases = (source.case(number) for number in range(200))
     return next(
         case
@@ -15,7 +15,9 @@ def _large(make_source: MakeSource) -> Case:
         and len(case.entries) > 9
         and len(case.troubles) > 3
         and case.engines[0].speculation.tree.shape == "dynamic"
-        and any(entry.name == "r3" for entry in case.entries)
+        and any(
+            entry.name == "r3" and entry.request.sampling.max_tokens >= 5 for entry in case.entries
+        )
         and any(trouble.kind == "loss" for trouble in case.troubles)
     )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from starlette.responses import Response
@@ -118,3 +119,26 @@ def test_an_answer_of_another_form_is_no_service_of_ours_either(content: str) ->
     error = _refused(_saying(content))
     assert isinstance(error, EngineError)
     assert "is no eesd service: /v1/completions was answered" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        (SamplingParams(top_logprobs=0), "logprobs"),
+        (SamplingParams(prompt_logprobs=0), "prompt_logprobs"),
+        (SamplingParams(grammar="x"), "response_format"),
+        (SamplingParams(bad_words=((3,),)), "bad_words"),
+    ],
+)
+def test_what_the_service_would_not_do_is_refused_before_it_is_asked(
+    sampling: SamplingParams, param: str
+) -> None:
+    async def ask() -> None:
+        client = HttpClient("http://127.0.0.1:9", model="toy", api_key=None)
+        async with aclosing(client):
+            async for _ in client.stream(replace(REQUEST, sampling=sampling)):
+                pass
+
+    with pytest.raises(RequestError, match="not available over --url") as error:
+        asyncio.run(ask())
+    assert error.value.param == param

@@ -35,6 +35,7 @@ LIMITS = Limits(
     max_choices=8,
     max_choices_at_once=2,
     max_answer_extras=1000,
+    strict_fields=False,
 )
 Json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet='[]{}"\\a,é'),

@@ -171,6 +171,7 @@ WRONG: dict[str, Callable[[str], str]] = {
     "not ASCII": lambda good: "é" * len(good),
     "short": lambda good: good[:-4],
     "long": lambda good: good + "AAAA",
+    "without an origin": lambda good: good[:8],
     "of another version": lambda good: "g" + good[1:],
     "as long as a header may be": lambda good: "A" * 60_000,
     "of more choices": lambda _: _forged(num_choices=2),
@@ -179,7 +180,7 @@ WRONG: dict[str, Callable[[str], str]] = {
 
 
 def _forged(*, num_choices: int) -> str:
-    origin = Origin(seed=1, nonce=bytes(16), created_unix_s=1)
+    origin = Origin(seed=1, nonce=bytes(16), created_unix_s=1, request_id="")
     ids = EventIds(origin, [Shown()] * num_choices, key=b"another", digest=bytes(32))
     return ids.after(0, Shown(3, 3)).decode()
 
@@ -225,8 +226,9 @@ def test_an_id_without_a_stream_is_refused(api: Api) -> None:
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
-def test_an_id_with_one_other_character_is_refused(num_choices: int) -> None:
-    origin = Origin(seed=2**64 - 1, nonce=b"n" * 16, created_unix_s=1_900_000_000)
+@pytest.mark.parametrize("name", ["", "gateway-17"])
+def test_an_id_with_one_other_character_is_refused(num_choices: int, name: str) -> None:
+    origin = Origin(seed=2**64 - 1, nonce=b"n" * 16, created_unix_s=1_900_000_000, request_id=name)
     ids = EventIds(origin, [Shown()] * num_choices, key=b"k", digest=b"d" * 32)
     shown = Shown(2**31 - 1, 2**32 - 1, True)
     good = ids.after(num_choices - 1, shown).decode()

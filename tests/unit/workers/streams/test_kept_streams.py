@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from msgspec import structs
 
 from eesd_dist.types import (
     Emission,
@@ -179,6 +180,18 @@ def test_alternatives_of_logprobs_take_room_and_streams_are_counted() -> None:
     for name in "bcd":
         streams.begin(_request(name))
     assert [_kept(streams, name) for name in "bcd"] == [None, 0, 0]
+
+
+def test_log_probabilities_of_a_prompt_take_room() -> None:
+    streams = KeptStreams(max_tokens=50)
+    streams.begin(_request("a"))
+    scored = structs.replace(
+        _emission(1, name="a"), prompt_logprobs=_emission(*range(6), num_top=7).logprobs
+    )
+    streams.add(scored)
+    assert _kept(streams, "a") == 1
+    streams.add(_emission(2, 3, name="a"))
+    assert _kept(streams, "a") is None
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,12 +1,11 @@
 """Fields of requests: OpenAI's names, the extras of vLLM, and `speculation`.
 
 Types and ranges of single fields are checked here, strictly: "0.5" is no number. A null means the
-default, as OpenAI's clients send it. Undeclared fields are kept aside; `unsupported` says which of
-them are refused because ignoring them would change the answer.
+default, as OpenAI's clients send it. Undeclared fields are kept aside (`unsupported`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Literal, Self, cast
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, cast
 
 from pydantic import (
     BeforeValidator,
@@ -15,14 +14,13 @@ from pydantic import (
     GetCoreSchemaHandler,
     NonNegativeInt,
     PositiveInt,
-    model_validator,
 )
 from pydantic_core import core_schema
 
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.types import TreeShape
-from serve_app.openai.fields import MAX_ENTRIES, Fields, check_number
-from serve_app.openai.structured_output import StructuredFields
+from serve_app.openai.schema.base import MAX_ENTRIES, Fields, check_number
+from serve_app.openai.schema.structured_output import StructuredFields
 from serve_app.openai.workloads import WORKLOAD_PATTERN
 
 _MAX_STOPS = 16
@@ -36,6 +34,7 @@ Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 """64 bits, read with or without a sign: -1 and 2**64 - 1 are one seed."""
 NumAlternatives = Annotated[int, Field(ge=0, le=20)]
@@ -64,6 +63,7 @@ class SpeculationFields(Fields):
     model_config = ConfigDict(extra="forbid")
 
     mode: Literal["off", "auto"] = "auto"
+    """`off`: plain decoding."""
     controller: ControllerName | None = None
     """Decides how far to draft; the service's default when absent."""
     max_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
@@ -88,33 +88,64 @@ class GenerationFields(Fields, StructuredFields):
     model: str | None = None
     """Name of the served model; may be left out."""
     frequency_penalty: Penalty = 0.0
+    """Subtracted from a token's logit for each time that the answer has it."""
     presence_penalty: Penalty = 0.0
+    """Subtracted from a token's logit if the answer has it."""
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    """Divides the logits of tokens that the prompt or the answer has; multiplies negative ones."""
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(check_number)] = {}
     """Token id to the value that is added to its logit."""
     temperature: Temperature = 1.0
+    """0 takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Keeps the likeliest tokens that together have this probability."""
     top_k: Annotated[int, Field(ge=-1)] = 0
     """0 and -1 keep the whole vocabulary."""
     min_p: Probability = 0.0
+    """Keeps tokens with at least this share of the likeliest one's probability."""
     seed: Seed | None = None
     """Drawn at random when absent; `metrics.seed` of the response reports it."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
+    """Number of answers; the first is that of `n: 1`."""
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] = []
+    """Texts that end the answer."""
     stop_token_ids: Annotated[
         list[NonNegativeInt], Field(max_length=MAX_ENTRIES, fail_fast=True)
     ] = []
+    """Tokens that end the answer, like the model's end tokens."""
+    allowed_token_ids: (
+        Annotated[list[NonNegativeInt], Field(min_length=1, fail_fast=True)] | None
+    ) = None
+    """The only tokens that may be generated; the end token too only if it is among them."""
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_ENTRIES, fail_fast=True)] = []
+    """Words that must not be generated, also after a blank."""
     include_stop_str_in_output: bool = False
+    """Whether the answer has the stop text or token that ended it."""
     ignore_eos: bool = False
+    """Whether the model's end tokens are tokens like others."""
     max_tokens: PositiveInt | None = None
+    """Most tokens of the answer; what the context has room for in a chat, 16 in a completion."""
     min_tokens: NonNegativeInt = 0
+    """No end token and no stop text ends the answer before."""
     skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+    prompt_logprobs: NumAlternatives | None = None
+    """Number of alternatives reported for every token of the prompt but the first; not in
+    streams."""
     return_token_ids: bool = False
+    """Whether the answer has the ids of its tokens and those of the prompt."""
+    return_token_origins: bool = False
+    """Whether the answer says of each token where it came from: `accepted` from the draft,
+    `recovered` after a rejection, `bonus` after a draft that was right to its end, or `target`
+    where nothing was drafted."""
     stream: bool = False
+    """Whether the answer comes as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
+    """Options of streams."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
     """Becomes part of the response's id."""
     speculation: SpeculationFields = SpeculationFields()
+    """How to draft; never changes the text."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -135,11 +166,15 @@ class CompletionFields(GenerationFields):
         | Annotated[list[str], Field(min_length=1, fail_fast=True)]
         | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     )
+    """A text, several, or the same as token ids."""
+    max_tokens: NonNegativeInt | None = None
+    """0 generates nothing, for the log-probabilities of the prompt."""
     echo: bool = False
     """Whether the answer begins with the prompt."""
     logprobs: NumAlternatives | None = None
-    """Number of alternatives reported for every token."""
+    """Number of alternatives reported for every token; with `echo` also those of the prompt."""
     add_special_tokens: bool = True
+    """Whether the tokenizer's beginning token precedes a text."""
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
@@ -172,116 +207,16 @@ class ChatFields(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Messages
+    """The conversation, by the model's chat template."""
     max_completion_tokens: PositiveInt | None = None
     """The newer name of `max_tokens`; overrides it."""
     logprobs: bool = False
+    """Whether the log-probability of every token is reported."""
     top_logprobs: NumAlternatives | None = None
     """Needs `logprobs`."""
     add_generation_prompt: bool = True
+    """Whether the template opens an answer."""
     continue_final_message: bool = False
+    """Whether the answer continues the last message; needs `add_generation_prompt: false`."""
     chat_template_kwargs: dict[str, object] = {}
-
-
-class TokenizeFields(Fields):
-    """Body of `POST /tokenize`: a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("send either prompt or messages")
-        return self
-
-
-class DetokenizeFields(Fields):
-    """Body of `POST /detokenize`."""
-
-    model: str | None = None
-    tokens: Annotated[list[NonNegativeInt], Field(fail_fast=True)]
-
-
-def _never(_: object) -> bool:
-    return False
-
-
-def _empty(value: object) -> bool:
-    return not value
-
-
-def _only_text(value: object) -> bool:
-    return value == ["text"]
-
-
-def _none(value: object) -> bool:
-    return value == "none"
-
-
-_HARMLESS_WHEN: Mapping[str, Callable[[object], bool]] = {
-    "allowed_token_ids": _never,
-    "audio": _never,
-    "bad_words": _empty,
-    "cache_salt": _never,
-    "chat_template": _never,
-    "documents": _empty,
-    "function_call": _none,
-    "functions": _empty,
-    "length_penalty": lambda value: value == 1.0,
-    "logits_processors": _empty,
-    "modalities": _only_text,
-    "prompt_logprobs": _never,
-    "suffix": _empty,
-    "thinking_token_budget": _never,
-    "truncate_prompt_tokens": _never,
-    "use_beam_search": _empty,
-    "vllm_xargs": _empty,
-    "web_search_options": _never,
-}
-"""Undeclared fields that are refused, except for values that change nothing."""
-
-_QUIETLY_IGNORED = frozenset(
-    {
-        "best_of",
-        "guided_decoding_backend",
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "priority",
-        "prompt_cache_key",
-        "safety_identifier",
-        "service_tier",
-        "spaces_between_special_tokens",
-        "store",
-        "tool_choice",
-        "tools",
-        "user",
-        *_HARMLESS_WHEN,
-    }
-)
-
-
-def unsupported(fields: GenerationFields) -> str | None:
-    """Returns the first field that would change the answer and is not supported; None: none."""
-    unknown = fields.unknown
-    for name, value in unknown.items():
-        harmless = _HARMLESS_WHEN.get(name)
-        if harmless is not None and not harmless(value):
-            return name
-    if unknown.get("tools") and unknown.get("tool_choice") != "none":
-        return "tools"
-    if unknown.get("tool_choice", "none") not in ("none", "auto"):
-        return "tool_choice"
-    if unknown.get("best_of", fields.n) not in (1, fields.n):
-        return "best_of"
-    if isinstance(fields, CompletionFields) and fields.echo and fields.logprobs is not None:
-        return "echo"
-    return None
-
-
-def ignored(fields: GenerationFields) -> list[str]:
-    """Returns undeclared fields that are worth a line in the log."""
-    return sorted(fields.unknown.keys() - _QUIETLY_IGNORED)
+    """Options of the chat template."""

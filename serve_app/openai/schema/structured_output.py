@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eesd_dist.errors import RequestError
 from eesd_dist.text.grammars import json_schema, one_of, regular_expression, rules
-from serve_app.openai.fields import MAX_ENTRIES, Fields
+from serve_app.openai.schema.base import MAX_ENTRIES, Fields
 
 JsonObject = dict[str, Any]
 Schema = JsonObject | str
@@ -65,14 +65,22 @@ class StructuredOutputs(Fields):
 class StructuredFields(BaseModel):
     """The fields of a request that say what its answer has to look like: one kind at most."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     response_format: ResponseFormat | None = None
+    """`{"type": "text"}`, `json_object` or `json_schema`."""
     structured_outputs: StructuredOutputs | None = None
+    """One of `json`, `json_object`, `regex`, `choice`, `grammar`."""
     guided_json: Schema | None = None
     """As `structured_outputs.json`."""
     guided_regex: Text | None = None
+    """As `structured_outputs.regex`."""
     guided_choice: Choices | None = None
+    """As `structured_outputs.choice`."""
     guided_grammar: Text | None = None
+    """As `structured_outputs.grammar`."""
     guided_whitespace_pattern: Text | None = None
+    """As `structured_outputs.whitespace_pattern`."""
 
 
 class AskedGrammar(NamedTuple):

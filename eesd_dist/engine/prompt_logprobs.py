@@ -1,0 +1,50 @@
+"""Log-probabilities of prompts: collected chunk by chunk, and emitted with the first token.
+
+A request that wants them is computed without cached pages, so that every row of its prompt passes
+through the verify stage; each row that precedes a token of the prompt reports that token, as if the
+target had chosen it.
+"""
+
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from eesd_dist.engine.acceptance import logprobs_at
+from eesd_dist.engine.drafting.stage import DraftRun
+from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.types import Emission, Request, RequestId, TokenLogprobs
+
+
+class PromptLogprobs:
+    """Those of an engine's requests that have no token yet."""
+
+    def __init__(self) -> None:
+        self._found: dict[RequestId, list[TokenLogprobs]] = {}
+
+    def admit(self, request: Request) -> None:
+        if request.wants_prompt_logprobs:
+            self._found[request.request_id] = []
+
+    def end(self, request_id: RequestId) -> None:
+        self._found.pop(request_id, None)
+
+    def take(self, runs: Sequence[DraftRun], header: RoundHeader, reply: VerifyReply) -> None:
+        """Takes a round's rows; those computed again, after a preemption, are known already."""
+        first = 0
+        for run, segment in zip(runs, header.segments, strict=True):
+            found = self._found.get(run.request_id)
+            if found is not None and segment.forced:
+                wanted = run.item.live.request.sampling.prompt_logprobs or 0
+                known = len(found) - run.item.start
+                rows = range(first + known, first + len(segment.forced))
+                found += logprobs_at(rows, reply, num_top=wanted)
+            first += segment.num_reported
+
+    def attached(self, emissions: Sequence[Emission]) -> list[Emission]:
+        """Returns the emissions, the first one of each request with what was collected."""
+        return [
+            structs.replace(emission, prompt_logprobs=tuple(found))
+            if (found := self._found.pop(emission.request_id, None)) is not None
+            else emission
+            for emission in emissions
+        ]

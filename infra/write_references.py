@@ -1,0 +1,237 @@
+"""Writes the tables of docs/api.md and docs/configuration.md from the code.
+
+    python infra/write_references.py [--check]
+
+A table stands between `<!-- NAME -->` and `<!-- end of NAME -->`. With --check nothing is written,
+and the exit status is 1 if a table is not what it would be.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from eesd_dist.config import Section
+from serve_app.config import LiveConfig, ServiceConfig
+from serve_app.openai.errors import TABLE
+from serve_app.openai.schema import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    TokenizeFields,
+)
+from serve_app.openai.schema.base import Fields
+from serve_app.openai.schema.unsupported import IGNORED, REFUSED, REFUSED_SOMETIMES
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+UNITS = {"_s": "seconds", "_ms": "milliseconds", "_bytes": "bytes", "_gbps": "gigabits per second"}
+Json = Mapping[str, Any]
+
+
+def main(options: list[str]) -> int:
+    num_stale = 0
+    for name, tables in PAGES.items():
+        page = DOCS / name
+        before = page.read_text()
+        after = before
+        for title, write in tables.items():
+            start, end = f"<!-- {title} -->\n", f"<!-- end of {title} -->\n"
+            head, _, rest = after.partition(start)
+            _, found, tail = rest.partition(end)
+            assert found, f"{page.name} has no place for {title}"
+            after = f"{head}{start}\n{write()}\n{end}{tail}"
+        if after != before:
+            num_stale += 1
+            if options == ["--check"]:
+                print(f"docs/{name} is not what the code says: run make references")
+            else:
+                page.write_text(after)
+    return int(num_stale > 0 and options == ["--check"])
+
+
+def _fields(model: type[Fields], *, leave_out: type[Fields] | None = None) -> Callable[[], str]:
+    def write() -> str:
+        schema = model.model_json_schema(by_alias=True)
+        known = {} if leave_out is None else leave_out.model_fields
+        rows = [
+            (
+                f"`{info.alias or name}`",
+                _type(schema["properties"][info.alias or name], schema),
+                _default(info),
+                _sentence(info),
+            )
+            for name, info in _sorted(model)
+            if name not in known or known[name].annotation != info.annotation
+        ]
+        return _table(("field", "type", "default", "meaning"), rows)
+
+    return write
+
+
+def _shared() -> str:
+    schema = ChatFields.model_json_schema(by_alias=True)
+    rows = [
+        (f"`{name}`", _type(schema["properties"][name], schema), _default(info), _sentence(info))
+        for name, info in _sorted(ChatFields)
+        if name in CompletionFields.model_fields
+        and CompletionFields.model_fields[name].annotation == info.annotation
+    ]
+    return _table(("field", "type", "default", "meaning"), rows)
+
+
+def _refused() -> str:
+    rows = [(f"`{name}`", _harmless(name)) for name in sorted(REFUSED)]
+    rows += [(f"`{name}`", said) for name, said in REFUSED_SOMETIMES.items()]
+    return _table(("field", "refused"), sorted(rows))
+
+
+def _harmless(name: str) -> str:
+    values, or_empty = REFUSED[name]
+    passing = [f"`{json.dumps(value)}`" for value in values] + ["empty or false"] * or_empty
+    return f"unless it is {' or '.join(passing)}" if passing else "always"
+
+
+def _ignored() -> str:
+    return ", ".join(f"`{name}`" for name in sorted(IGNORED)) + "."
+
+
+def _errors() -> str:
+    rows = {
+        (str(row.status), f"`{row.type}`", f"`{row.code}`" if row.code else "null") for row in TABLE
+    }
+    rows.add(("500", "`server_error`", "`internal_error`"))
+    return _table(("status", "`type`", "`code`"), sorted(rows))
+
+
+def _keys(model: type[Section]) -> Callable[[], str]:
+    """Returns a writer of all keys of a section and of those in it."""
+
+    def write() -> str:
+        rows = list(_rows(model, prefix=""))
+        return _table(("key", "type", "default", "meaning"), rows)
+
+    return write
+
+
+def _rows(model: type[Section], *, prefix: str) -> Iterator[tuple[str, ...]]:
+    schema = model.model_json_schema()
+    inner: list[tuple[type[Section], str]] = []
+    for name, info in model.model_fields.items():
+        section = _section_of(info)
+        if section is not None:
+            inner.append((section, f"{prefix}{name}."))
+            continue
+        unit = next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
+        kind = _says(info) or _type(schema["properties"][name], schema)
+        yield (
+            f"`{prefix}{name}`",
+            f"{kind}, {unit}" if unit else kind,
+            _default(info),
+            _sentence(info),
+        )
+    for section, path in inner:
+        yield from _rows(section, prefix=path)
+
+
+def _section_of(info: FieldInfo) -> type[Section] | None:
+    kind = info.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _says(info: FieldInfo) -> str | None:
+    """Describes an optional section; its keys are listed where it is not optional."""
+    kinds = [each for each in get_args(info.annotation) if each is not type(None)]
+    is_section = kinds and isinstance(kinds[0], type) and issubclass(kinds[0], Section)
+    return "the keys of that section" if is_section else None
+
+
+def _sorted(model: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
+    return sorted(model.model_fields.items())
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
+    value = info.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return ""
+    if value is None:
+        return "none"
+    if isinstance(value, tuple | list | Mapping):
+        return "`" + json.dumps(value, default=str) + "`" if value else "empty"
+    return f"`{json.dumps(value, default=str)}`".replace('`"', "`").replace('"`', "`")
+
+
+def _sentence(info: FieldInfo) -> str:
+    assert info.description, f"no sentence about {info}"
+    return " ".join(info.description.split()).replace("|", "\\|")
+
+
+def _type(schema: Json, root: Json) -> str:
+    """Returns a JSON schema in a few words."""
+    if "$ref" in schema:
+        return _type(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    if "anyOf" in schema:
+        kinds = dict.fromkeys(
+            _type(each, root) for each in schema["anyOf"] if each.get("type") != "null"
+        )
+        return " or ".join(kinds)
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    kind = schema.get("type", "any")
+    if kind == "array":
+        if "prefixItems" in schema:
+            return "list"
+        return f"list of {_type(schema.get('items', {}), root)}"
+    words = {
+        "string": "text",
+        "integer": "whole number",
+        "object": "object",
+        "boolean": "true, false",
+    }
+    return words.get(kind, kind) + _bounds(schema)
+
+
+def _bounds(schema: Json) -> str:
+    low = schema.get("minimum", schema.get("exclusiveMinimum"))
+    high = schema.get("maximum", schema.get("exclusiveMaximum"))
+    after = " above" if "exclusiveMinimum" in schema else " from"
+    before = " below" if "exclusiveMaximum" in schema else " to"
+    said = [f"{word} {_number(bound)}" for word, bound in ((after, low), (before, high))]
+    return "".join(each for each, bound in zip(said, (low, high), strict=True) if bound is not None)
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "api.md": {
+        "fields of both": _shared,
+        "fields of completions": _fields(CompletionFields, leave_out=ChatFields),
+        "fields of chats": _fields(ChatFields, leave_out=CompletionFields),
+        "fields of tokenize": _fields(TokenizeFields),
+        "fields of detokenize": _fields(DetokenizeFields),
+        "refused fields": _refused,
+        "ignored fields": _ignored,
+        "errors": _errors,
+    },
+    "configuration.md": {
+        "keys": _keys(ServiceConfig),
+        "user_config": _keys(LiveConfig),
+    },
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,29 @@
+"""Bodies of requests."""
+
+from serve_app.openai.schema.generation import (
+    REQUEST_ID_PATTERN,
+    ChatFields,
+    CompletionFields,
+    ContentPart,
+    GenerationFields,
+    Message,
+)
+from serve_app.openai.schema.structured_output import asked_grammar, has_grammar, naming
+from serve_app.openai.schema.tokens import DetokenizeFields, TokenizeFields
+from serve_app.openai.schema.unsupported import ignored, unsupported
+
+__all__ = [
+    "REQUEST_ID_PATTERN",
+    "ChatFields",
+    "CompletionFields",
+    "ContentPart",
+    "DetokenizeFields",
+    "GenerationFields",
+    "Message",
+    "TokenizeFields",
+    "asked_grammar",
+    "has_grammar",
+    "ignored",
+    "naming",
+    "unsupported",
+]
