@@ -4,7 +4,7 @@ A text ends at a stop string, at a stop token, or where the engine ended it. Tex
 become part of a stop string is held back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,11 +43,14 @@ class TextAssembler:
         stops: Sequence[str] = (),
         include_stop_in_output: bool = False,
         skip_special_tokens: bool = True,
+        shown_special_tokens: Collection[TokenId] = (),
     ) -> None:
         self._sampling = sampling
         self._include_stop = include_stop_in_output
         self._eos_token_ids = codec.eos_token_ids
-        self._decoder = StreamDecoder(codec, skip_special_tokens=skip_special_tokens)
+        self._decoder = StreamDecoder(
+            codec, skip_special_tokens=skip_special_tokens, shown=shown_special_tokens
+        )
         self._stops = StopStrings(
             stops,
             include_in_output=include_stop_in_output,

@@ -7,7 +7,7 @@ a time.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from eesd_dist.text.tokenizer import TextCodec
 from eesd_dist.types import TokenId
@@ -18,9 +18,17 @@ _NewDecoder = codecs.getincrementaldecoder("utf-8")
 class StreamDecoder:
     """Decodes one text that continues a prompt; its first space is kept."""
 
-    def __init__(self, codec: TextCodec, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        skip_special_tokens: bool = True,
+        shown: Collection[TokenId] = (),
+    ) -> None:
+        """`shown`: special tokens that are not skipped."""
         self._codec = codec
-        self._skipped = codec.special_token_ids if skip_special_tokens else frozenset()
+        skipped = codec.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped.difference(shown)
         self._utf8 = _NewDecoder(errors="replace")
 
     def feed(self, tokens: Sequence[TokenId]) -> str:

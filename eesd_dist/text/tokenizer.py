@@ -27,7 +27,6 @@ _RESERVED_TEMPLATE_OPTIONS = frozenset(
         "return_tensors",
         "tokenize",
         "tokenizer_kwargs",
-        "tools",
         "truncation",
     }
 )
@@ -49,6 +48,11 @@ class TextCodec(Protocol):
     def encode_chat(
         self, messages: Sequence[Mapping[str, object]], /, **template_options: object
     ) -> tuple[TokenId, ...]: ...
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template for conversations with tools; None for a model without a template."""
+        ...
+
     def decode(self, tokens: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str: ...
     def token_bytes(self, token: TokenId) -> bytes:
         """Returns the token's bytes; empty for an unused id."""
@@ -183,6 +187,15 @@ class Tokenizer:
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
         return cast("str", text)
+
+    @property
+    def tool_template(self) -> str | None:
+        if self._backend.chat_template is None:
+            return None
+        try:  # a folder may have several templates, one of them for tools
+            return cast("str", self._backend.get_chat_template(tools=[{}]))
+        except ValueError:  # several, none of them for conversations as such
+            return None
 
     def decode(self, tokens: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of these tokens, which are a full text."""

@@ -22,6 +22,7 @@ from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
 from eesd_dist.types import TokenId
 from serve_app.openai.client import EngineClient
+from serve_app.openai.conversation import conversation_of
 from serve_app.openai.errors import (
     HttpError,
     NotReady,
@@ -32,7 +33,7 @@ from serve_app.openai.event_ids import HEADER
 from serve_app.openai.gate import AdmissionGate
 from serve_app.openai.head_requests import HeadRequests
 from serve_app.openai.limits import Limits
-from serve_app.openai.preparation import Preparation, conversation_of
+from serve_app.openai.preparation import Preparation
 from serve_app.openai.responses import Event, Json
 from serve_app.openai.schema import (
     ChatFields,

@@ -56,9 +56,9 @@ class ChoiceTally:
 
     def add(self, delta: Delta) -> None:
         emission = delta.emission
-        self.rounds.append(
-            structs.replace(emission, logprobs=()) if emission.logprobs else emission
-        )
+        if emission.logprobs or emission.prompt_logprobs:
+            emission = structs.replace(emission, logprobs=(), prompt_logprobs=())
+        self.rounds.append(emission)
         self.num_cached = max(self.num_cached, emission.num_cached_prompt_tokens)
         if emission.queue_s is not None:
             self.queue_s = emission.queue_s
@@ -86,6 +86,7 @@ async def generate(
         stops=options.stops,
         include_stop_in_output=options.include_stop_in_output,
         skip_special_tokens=options.skip_special_tokens,
+        shown_special_tokens=options.shown_special_tokens,
     )
     emissions = engine.stream(choice.request)
     ended_itself = False

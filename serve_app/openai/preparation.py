@@ -16,6 +16,7 @@ from eesd_dist.errors import PromptTooLong, RequestError
 from eesd_dist.text import TextCodec
 from eesd_dist.text.grammars import GrammarCompiler, GrammarProbe
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
+from serve_app.openai.conversation import chat_options, conversation_of
 from serve_app.openai.errors import UnknownModel
 from serve_app.openai.event_ids import (
     HEADER,
@@ -28,15 +29,16 @@ from serve_app.openai.event_ids import (
 )
 from serve_app.openai.limits import Limits
 from serve_app.openai.schema import (
+    AskedGrammar,
     ChatFields,
     CompletionFields,
     GenerationFields,
-    Message,
     asked_grammar,
     ignored,
     naming,
     unsupported,
 )
+from serve_app.openai.tools import ToolUse, format_of, tool_use_of
 from serve_app.openai.workloads import workload_of
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ class TextOptions:
     stops: tuple[str, ...] = ()
     include_stop_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_special_tokens: frozenset[TokenId] = frozenset()
+    """Those that are not skipped: the marks of tool calls."""
     drops_tokens: bool = False
     """Whether what is generated is not part of the answer, which is about the prompt."""
 
@@ -94,6 +98,8 @@ class Prepared:
     num_extras: int
     """Most log-probabilities and repeated prompt tokens that the answer may have."""
     text: TextOptions
+    tool_use: ToolUse | None
+    """None where no tool may be called."""
     max_draft_tokens: int | None
     """Ceiling on one draft; None when the request switched speculation off."""
     stream: bool
@@ -156,6 +162,9 @@ class Preparation:
         answer. Event ids of another `event_key` are refused."""
         self._codec = codec
         self._grammars = GrammarCompiler(lambda: codec, probe=GrammarProbe().check)
+        self._tool_format = format_of(codec.tool_template)
+        mark = None if self._tool_format is None else self._special_id(self._tool_format.mark)
+        self._marks = frozenset[TokenId]() if mark is None else frozenset({mark})
         self._model_name = model_name
         self._max_positions = max_model_len
         self._kv_tokens = kv_tokens
@@ -230,9 +239,10 @@ class Preparation:
         )
         if fields.top_logprobs is not None and not fields.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        tool_use = self._tool_use(fields)
+        told = {} if tool_use is None else {"tools": list(tool_use.tools)}
         prompt = self._codec.encode_chat(
-            conversation_of(fields.messages),
-            **chat_options(fields),
+            conversation_of(fields.messages), **chat_options(fields), **told
         )
         self._check_length(prompt, param="messages")
         asked = fields.max_completion_tokens or fields.max_tokens
@@ -248,6 +258,7 @@ class Preparation:
             prompt_logprobs=fields.prompt_logprobs,
             traceparent=traceparent,
             workload=workload,
+            tool_use=tool_use,
         )
 
     def check_model(self, name: str | None) -> None:
@@ -393,8 +404,9 @@ class Preparation:
         prompt_logprobs: int | None,
         traceparent: str | None,
         workload: str | None,
+        tool_use: ToolUse | None = None,
     ) -> Prepared:
-        asked = asked_grammar(fields)
+        asked = self._asked_grammar(fields, tool_use)
         nonce = start.origin.nonce.hex()
         request_id = fields.request_id or start.origin.request_id or nonce
         own_id = _response_id(kind, request_id)
@@ -446,8 +458,10 @@ class Preparation:
                 stops=fields.stops,
                 include_stop_in_output=fields.include_stop_str_in_output,
                 skip_special_tokens=fields.skip_special_tokens,
+                shown_special_tokens=self._marks if tool_use is not None else frozenset(),
                 drops_tokens=fields.max_tokens == 0,
             ),
+            tool_use=tool_use,
             max_draft_tokens=self._draft_ceiling(fields),
             stream=fields.stream,
             include_usage=fields.stream_options.include_usage,
@@ -468,10 +482,33 @@ class Preparation:
 
         Raises RequestError for one that cannot be used.
         """
-        asked = asked_grammar(fields)
+        tool_use = self._tool_use(fields) if isinstance(fields, ChatFields) else None
+        asked = self._asked_grammar(fields, tool_use)
         if asked is not None:
             with naming(asked.param):
                 self._grammars.matcher(asked.grammar)
+
+    def _asked_grammar(
+        self, fields: GenerationFields, tool_use: ToolUse | None
+    ) -> AskedGrammar | None:
+        asked = asked_grammar(fields)
+        if asked is None or tool_use is None:
+            forced = None if tool_use is None else tool_use.grammar
+            return asked if forced is None else AskedGrammar("tools", forced)
+        raise RequestError(
+            f"found {asked.param} and tools, expected one of them: leave one out, or set "
+            "tool_choice to none",
+            param=asked.param,
+        )
+
+    def _tool_use(self, fields: ChatFields) -> ToolUse | None:
+        return tool_use_of(fields, form=self._tool_format, special_id=self._special_id)
+
+    def _special_id(self, text: str) -> TokenId | None:
+        """Returns the special token that a text is; None where it is written as text."""
+        tokens = self._codec.encode(text, add_special_tokens=False)
+        is_one = len(tokens) == 1 and tokens[0] in self._codec.special_token_ids
+        return tokens[0] if is_one else None
 
     def _sampling(
         self,
@@ -574,44 +611,6 @@ def choice_seed(seed: int, i: int) -> int:
         return seed % 2**64
     digest = hashlib.sha256(f"choice {i} of {seed % 2**64}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
-
-
-def conversation_of(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """Converts messages for chat templates: text contents, and `developer` becomes `system`."""
-    return [
-        {
-            **(message.model_extra or {}),
-            "role": "system" if message.role == "developer" else message.role,
-            "content": _content(message, index=i),
-        }
-        for i, message in enumerate(messages)
-    ]
-
-
-def chat_options(fields: ChatFields) -> dict[str, object]:
-    options = dict(fields.chat_template_kwargs)
-    options["add_generation_prompt"] = fields.add_generation_prompt
-    if fields.continue_final_message:
-        if fields.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message needs add_generation_prompt: false",
-                param="continue_final_message",
-            )
-        options["continue_final_message"] = True
-    return options
-
-
-def _content(message: Message, *, index: int) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    for part in message.content:
-        if part.type != "text":
-            raise RequestError(
-                f"content parts of type '{part.type[:_ID_DIGITS]}' are not supported: this model "
-                "reads text",
-                param=f"messages[{index}].content",
-            )
-    return "\n".join(part.text for part in message.content)
 
 
 def _response_id(kind: Kind, name: str) -> str:

@@ -4,7 +4,7 @@ Every key that OpenAI sends is there, null included.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple, cast, overload
 
 from eesd_dist.text import StreamDecoder, TextCodec, TextFinish
 from eesd_dist.types import Emission, TokenId, TokenLogprobs
@@ -12,6 +12,7 @@ from serve_app.openai.event_ids import Shown
 from serve_app.openai.generation import ChoiceTally, Delta
 from serve_app.openai.preparation import Prepared
 from serve_app.openai.request_metrics import metrics_of
+from serve_app.openai.tools import CallDelta, ToolCallParser
 
 Json = dict[str, object]
 
@@ -178,6 +179,10 @@ class _GrowingChoice:
         self._num_shown_chars = shown.num_chars
         self._num_to_skip = shown.num_chars
         """Characters that a resumed stream has sent before, and is to make again."""
+        self._tool_use = prepared.tool_use
+        self._call_seed = choice.request.request_id
+        self._parser = self._new_parser()
+        """Of a stream."""
         self._finish_reason: TextFinish | None = None
         self._stop_reason: str | int | None = None
 
@@ -235,19 +240,49 @@ class _GrowingChoice:
         text = self._unshown_text(delta.added.text)
         if self._was_over or (not text and delta.added.finish_reason is None):
             return None
-        rest = self._rest(self._num_shown)
+        message = self._message_delta(text)
+        if message is None:
+            return None
+        rest = self._rest(self._num_shown, has_calls=self._has_calls)
         if self._echoes_logprobs and self._num_shown == 0:
             rest["logprobs"] = self._shape.of_text([*self._prompt_entries(), *self._entries])
         self._num_shown = len(self._tokens)
         self._entries.clear()
         if self._is_chat:
-            content = {"content": text} if text else {}
-            return {"index": self._index, "delta": content, **rest}
+            return {"index": self._index, "delta": message, **rest}
         return {"index": self._index, "text": text, **rest}
+
+    def _message_delta(self, text: str) -> Json | None:
+        """Returns what this text adds to a message; None while all of it may become a call."""
+        if self._parser is None:
+            return {"content": text} if text else {}
+        parsed = [self._parser.feed(text)]
+        if self._finish_reason is not None:
+            parsed.append(self._parser.finish())
+        delta: Json = {}
+        if content := "".join(each.content for each in parsed):
+            delta["content"] = content
+        if calls := [_call_delta(call) for each in parsed for call in each.calls]:
+            delta["tool_calls"] = calls
+        return delta if delta or self._finish_reason is not None else None
+
+    @property
+    def _has_calls(self) -> bool:
+        return self._parser is not None and self._parser.num_calls > 0
+
+    def _new_parser(self) -> ToolCallParser | None:
+        use = self._tool_use
+        if use is None:
+            return None
+        return ToolCallParser(
+            use.form, names=use.names, seed=self._call_seed, most_calls=use.most_calls
+        )
 
     def _unshown_text(self, text: str) -> str:
         num_skipped = min(self._num_to_skip, len(text))
         self._num_to_skip -= num_skipped
+        if self._parser is not None and num_skipped:
+            self._parser.feed(text[:num_skipped])  # the client has what it makes
         self._num_shown_chars += len(text) - num_skipped
         return text[num_skipped:]
 
@@ -260,13 +295,37 @@ class _GrowingChoice:
             if self._num_prompt_top is not None:
                 choice["prompt_logprobs"] = self.prompt_logprobs()
             return choice
-        message = {"role": "assistant", "content": self._text, "refusal": None}
-        return {"index": self._index, "message": message, **self._rest(0)}
+        message, has_calls = self._message()
+        return {"index": self._index, "message": message, **self._rest(0, has_calls=has_calls)}
 
-    def _rest(self, start: int) -> Json:
+    def _message(self) -> tuple[Json, bool]:
+        """Returns the whole message, and whether it has calls."""
+        message: Json = {"role": "assistant", "content": self._text, "refusal": None}
+        parser = self._new_parser()
+        if parser is None:
+            return message, False
+        parsed = (parser.feed(self._text), parser.finish())
+        calls: dict[int, Json] = {}
+        for delta in (call for each in parsed for call in each.calls):
+            call = calls.setdefault(delta.index, {"id": delta.id, "type": "function"})
+            before = cast("dict[str, str]", call.get("function", {"name": "", "arguments": ""}))
+            call["function"] = {
+                "name": delta.name or before["name"],
+                "arguments": before["arguments"] + delta.arguments,
+            }
+        content = "".join(each.content for each in parsed)
+        message["content"] = content or (None if calls else "")
+        if calls:
+            message["tool_calls"] = list(calls.values())
+        return message, bool(calls)
+
+    def _rest(self, start: int, *, has_calls: bool = False) -> Json:
+        finish_reason: str | None = self._finish_reason
+        if has_calls and finish_reason == "stop":
+            finish_reason = "tool_calls"
         rest: Json = {
             "logprobs": self._logprobs(len(self._tokens) - start),
-            "finish_reason": self._finish_reason,
+            "finish_reason": finish_reason,
             "stop_reason": self._stop_reason,
         }
         if self._wants_ids:
@@ -290,6 +349,13 @@ class _GrowingChoice:
             offset = len(self._echoed) + self._num_chars
             self._entries.append(_Entry(token, logprobs, offset))
             self._num_chars += len(piece)
+
+
+def _call_delta(call: CallDelta) -> Json:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def _origins(emission: Emission) -> list[str]:

@@ -93,7 +93,8 @@ class Service:
                 return self._preparation.chat(fields, **options)
             return self._preparation.completion(fields, **options)
 
-        if has_grammar(fields):
+        must_call = isinstance(fields, ChatFields) and fields.must_call
+        if has_grammar(fields) or must_call:
             compile_ = partial(self._preparation.compile_grammar, fields)
             await self._grammar_threads.run(compile_, size=_SLOW)
         return await self.threads.run(prepare, size=_size_of(fields))
@@ -249,6 +250,7 @@ def _attributes(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> Attribute
 def _size_of(fields: CompletionFields | ChatFields) -> int:
     size = sum(map(len, fields.bad_words)) + len(fields.allowed_token_ids or ())
     if isinstance(fields, ChatFields):
+        size += _size_of_json([tool.model_dump() for tool in fields.tools])
         return size + size_of_chat(fields.messages, fields.chat_template_kwargs)
     return size + sum(len(prompt) for prompt in fields.prompts)
 

@@ -38,6 +38,10 @@ class JsonCodec:
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
         return tuple(TokenId(3 + self.pieces.index(each)) for each in prompt)
 
+    @property
+    def tool_template(self) -> None:
+        return None
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, object]], /, **template_options: object
     ) -> tuple[TokenId, ...]:

@@ -2,6 +2,7 @@
 fallback."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import (
@@ -28,7 +29,12 @@ TEXT = [
 ]
 
 
-def write_byte_level(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def write_byte_level(
+    folder: Path,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    more_special_tokens: Sequence[str] = (),
+) -> Path:
     """Returns a tokenizer like that of Llama 3; every text is preserved."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,7 +42,7 @@ def write_byte_level(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE)
     trainer = trainers.BpeTrainer(
         vocab_size=320,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=[*SPECIAL_TOKENS, *more_special_tokens],
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)

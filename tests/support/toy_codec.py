@@ -17,6 +17,10 @@ class ByteCodec:
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
         return tuple(TokenId(byte) for byte in prompt.encode())
 
+    @property
+    def tool_template(self) -> None:
+        return None
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, object]], /, **template_options: object
     ) -> tuple[TokenId, ...]:

@@ -4,7 +4,9 @@ from eesd_dist.text.grammars.compiler import GrammarCompiler
 from eesd_dist.text.grammars.constraints import TokenConstraint, constraint_of, masks_along
 from eesd_dist.text.grammars.forms import (
     any_json,
+    json_rule,
     json_schema,
+    lark,
     one_of,
     regular_expression,
     rules,
@@ -19,7 +21,9 @@ __all__ = [
     "TokenMatcher",
     "any_json",
     "constraint_of",
+    "json_rule",
     "json_schema",
+    "lark",
     "masks_along",
     "one_of",
     "regular_expression",

@@ -159,7 +159,7 @@ def _error_at_once(compiled: LLMatcher, tokenizer: LLTokenizer) -> str:
 
 def _reason(error: str) -> str:
     first = error.partition("\n")[0]
-    unsupported = _UNSUPPORTED.match(first)
+    unsupported = _UNSUPPORTED.search(first)
     if unsupported is not None:
         names = ", ".join(json.loads(unsupported[1]))
         return f"found keywords of JSON Schema that are not supported: {names}; leave them out"

@@ -28,6 +28,12 @@ def json_schema(schema: Mapping[str, object], *, whitespace: str | None = _WHITE
         raise RequestError(f"the schema cannot be read: {error}") from error
 
 
+def json_rule(schema: Mapping[str, object]) -> str:
+    """Returns what stands for `json_schema` in rules for `lark`."""
+    spaced = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+    return f"%json {json.dumps({**schema, 'x-guidance': spaced})}"
+
+
 def any_json() -> str:
     """Returns the grammar of any JSON object."""
     return json_schema({"type": "object"})
@@ -52,3 +58,8 @@ def rules(text: str) -> str:
     except ValueError as error:
         raise RequestError(f"the grammar cannot be read: {error}") from error
     return grammar
+
+
+def lark(text: str) -> str:
+    """Returns a grammar written in Lark's form, as llguidance extends it."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})

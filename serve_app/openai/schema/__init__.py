@@ -8,18 +8,26 @@ from serve_app.openai.schema.generation import (
     GenerationFields,
     Message,
 )
-from serve_app.openai.schema.structured_output import asked_grammar, has_grammar, naming
+from serve_app.openai.schema.structured_output import (
+    AskedGrammar,
+    asked_grammar,
+    has_grammar,
+    naming,
+)
 from serve_app.openai.schema.tokens import DetokenizeFields, TokenizeFields
+from serve_app.openai.schema.tools import NamedTool
 from serve_app.openai.schema.unsupported import ignored, unsupported
 
 __all__ = [
     "REQUEST_ID_PATTERN",
+    "AskedGrammar",
     "ChatFields",
     "CompletionFields",
     "ContentPart",
     "DetokenizeFields",
     "GenerationFields",
     "Message",
+    "NamedTool",
     "TokenizeFields",
     "asked_grammar",
     "has_grammar",

@@ -21,6 +21,7 @@ from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.types import TreeShape
 from serve_app.openai.schema.base import MAX_ENTRIES, Fields, check_number
 from serve_app.openai.schema.structured_output import StructuredFields
+from serve_app.openai.schema.tools import ToolFields
 from serve_app.openai.workloads import WORKLOAD_PATTERN
 
 _MAX_STOPS = 16
@@ -203,7 +204,7 @@ class Message(Fields):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatFields(GenerationFields):
+class ChatFields(GenerationFields, ToolFields):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Messages

@@ -54,8 +54,8 @@ REFUSED: Mapping[str, _Harmless] = {
 REFUSED_SOMETIMES: Mapping[str, str] = {
     "best_of": "unless it is 1 or `n`",
     "echo": "if true in a chat",
-    "tool_choice": "unless it is `none` or `auto`",
-    "tools": "if there are any, unless `tool_choice` is `none`",
+    "tool_choice": "in a completion, unless it is `none` or `auto`",
+    "tools": "in a completion, if there are any, unless `tool_choice` is `none`",
 }
 
 IGNORED = frozenset(
@@ -64,7 +64,6 @@ IGNORED = frozenset(
         "include_reasoning",
         "kv_transfer_params",
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "priority",
         "prompt_cache_key",

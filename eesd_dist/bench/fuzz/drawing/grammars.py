@@ -38,6 +38,10 @@ class PieceCodec:
         known = (self._token_of.get(each.encode()) for each in prompt)
         return tuple(token for token in known if token is not None)
 
+    @property
+    def tool_template(self) -> None:
+        return None
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, object]], /, **template_options: object
     ) -> tuple[TokenId, ...]:

@@ -472,7 +472,7 @@ def test_a_wrong_chat_field_is_named(api: Api, extra: dict[str, object], param: 
 def test_harmless_values_of_refused_fields_pass(api: Api) -> None:
     body = {
         "messages": [{"role": "developer", "content": [{"type": "text", "text": "hi"}]}],
-        "tools": [{"type": "function"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "none",
         "response_format": {"type": "text"},
         "modalities": ["text"],

@@ -1,0 +1,83 @@
+"""Turns the messages of a chat into what chat templates take."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from eesd_dist.errors import RequestError
+from serve_app.openai.schema import ChatFields, Message, naming
+
+_NAMED_CHARS = 32
+"""Of a client's word in an error."""
+
+
+def conversation_of(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """Converts messages for chat templates: text contents, and `developer` becomes `system`."""
+    return [
+        {
+            **_extra(message, index=i),
+            "role": "system" if message.role == "developer" else message.role,
+            "content": _content(message, index=i),
+        }
+        for i, message in enumerate(messages)
+    ]
+
+
+def _extra(message: Message, *, index: int) -> dict[str, object]:
+    """Returns a message's other fields. Templates take the arguments of tool calls as objects; in
+    the API they are JSON texts."""
+    extra = dict(message.model_extra or {})
+    if extra.get("tool_calls") == []:
+        del extra["tool_calls"]  # templates ask whether it is there
+    if "tool_calls" in extra:
+        with naming(f"messages[{index}].tool_calls"):
+            extra["tool_calls"] = _calls_of(extra["tool_calls"])
+    return extra
+
+
+def _calls_of(calls: object) -> list[object]:
+    if not isinstance(calls, list):
+        raise RequestError("found no list, expected the calls of an answer")
+    read: list[object] = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError("found a call without a function's name, expected function.name")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                raise RequestError(f"found arguments that are no JSON: {error}") from error
+        read.append({**call, "function": {**function, "arguments": arguments}})
+    return read
+
+
+def chat_options(fields: ChatFields) -> dict[str, object]:
+    options = dict(fields.chat_template_kwargs)
+    if "tools" in options:
+        raise RequestError(
+            "tools cannot be given to the chat template: send the field tools",
+            param="chat_template_kwargs",
+        )
+    options["add_generation_prompt"] = fields.add_generation_prompt
+    if fields.continue_final_message:
+        if fields.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message needs add_generation_prompt: false",
+                param="continue_final_message",
+            )
+        options["continue_final_message"] = True
+    return options
+
+
+def _content(message: Message, *, index: int) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    for part in message.content:
+        if part.type != "text":
+            raise RequestError(
+                f"content parts of type '{part.type[:_NAMED_CHARS]}' are not supported: this model "
+                "reads text",
+                param=f"messages[{index}].content",
+            )
+    return "\n".join(part.text for part in message.content)
