@@ -132,6 +132,14 @@ class Router:
                     await self._changed.wait()
         return self._membership_id, self._directory.listed(app)
 
+    async def note_page(self, app: str, ingress: str, page: bytes) -> None:
+        """Takes the metrics of an ingress, which any other one shows with its own."""
+        self._ingresses.note_page(app, ingress, page)
+
+    async def ingress_pages(self, app: str) -> dict[str, bytes]:
+        """Returns the latest metrics of each ingress of a service, as Prometheus text."""
+        return self._ingresses.pages(app, now_s=time.monotonic())
+
     @property
     def _membership_id(self) -> str:
         return f"{self._born}-{self._membership}"
@@ -358,6 +366,17 @@ async def fleet_of(handle: Any, *, app: str, timeout_s: float = 1.0) -> FleetSta
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"the router did not describe the fleet: {error!r}") from error
     return state
+
+
+async def ingress_pages_of(handle: Any, *, app: str, timeout_s: float = 1.0) -> dict[str, bytes]:
+    """Returns the latest metrics of each ingress of a service. Raises EngineError without an
+    answer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            pages: dict[str, bytes] = await handle.ingress_pages.remote(app)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        raise EngineError(f"the router did not return the metrics: {error!r}") from error
+    return pages
 
 
 async def pipelines_of(

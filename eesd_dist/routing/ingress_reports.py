@@ -1,4 +1,4 @@
-"""What the ingresses of a service tell the router: requests that wait, and settings."""
+"""What the ingresses of a service tell the router: requests that wait, settings, metrics."""
 
 from dataclasses import dataclass, field
 
@@ -23,10 +23,20 @@ class IngressReports:
     expiry_s: float
     _reports: dict[tuple[str, str], IngressReport] = field(default_factory=dict)
     """By service and ingress."""
+    _pages: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    """Metrics of the same ingresses, as Prometheus text."""
 
     def note(self, app: str, ingress: str, report: IngressReport) -> None:
         self._drop_silent(report.heard_s)
         self._reports[app, ingress] = report
+
+    def note_page(self, app: str, ingress: str, page: bytes) -> None:
+        self._pages[app, ingress] = page
+
+    def pages(self, app: str, *, now_s: float) -> dict[str, bytes]:
+        """Returns the latest metrics of each ingress of a service that is not silent."""
+        self._drop_silent(now_s)
+        return {ingress: page for (of, ingress), page in self._pages.items() if of == app}
 
     def num_waiting(self, app: str, *, now_s: float) -> int:
         """Returns how many requests wait at all ingresses of a service."""
@@ -45,3 +55,4 @@ class IngressReports:
     def _drop_silent(self, now_s: float) -> None:
         oldest_s = now_s - self.expiry_s
         self._reports = {k: one for k, one in self._reports.items() if one.heard_s >= oldest_s}
+        self._pages = {k: page for k, page in self._pages.items() if k in self._reports}

@@ -31,13 +31,13 @@ from eesd_dist.types import FinishReason, RecorderCounts, RoundStats
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
-_FIRST_TOKEN_S = (
+FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
 _INTER_TOKEN_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
 )  # fmt: skip
-_REQUEST_S = tuple(0.01 * 2**i for i in range(14))
+REQUEST_S = tuple(0.01 * 2**i for i in range(14))
 _STAGE_S = tuple(0.0001 * 2**i for i in range(16))
 
 
@@ -75,16 +75,16 @@ class ServiceMetrics:
             "finished_reason",
         )
         self._first_token = self._histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S
+            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S
         )
         self._inter_token = self._histogram(
             "inter_token_latency_seconds", "Between tokens of one request.", _INTER_TOKEN_S
         )
         self._e2e = self._histogram(
-            "e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_S
+            "e2e_request_latency_seconds", "Arrival to last token.", REQUEST_S
         )
         self._queue = self._histogram(
-            "request_queue_time_seconds", "Arrival to first round.", _REQUEST_S
+            "request_queue_time_seconds", "Arrival to first round.", REQUEST_S
         )
         self._drafts = self._counter("spec_decode_num_drafts", "Drafts verified.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")

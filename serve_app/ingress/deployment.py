@@ -34,13 +34,14 @@ from serve_app.config import (
 )
 from serve_app.ingress.fleet_page import fleet_as_json, fleet_page
 from serve_app.ingress.load_balancing import LoadBalancer
-from serve_app.ingress.metrics_page import merged
+from serve_app.ingress.metrics_page import joined, merged
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.openai.api import Degraded, build_api
+from serve_app.openai.http_metrics import HttpMetrics
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.pipeline.deployment import PipelineControl, PipelineState
 from serve_app.pipeline.held_room import waiting_for_room
-from serve_app.router import find_router, fleet_of, router_handle
+from serve_app.router import find_router, fleet_of, ingress_pages_of, router_handle
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,10 @@ class Ingress:
         self._config = config
         self._api_key = api_key
         self._tracing = tracing_of(config.telemetry_options, process=f"ingress-{os.getpid()}")
-        self._load_balancer = LoadBalancer(
-            config, pipelines=pipelines, ingress=serve.get_replica_context().replica_id.unique_id
-        )
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._load_balancer = LoadBalancer(config, pipelines=pipelines, ingress=self._name)
+        self._http_metrics = HttpMetrics(ingress=self._name)
+        self._load_balancer.page_of_ingress = self._page
         self._client = ServiceClient(
             pipelines,
             config=config,
@@ -115,6 +117,8 @@ class Ingress:
             cors_origins=config.cors_origins,
             created_unix_s=int(time.time()),
             resume_window_s=config.recovery.resume_window_s,
+            observe_request=self._http_metrics.observe_request,
+            http_metrics=self._http_metrics,
         )
         app.add_api_route("/debug/rounds", self._rounds, methods=["GET"])
         app.add_api_route("/debug/pipelines", self._pipelines, methods=["GET"])
@@ -178,7 +182,22 @@ class Ingress:
             if fleet is None or fleet.num_ready:
                 raise
             pages = b""  # no pipeline is ready
-        return pages + self._load_balancer.page() + (b"" if fleet is None else fleet_page(fleet))
+        ingresses = joined((page, {}) for page in (await self._pages_of_ingresses()).values())
+        return pages + ingresses + (b"" if fleet is None else fleet_page(fleet))
+
+    def _page(self) -> bytes:
+        return self._load_balancer.page() + self._http_metrics.page()
+
+    async def _pages_of_ingresses(self) -> dict[str, bytes]:
+        """Returns the metrics of all ingresses, of the others as the router has heard them."""
+        pages: dict[str, bytes] = {}
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                router = await asyncio.to_thread(find_router, self._config.router)
+                pages = await ingress_pages_of(router, app=self._config.app_name)
+        except (TimeoutError, EngineError, RayError) as error:
+            logger.info("metrics of other ingresses unknown: error=%r", error)
+        return {**pages, self._name: self._page()}
 
     async def _rounds(self) -> dict[str, object]:
         """Returns where the time of the latest rounds went."""

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 """How long the router may keep an answer back that changes no membership."""
 _ASK_S = 2.0
+_TELL_S = 2.0
+"""How old the metrics of an ingress are, at most, that another one shows."""
 _MAX_BLOCKS = 4096
 """Blocks remembered of each pipeline where it has not reported how many pages it has."""
 _KEPT_S = 0.5
@@ -65,6 +67,9 @@ class LoadBalancer:
         self._polling: asyncio.Task[None] | None = None
         """None before the first request."""
         self._is_silent = False
+        self.page_of_ingress: Callable[[], bytes] = self.page
+        """What the router is told: all metrics of this ingress."""
+        self._told_s = 0.0
 
     def start(self) -> None:
         """Starts to ask the router; needs a running event loop."""
@@ -158,6 +163,7 @@ class LoadBalancer:
                 )
                 self._refresh(listed)
                 self._is_silent = False
+                self._tell_metrics(router)
             except (EesdError, RayError) as error:
                 router = None  # it may have been restarted under its name
                 if not self._is_silent:
@@ -168,6 +174,14 @@ class LoadBalancer:
             except Exception:  # a bug: without this task no request would find a pipeline
                 logger.exception("pipelines not listed")
                 await asyncio.sleep(_POLL_S)
+
+    def _tell_metrics(self, router: Any) -> None:
+        """Sends the metrics of this ingress, without waiting for an answer."""
+        now_s = time.monotonic()
+        if now_s - self._told_s >= _TELL_S:
+            self._told_s = now_s
+            page = self.page_of_ingress()
+            router.note_page.remote(self._config.app_name, self._ingress, page)
 
     async def _ask_pipelines(self) -> None:
         try:

@@ -1,9 +1,9 @@
-"""Merges the Prometheus pages of several pipelines into one.
+"""Merges the Prometheus pages of several processes into one.
 
-Every sample gets the label `pipeline`; families that several pages have are merged. Pure.
+Families that several pages have are merged. Pure.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -13,15 +13,20 @@ from serve_app.pipeline.deployment import MetricsPage
 
 
 def merged(pages: Iterable[MetricsPage]) -> bytes:
+    """Merges pages of pipelines: every sample gets the label `pipeline`."""
+    return joined((page.text, {"pipeline": page.pipeline}) for page in pages)
+
+
+def joined(pages: Iterable[tuple[bytes, Mapping[str, str]]]) -> bytes:
+    """Merges pages, with labels for all samples of each."""
     families: dict[str, Metric] = {}
-    for page in pages:
-        for family in text_string_to_metric_families(page.text.decode()):
+    for page, more in pages:
+        for family in text_string_to_metric_families(page.decode()):
             into = families.setdefault(
                 family.name, Metric(family.name, family.documentation, family.type)
             )
             for sample in family.samples:
-                labels = {**sample.labels, "pipeline": page.pipeline}
-                into.add_sample(sample.name, labels, sample.value)
+                into.add_sample(sample.name, {**sample.labels, **more}, sample.value)
     registry = CollectorRegistry()
     registry.register(_Fixed(families.values()))
     return generate_latest(registry)

@@ -32,6 +32,7 @@ from serve_app.openai.errors import (
 from serve_app.openai.event_ids import HEADER
 from serve_app.openai.gate import AdmissionGate
 from serve_app.openai.head_requests import HeadRequests
+from serve_app.openai.http_metrics import CountedRequests, HttpMetrics, note_refusal
 from serve_app.openai.limits import Limits
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.responses import Event, Json
@@ -74,6 +75,7 @@ def build_api(
     metrics: Metrics,
     tracing: Tracing | None = None,
     observe_request: RequestObserver | None = None,
+    http_metrics: HttpMetrics | None = None,
     max_draft_tokens: int = 8,
     workloads_by_temperature: bool = True,
     api_key: str | None = None,
@@ -119,6 +121,8 @@ def build_api(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER, "retry-after"],
         )
+    if http_metrics is not None:
+        app.add_middleware(CountedRequests, metrics=http_metrics, routes=app.routes)
     return app
 
 
@@ -224,13 +228,17 @@ def _add_tokens(
 def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
     @app.get("/ready", response_model=None)
     @app.get("/health", response_model=None)
-    async def ready() -> Response:
+    async def ready(request: HttpRequest) -> Response:
         """Returns 200 when text can be generated, with a body only when degraded, else 503 with
         the reason."""
         reason = await health()
         if isinstance(reason, Degraded):
             return Response(reason, media_type="text/plain")
-        return Response() if reason is None else _refusal(http_error_of(NotReady(reason)))
+        if reason is None:
+            return Response()
+        answer = http_error_of(NotReady(reason))
+        note_refusal(request.scope, answer)
+        return _refusal(answer)
 
     @app.get("/ping", response_model=None)
     async def alive() -> Response:
@@ -249,10 +257,13 @@ def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
 
 
 def _answer_errors(app: FastAPI) -> None:
-    async def by_table(_: HttpRequest, error: Exception) -> Response:
+    async def by_table(request: HttpRequest, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
-            return _refusal(http_error_of_fields(error.errors()))
-        return _refusal(http_error_of(error))
+            answer = http_error_of_fields(error.errors())
+        else:
+            answer = http_error_of(error)
+        note_refusal(request.scope, answer)
+        return _refusal(answer)
 
     for kind in (RequestValidationError, HTTPException, EesdError, Exception):
         app.add_exception_handler(kind, by_table)

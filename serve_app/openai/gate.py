@@ -25,6 +25,7 @@ from serve_app.openai.errors import (
     UnknownKey,
     http_error_of,
 )
+from serve_app.openai.http_metrics import note_refusal
 from serve_app.openai.limits import Limits
 from serve_app.openai.schema import REQUEST_ID_PATTERN
 from serve_app.openai.sse import encoded
@@ -199,6 +200,7 @@ def check_json(body: bytes | bytearray, *, max_depth: int) -> None:
 def refusal(error: Exception, scope: Scope) -> Response:
     """Returns the answer to a request that is refused before it is parsed."""
     answer = http_error_of(error)
+    note_refusal(scope, answer)
     logger.info(
         "request refused: status=%d path=%s reason=%s",
         *(answer.status, ascii(scope["path"])[:_LOGGED_CHARS], answer.message[:_LOGGED_CHARS]),

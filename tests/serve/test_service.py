@@ -13,6 +13,7 @@ import jsonschema
 import openai
 import pytest
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.telemetry import names
@@ -280,6 +281,21 @@ def test_metrics_count_what_was_drafted_and_say_by_which_pipeline(
     )
     report = (answer.model_extra or {})["metrics"]["speculative_decoding"]
     assert drafted() - before == report["num_draft_tokens"] > 0
+
+
+def test_every_ingress_shows_the_metrics_of_all(service: Running) -> None:
+    def counted() -> dict[str, float]:
+        page = httpx.get(f"{service.url}/metrics", timeout=30).text
+        families = text_string_to_metric_families(page)
+        samples = [s for f in families for s in f.samples if s.name == "eesd_http_requests_total"]
+        asked = [s for s in samples if s.labels["path"] == "/v1/models"]
+        return {s.labels["ingress"]: s.value for s in asked}
+
+    before = sum(counted().values())
+    for _ in range(20):
+        assert httpx.get(f"{service.url}/v1/models", timeout=30).status_code == 200
+    until(lambda: sum(counted().values()) == before + 20)
+    assert len(counted()) == 2
 
 
 def test_rounds_say_where_their_time_went(client: openai.OpenAI, service: Running) -> None:

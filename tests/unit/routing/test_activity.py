@@ -106,3 +106,14 @@ def test_the_queue_of_a_silent_ingress_does_not_count() -> None:
     assert latest is not None
     assert latest.heard_s == 6.0
     assert reports.latest("eesd", now_s=12.0) is None
+
+
+def test_metrics_are_shown_of_ingresses_that_report() -> None:
+    reports = IngressReports(expiry_s=5.0)
+    for ingress, heard_s in (("one", 0.0), ("two", 4.0)):
+        reports.note("eesd", ingress, IngressReport(num_waiting=0, targets=None, heard_s=heard_s))
+        reports.note_page("eesd", ingress, ingress.encode())
+    reports.note_page("other", "one", b"x")
+    assert reports.pages("eesd", now_s=4.0) == {"one": b"one", "two": b"two"}
+    reports.note_page("eesd", "two", b"later")
+    assert reports.pages("eesd", now_s=6.0) == {"two": b"later"}

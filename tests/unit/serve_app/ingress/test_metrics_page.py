@@ -3,7 +3,8 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from eesd_dist.telemetry.metrics import ServiceMetrics
-from serve_app.ingress.metrics_page import merged
+from serve_app.ingress.metrics_page import joined, merged
+from serve_app.openai.http_metrics import HttpMetrics
 from serve_app.pipeline.deployment import MetricsPage
 
 
@@ -34,3 +35,11 @@ def test_a_pipeline_without_a_drafting_actor_leaves_the_others_alone() -> None:
     )
     assert b'pipeline="b"' in page
     assert b'pipeline="a"' not in page
+
+
+def test_pages_of_ingresses_keep_their_labels() -> None:
+    pages = [HttpMetrics(ingress=name).page() for name in "ab"]
+    families = list(text_string_to_metric_families(joined((p, {}) for p in pages).decode()))
+    assert len({f.name for f in families}) == len(families)
+    opened = next(f for f in families if f.name == "eesd_http_open_requests")
+    assert [s.labels["ingress"] for s in opened.samples] == ["a", "b"]
