@@ -34,6 +34,7 @@ from serve_app.openai.gate import AdmissionGate
 from serve_app.openai.head_requests import HeadRequests
 from serve_app.openai.http_metrics import CountedRequests, HttpMetrics, note_refusal
 from serve_app.openai.limits import Limits
+from serve_app.openai.openapi import describe_truly
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.responses import Event, Json
 from serve_app.openai.schema import (
@@ -111,6 +112,7 @@ def build_api(
     _add_models(app, preparation, model_name=model_name, created_unix_s=created_unix_s)
     _add_tokens(app, tokenizer, preparation, service.threads)
     _add_operations(app, health=health, metrics=metrics)
+    describe_truly(app, has_key=api_key is not None)
     app.add_middleware(AdmissionGate, limits=limits, api_key=api_key)
     app.add_middleware(HeadRequests)
     if cors_origins:  # outermost: a browser's question about a request has no key

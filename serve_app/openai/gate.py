@@ -42,7 +42,7 @@ _MAX_JSON_CONTAINERS = 16_384
 _DISCARD_BYTES = 64 * 2**20
 _DISCARD_S = 2.0
 _LOGGED_CHARS = 120
-_OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/ready", "/version"})
 """Paths for probes and scrapers, which send no key."""
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN.encode())
@@ -237,7 +237,7 @@ class _Body:
 
 
 def _is_open(scope: Scope) -> bool:
-    return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
+    return scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

@@ -1,0 +1,183 @@
+"""The OpenAPI document: what FastAPI reads from the routes, and the answers that it cannot know.
+
+FastAPI assumes that a wrong body is answered with 422, and knows neither headers, nor the key, nor
+streams. Every status that a path may answer is listed, by the table of errors.
+"""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+
+from serve_app.openai.errors import TABLE
+from serve_app.openai.event_ids import HEADER
+from serve_app.openai.gate import OPEN_PATHS
+from serve_app.openai.schema import REQUEST_ID_PATTERN
+from serve_app.openai.workloads import WORKLOAD_PATTERN
+
+Json = dict[str, Any]
+
+_GENERATION = frozenset({"/v1/completions", "/v1/chat/completions"})
+_ALWAYS = frozenset({400, 431, 500})
+"""Headers that are no text or too long, and bugs."""
+_OF_BODIES = frozenset({404, 408, 413, 429})
+_OF_GENERATION = frozenset({409, 422, 503})
+_KEY = "api_key"
+_ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string", "enum": sorted({row.type for row in TABLE})},
+                "param": {"type": ["string", "null"], "description": "the field it is about"},
+                "code": {
+                    "type": ["string", "null"],
+                    "enum": [*sorted({r.code for r in TABLE if r.code}), "internal_error", None],
+                },
+            },
+        }
+    },
+}
+
+
+def _object(**properties: object) -> Json:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_TEXT, _COUNT, _LIST = {"type": "string"}, {"type": "integer"}, {"type": "array"}
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_CARD = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT)
+_ANSWERS: Mapping[str, Json] = {
+    "/v1/completions": _object(
+        id=_TEXT,
+        object={"const": "text_completion"},
+        created=_COUNT,
+        model=_TEXT,
+        choices={
+            "type": "array",
+            "items": _object(index=_COUNT, text=_TEXT, finish_reason=_TEXT, logprobs={}),
+        },
+        usage=_USAGE,
+        metrics={"type": "object"},
+    ),
+    "/v1/chat/completions": _object(
+        id=_TEXT,
+        object={"const": "chat.completion"},
+        created=_COUNT,
+        model=_TEXT,
+        choices={
+            "type": "array",
+            "items": _object(
+                index=_COUNT,
+                message=_object(role=_TEXT, content={"type": ["string", "null"]}),
+                finish_reason=_TEXT,
+                logprobs={},
+            ),
+        },
+        usage=_USAGE,
+        metrics={"type": "object"},
+    ),
+    "/v1/models": _object(object={"const": "list"}, data={"type": "array", "items": _CARD}),
+    "/v1/models/{name}": _CARD,
+    "/tokenize": _object(tokens=_LIST, count=_COUNT, max_model_len=_COUNT),
+    "/detokenize": _object(prompt=_TEXT),
+    "/version": _object(version=_TEXT),
+}
+"""JSON of the answers with status 200; other paths answer with text, or nothing."""
+_EVENTS: Json = {
+    "schema": {
+        "type": "string",
+        "description": "with `stream`: server-sent events, each a chunk, the last one [DONE]",
+    }
+}
+_HEADERS: Mapping[str, tuple[str, Json]] = {
+    "X-Request-Id": (
+        "becomes the answer's id, unless the body has one",
+        {"type": "string", "pattern": REQUEST_ID_PATTERN},
+    ),
+    "traceparent": ("W3C trace context that the request belongs to", _TEXT),
+    HEADER: ("resumes a stream after the event with this id", _TEXT),
+    "X-Eesd-Workload": (
+        "class of requests that share what is learnt about drafts",
+        {"type": "string", "pattern": WORKLOAD_PATTERN},
+    ),
+}
+
+
+def describe_truly(app: FastAPI, *, has_key: bool) -> None:
+    """Makes the application's OpenAPI document complete; call when all its routes are there."""
+    from_routes = app.openapi
+
+    def whole() -> Json:
+        document = from_routes()
+        schemas = document["components"]["schemas"]
+        if "Error" in schemas:  # made before
+            return document
+        for made_up in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(made_up, None)
+        schemas["Error"] = _ERROR
+        if has_key:
+            scheme = {"type": "http", "scheme": "bearer"}
+            document["components"]["securitySchemes"] = {_KEY: scheme}
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                _complete(operation, path=path, needs_key=has_key and path not in OPEN_PATHS)
+        return document
+
+    app.openapi = whole  # type: ignore[method-assign]
+
+
+def _complete(operation: Json, *, path: str, needs_key: bool) -> None:
+    operation["responses"] = {"200": _success(path)} | {
+        str(status): _failure(status) for status in _failures(operation, path, needs_key=needs_key)
+    }
+    if needs_key:
+        operation["security"] = [{_KEY: []}]
+    if path in _GENERATION:
+        operation["parameters"] = [
+            {"name": name, "in": "header", "description": text, "schema": schema}
+            for name, (text, schema) in _HEADERS.items()
+        ]
+
+
+def _success(path: str) -> Json:
+    description = "a chunked stream, or the whole answer" if path in _GENERATION else "success"
+    answer = _ANSWERS.get(path)
+    if answer is None:
+        return {"description": description, "content": {"text/plain": {"schema": _TEXT}}}
+    content: Json = {"application/json": {"schema": answer}}
+    if path in _GENERATION:
+        content["text/event-stream"] = _EVENTS
+    return {"description": description, "content": content}
+
+
+def _failures(operation: Json, path: str, *, needs_key: bool) -> list[int]:
+    found = set(_ALWAYS)
+    if needs_key:
+        found.add(int(HTTPStatus.UNAUTHORIZED))
+    if "requestBody" in operation:
+        found |= _OF_BODIES
+    if path in _GENERATION:
+        found |= _OF_GENERATION
+    if path == "/v1/models/{name}":
+        found.add(int(HTTPStatus.NOT_FOUND))
+    if path in ("/health", "/ready", "/metrics"):
+        found.add(int(HTTPStatus.SERVICE_UNAVAILABLE))
+    return sorted(found)
+
+
+def _failure(status: int) -> Json:
+    codes = sorted({row.code for row in TABLE if row.status == status and row.code})
+    schema = {"$ref": "#/components/schemas/Error"}
+    failure: Json = {
+        "description": ", ".join(codes) or HTTPStatus(status).phrase,
+        "content": {"application/json": {"schema": schema}},
+    }
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        failure["headers"] = {"Retry-After": {"description": "seconds", "schema": _COUNT}}
+    return failure

@@ -1,0 +1,89 @@
+"""The OpenAPI document says what the API does."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from serve_app.openai.errors import TABLE
+from tests.support.live_server import serving
+from tests.support.toy_api import toy_api
+from tests.support.toy_engine import ToyEngine
+
+OPEN = {"/health", "/ready", "/ping", "/metrics", "/version"}
+REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("post", "/v1/completions", {"json": {"prompt": "x", "max_tokens": 4}}),
+    ("post", "/v1/completions", {"json": {"prompt": "x", "max_tokens": 4, "stream": True}}),
+    ("post", "/v1/completions", {"json": {"prompt": "x" * 200}}),
+    ("post", "/v1/completions", {"json": {"prompt": "x", "model": "other"}}),
+    ("post", "/v1/completions", {"json": [3]}),
+    ("post", "/v1/completions", {"content": b"x" * 3_000_000}),
+    ("post", "/v1/completions", {"json": {}, "headers": {"Authorization": "Bearer l"}}),
+    ("post", "/v1/chat/completions", {"json": {"messages": [{"role": "user", "content": "x"}]}}),
+    ("get", "/v1/models", {}),
+    ("get", "/v1/models/toy", {}),
+    ("get", "/v1/models/other", {}),
+    ("post", "/tokenize", {"json": {"prompt": "hello"}}),
+    ("post", "/detokenize", {"json": {"tokens": [104, 105]}}),
+    ("get", "/health", {}),
+    ("get", "/ready", {}),
+    ("get", "/ping", {}),
+    ("get", "/metrics", {}),
+    ("get", "/metrics", {"headers": {"X-Request-Id": "a b"}}),
+    ("get", "/version", {}),
+    ("get", "/version", {"headers": {"X-Long": "x" * 70_000}}),
+]
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    app = toy_api(ToyEngine(), max_model_len=100, api_key="k")
+    headers = {"Authorization": "Bearer k"}
+    with serving(app) as url, httpx.Client(base_url=url, headers=headers, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def document(http: httpx.Client) -> dict[str, Any]:
+    found: dict[str, Any] = http.get("/openapi.json").json()
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(REQUESTS)))
+def test_an_answer_is_one_that_the_document_has(
+    number: int, http: httpx.Client, document: dict[str, Any]
+) -> None:
+    method, path, options = REQUESTS[number]
+    answer = http.request(method, path, **options)
+    named = "/v1/models/{name}" if path.startswith("/v1/models/") else path
+    response = document["paths"][named][method]["responses"][str(answer.status_code)]
+    kind = answer.headers.get("content-type", "text/plain").partition(";")[0]
+    schema = response["content"][kind]["schema"]
+    if kind == "application/json":
+        whole = {**schema, "components": document["components"]}
+        jsonschema.validate(answer.json(), whole)
+
+
+def test_every_path_says_which_key_it_needs_and_every_error_is_somewhere(
+    document: dict[str, Any],
+) -> None:
+    statuses = set[int]()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            statuses |= set(map(int, operation["responses"]))
+            assert ("security" in operation) == (path not in OPEN), path
+            assert ("401" in operation["responses"]) == (path not in OPEN)
+    assert {row.status for row in TABLE} | {200, 500} == statuses
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+    names = {p["name"] for p in document["paths"]["/v1/completions"]["post"]["parameters"]}
+    assert names == {"X-Request-Id", "traceparent", "Last-Event-ID", "X-Eesd-Workload"}
+
+
+def test_without_a_key_the_document_asks_for_none() -> None:
+    document = toy_api(ToyEngine(), max_model_len=100).openapi()
+    assert "securitySchemes" not in document["components"]
+    assert all(
+        "401" not in op["responses"] for ops in document["paths"].values() for op in ops.values()
+    )
