@@ -158,34 +158,63 @@ def takes(
     return value > 0.0, 0.0, by_mean
 
 
+class Follower:
+    """Follows a rule along one chain, guess by guess."""
+
+    def __init__(self, rule: ChainRule, *, most: int) -> None:
+        self._rule = rule
+        self._most = most
+        self._means: list[float] = []
+        self._num_drafted = self._num_looks = 0
+        self._looked = self._spent = 0.0
+        self._probed = False
+        self._survival = self._drawn_survival = 1.0
+        self._answer = NO
+
+    def wants_guess(self) -> bool:
+        """Returns whether to guess another token; after a guess that was taken, or before any."""
+        if self._num_drafted == self._most:
+            return False
+        self._answer = wants_guess(self._rule, self._num_drafted, self._survival)
+        return self._answer != NO
+
+    def takes(self, gap: float) -> bool:
+        """Returns whether to draft the guess that was wanted."""
+        rule, num_drafted = self._rule, self._num_drafted
+        drawn, mean = acceptance(rule, num_drafted, gap)
+        self._means.append(mean)
+        self._drawn_survival *= drawn
+        self._survival *= mean
+        left = rule.optimism - self._spent
+        taken, cost, value = takes(rule, num_drafted, self._drawn_survival, self._survival, left)
+        if self._answer == PROBE:
+            taken, cost, self._probed = True, 0.0, True
+        if self._answer == LOOK:
+            self._num_looks += 1
+            self._looked += max(value, 0.0) - rule.guess_price
+        self._spent += cost
+        self._num_drafted += taken
+        return taken
+
+    def report(self) -> ChainReport:
+        return ChainReport(
+            tuple(self._means),
+            self._num_drafted,
+            self._num_looks,
+            self._looked,
+            self._spent,
+            self._probed,
+        )
+
+
 def follow(rule: ChainRule, gaps: Sequence[float]) -> ChainReport:
     """Drafts by a rule from guesses that are known, at most one for each gap: what a compiled
     drafter does."""
-    means: list[float] = []
-    num_drafted = num_looks = 0
-    looked = spent = 0.0
-    probed = False
-    survival = drawn_survival = 1.0
-    while num_drafted < len(gaps):
-        answer = wants_guess(rule, num_drafted, survival)
-        if answer == NO:
+    chain = Follower(rule, most=len(gaps))
+    for gap in gaps:
+        if not (chain.wants_guess() and chain.takes(gap)):
             break
-        drawn, mean = acceptance(rule, num_drafted, gaps[num_drafted])
-        means.append(mean)
-        drawn_survival *= drawn
-        survival *= mean
-        left = rule.optimism - spent
-        taken, cost, value = takes(rule, num_drafted, drawn_survival, survival, left)
-        if answer == PROBE:
-            taken, cost, probed = True, 0.0, True
-        if answer == LOOK:
-            num_looks += 1
-            looked += max(value, 0.0) - rule.guess_price
-        spent += cost
-        if not taken:
-            break
-        num_drafted += 1
-    return ChainReport(tuple(means), num_drafted, num_looks, looked, spent, probed)
+    return chain.report()
 
 
 def _sigmoid(score: float) -> float:

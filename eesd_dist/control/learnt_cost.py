@@ -36,6 +36,8 @@ class RoundCost:
 
     levels: Sequence[int]
     """Tokens drafted at each depth, over all requests."""
+    guesses: Sequence[int]
+    """Tokens guessed at each depth, drafted or not."""
     num_rows: int
     num_requests: int
     verify_s: float
@@ -99,7 +101,7 @@ class LearntCost:
         if self._num_rounds > _FEW_ROUNDS and self._num_rounds % _ONE_IN:
             return False
         profile = self._profile
-        levels_s = sum(map(profile.draft_batch, cost.levels))
+        levels_s = _drafting_s(profile, cost)
         known_s = profile.known_batch(cost.num_requests)
         self._drafting.observe(levels_s, cost.other_s - known_s)
         self._verifying.observe(
@@ -130,6 +132,15 @@ class LearntCost:
             request_s=verifying.ratio * profile.request_s,
             verify_rows_s=_scaled(profile.verify_rows_s, verifying.ratio, verifying.extra),
         )
+
+
+def _drafting_s(profile: CostModel, cost: RoundCost) -> float:
+    """Returns what the levels of a round take: a guess that is not drafted costs, too, and would
+    make rounds without drafts look slow."""
+    guessing_s = sum(map(profile.guess_batch, cost.guesses))
+    return guessing_s + sum(
+        profile.draft_batch(count) - profile.guess_batch(count) for count in cost.levels
+    )
 
 
 def _scaled(

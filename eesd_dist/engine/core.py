@@ -6,7 +6,7 @@ controllers how far to draft, the verify stage which tokens are emitted.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eesd_dist.config import SpeculationConfig
@@ -292,7 +292,7 @@ class EngineCore:
             self._requests.committed(waiting.plan.items, emissions, outcomes)
         stats = self._meter.finished(waiting, reply, outcomes=outcomes, emissions=emissions)
         if not stats.num_prefill_rows and not stats.num_lookup_drafted:
-            self._policy.observe_cost(_cost_of(stats))
+            self._policy.observe_cost(_cost_of(stats, waiting.drafted.guesses_by_depth))
         return StepResult(
             emissions=tuple(emissions),
             rounds=(stats,),
@@ -322,9 +322,10 @@ class EngineCore:
         return accepted
 
 
-def _cost_of(stats: RoundStats) -> RoundCost:
+def _cost_of(stats: RoundStats, guesses: Sequence[int]) -> RoundCost:
     return RoundCost(
         levels=stats.drafted_by_position,
+        guesses=guesses,
         num_rows=stats.num_rows,
         num_requests=stats.num_requests,
         verify_s=stats.verify_s,

@@ -19,6 +19,7 @@ from eesd_dist.control.chain_rule import REFUSAL, of_length
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.fits.isotonic import isotonic
 from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.engine.chains import ChainStart
 from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.page_table import PageTable
@@ -119,7 +120,7 @@ class _Bench:
 
     def verify_s(self, rows: Sequence[int]) -> float:
         """Measures a verify pass over `rows`, a row count per request."""
-        return _usual(partial(self._verify, rows))
+        return self._usual_s(partial(self._verify, rows))
 
     def request_s(self, most: int, verify_s: Sequence[float]) -> float:
         """Measures what a request costs in addition to its rows: up to `most` requests of one row
@@ -132,7 +133,7 @@ class _Bench:
     def draft_s(self, num: int, *, length: int) -> float:
         """Measures known rows and drafts of `length` tokens of `num` requests."""
         fixed = SpeculationConfig(controller="fixed", fixed_length=length)
-        return _usual(partial(self._draft, num, length, fixed))
+        return self._usual_s(partial(self._draft, num, length, fixed))
 
     def row_s(self) -> float:
         """Measures what a drafted token costs after its guess: a draft of one token against a guess
@@ -140,15 +141,23 @@ class _Bench:
         drafter = self.draft.drafter
         if drafter is None:
             refused = SpeculationConfig(controller="threshold", threshold=1.0)
-            return self.draft_s(1, length=1) - _usual(partial(self._draft, 1, 1, refused))
-        from eesd_dist.engine.compiled.drafter import ChainStart
-
+            return self.draft_s(1, length=1) - self._usual_s(partial(self._draft, 1, 1, refused))
         segment = RowSegment(self.kv_range.start, 1, self.kv_range.pages)
         refused_s, taken_s = (
-            _usual(partial(drafter.draft, [ChainStart([0], segment, 1, rule)]))
+            self._usual_s(partial(drafter.draft, [ChainStart([0], segment, 1, rule)]))
             for rule in (REFUSAL, of_length(1))
         )
         return taken_s - refused_s
+
+    def _usual_s(self, run: Callable[[], object]) -> float:
+        """Measures until a GPU is done: rows that no guess follows are only queued by a draft."""
+
+        def settled() -> None:
+            run()
+            if self.draft.device.type == "cuda":
+                torch.cuda.synchronize(self.draft.device)
+
+        return _usual(settled)
 
     def _draft(self, num: int, length: int, speculation: SpeculationConfig) -> None:
         policy = DraftPolicy(speculation=speculation, cost=None, calibrator=None)

@@ -36,27 +36,41 @@ def best_two_on_gpu(
     words_S3: npt.NDArray[np.int32],
     vocab_ids: Tensor | None,
 ) -> Tensor:
-    """Returns [S, 4] int32 on the device: the tokens of each row's two best scores, of equal ones
-    the first, and the bits of the scores. There must be two columns.
+    """Returns `best_two` with noise from the host.
 
-    `divisors`: temperatures, 0 for a row without noise; `vocab_ids`: tokens of the columns.
+    `divisors`: temperatures, 0 for a row without noise.
+    """
+    noise = torch.from_numpy(packed_noise(divisors, words_S3, num_padded=len(divisors)))
+    return best_two(logits_SV, noise.to(logits_SV.device, non_blocking=True), vocab_ids)
+
+
+def packed_noise(
+    divisors: Sequence[float], words_S3: npt.NDArray[np.int32], *, num_padded: int
+) -> npt.NDArray[np.int32]:
+    """Returns the divisors' bits, then the words of the keys, one upload; padding has no noise."""
+    packed = np.zeros(4 * num_padded, np.int32)
+    packed[: len(divisors)] = np.array(divisors, np.float32).view(np.int32)
+    packed[num_padded : num_padded + words_S3.size] = words_S3.ravel()
+    return packed
+
+
+def best_two(logits_SV: Tensor, noise: Tensor, vocab_ids: Tensor | None) -> Tensor:
+    """Returns [S, 4] int32: the tokens of each row's two best scores, of equal ones the first, and
+    the bits of the scores. There must be two columns; everything is on one device.
+
+    `noise`: `packed_noise`; `vocab_ids`: tokens of the columns.
     """
     device, (num_rows, num_columns) = logits_SV.device, logits_SV.shape
     logits_SV = logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
-    # One upload: the divisors' bits, then the words of the keys.
-    by_row = np.empty(4 * num_rows, np.int32)
-    by_row[:num_rows] = np.array(divisors, np.float32).view(np.int32)
-    by_row[num_rows:] = words_S3.ravel()
-    sent = torch.from_numpy(by_row).to(device, non_blocking=True)
     num_blocks = triton.cdiv(num_columns, _BLOCK)
     scores_SB2 = torch.empty(num_rows, num_blocks, 2, device=device)
     columns_SB2 = torch.empty(num_rows, num_blocks, 2, device=device, dtype=torch.int32)
     best_S4 = torch.empty(num_rows, 4, device=device, dtype=torch.int32)
-    ids = sent if vocab_ids is None else vocab_ids
+    ids = noise if vocab_ids is None else vocab_ids
     block_kernel[(num_rows, num_blocks)](
         logits_SV,
-        sent[:num_rows].view(torch.float32),
-        sent[num_rows:],
+        noise[:num_rows].view(torch.float32),
+        noise[num_rows:],
         ids,
         scores_SB2,
         columns_SB2,

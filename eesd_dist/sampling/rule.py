@@ -211,13 +211,18 @@ def _choice_on_gpu(
 ) -> DraftChoice:
     """Returns the same as `draft_choice`, on the host."""
     best_S4 = _best_on_gpu(logits_SV, rules, vocab_ids)
-    values_S2 = best_S4[:, 2:].view(np.float32)
-    gaps_S = np.minimum(values_S2[:, 0] - values_S2[:, 1], np.float32(WIDEST_GAP))
     return DraftChoice(
         tokens=torch.from_numpy(best_S4[:, :1].astype(np.int64)),
-        scores=torch.from_numpy(values_S2[:, :1]),
-        gaps=torch.from_numpy(gaps_S),
+        scores=torch.from_numpy(best_S4[:, 2:3].view(np.float32)),
+        gaps=torch.from_numpy(score_gaps(best_S4)),
     )
+
+
+def score_gaps(best_S4: _Ints) -> _Floats:
+    """Returns the gaps [S] of `DraftChoice` of the two best tokens and the bits of their scores."""
+    values_S2 = best_S4[:, 2:].view(np.float32)
+    gaps_S: _Floats = np.minimum(values_S2[:, 0] - values_S2[:, 1], np.float32(WIDEST_GAP))
+    return gaps_S
 
 
 def perturbed(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from eesd_dist.engine.cuda import steps
 from eesd_dist.model.attention import cuda_attention
 from eesd_dist.model.cuda import product, rows
 from eesd_dist.model.layers import cuda_layers
@@ -103,6 +104,7 @@ def fake_cuda() -> Iterator[None]:
         patch.object(gpu_rule, "block_kernel", _NoLaunch()),
         patch.object(gpu_rule, "best_kernel", _NoLaunch()),
         patch.object(cuda_layers, "Graph", Rerun),
+        patch.object(steps, "Graph", Rerun),
         patch.object(cuda_attention, "checked_ways", lambda *_: cuda_attention.Ways(True, True)),
     ):
         yield

@@ -1,13 +1,14 @@
 """Drafts a round in one compiled call, for a stage of one rank on a CPU."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eesd_dist.control.chain_rule import ChainReport, ChainRule, Doubles
+from eesd_dist.control.chain_rule import ChainReport, Doubles
+from eesd_dist.engine.chains import ChainStart, DraftedChain
 from eesd_dist.engine.compiled.choosing import MemoryByThreads, masks_of, new_choices
 from eesd_dist.engine.compiled.draft_kernel import (
     NUM_COUNTS,
@@ -23,7 +24,7 @@ from eesd_dist.engine.compiled.draft_kernel import (
     draft_kernel,
 )
 from eesd_dist.engine.row_slices import RowSlice
-from eesd_dist.model.attention.rows import RowSegment, row_arrays
+from eesd_dist.model.attention.rows import row_arrays
 from eesd_dist.model.cpu.calls import call_in_threads, threads_for
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kv_layout import NO_ROWS
@@ -32,40 +33,10 @@ from eesd_dist.sampling.noise import mixed_seed
 
 
 # Shapes: T known rows, N rows in the results, D padded hidden channels.
-class ChainStart(NamedTuple):
-    """One request of a round: its known rows, and how to draft after them."""
-
-    tokens: Sequence[int]
-    """Of the known rows."""
-    segment: RowSegment
-    """The known rows."""
-    most: int
-    """Tokens to draft at most; 0: the exit head does not run, and the rest has no meaning."""
-    rule: ChainRule
-    lagging: Sequence[RowSlice] = ()
-    """The head's inputs of the rows before the known ones that it has not read yet."""
-    temperature: float = 0.0
-    """0: greedy."""
-    seed: int = 0
-    mask: bytes = b""
-    """The tokens that may be guessed; empty: any. Only where one guess is made at most."""
-
-
-class DraftedChain(NamedTuple):
-    """One request's results."""
-
-    rows_TD: RowSlice
-    """The known rows, and one of each drafted token."""
-    tokens: list[int]
-    """The drafted tokens; after them the guess that ended the draft, if one did; -1 for a guess of
-    which the mask leaves none."""
-    gaps: list[float]
-    """Score gap of each of them."""
-    report: ChainReport
-
-
 class RoundDrafter:
     """Layers [0, N) and the exit head of one rank as one kernel. One call at a time."""
+
+    has_masks = True
 
     def __init__(self, span: LlamaSpan, head: ExitHead) -> None:
         layers, head_layer = span.paged.compiled, head.paged.compiled

@@ -9,12 +9,13 @@ alternatives are offered too, each with its ancestors as history and for its noi
 # Shapes: T rows, A frontier tokens, E exit head input.
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from eesd_dist.control.chain_rule import REFUSAL, ChainRule
 from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.engine.chains import ChainStart
 from eesd_dist.engine.drafting.guesses import Guess, Guesser, chooses_plainly, noise_of, offer_of
 from eesd_dist.engine.drafting.ranks import DraftCompute
 from eesd_dist.engine.drafting.run import Candidate, DraftRun
@@ -22,9 +23,6 @@ from eesd_dist.engine.row_slices import RowSlice, joined
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.types import Evidence, RequestId
-
-if TYPE_CHECKING:
-    from eesd_dist.engine.compiled.drafter import ChainStart
 
 CATCH_UP_ROWS = 32
 """In rounds without drafts the exit head lags behind; it catches up this many rows at a time."""
@@ -76,7 +74,7 @@ class LevelDrafter:
             guesses = self._level(fresh, active, policy)
 
     def fits_one_call(self, runs: Sequence[DraftRun]) -> bool:
-        """Returns whether there is a compiled call that can run rows of these requests, and draft
+        """Returns whether there is a call that can run rows of these requests, and draft
         chains after them."""
         has_call = self._compute.drafter is not None and not self._guesser.rejection
         return has_call and not any(run.is_tree or run.item.live.request.features for run in runs)
@@ -121,6 +119,8 @@ class LevelDrafter:
             guesses = self._guess(missing, with_probs=with_probs)
         found.update((id(run), ours) for run, ours in zip(missing, guesses, strict=True))
         guessed = {id(run) for run in missing}
+        for run in missing:
+            run.num_guesses += 1
         behind = [
             row.run
             for row in fresh
@@ -133,11 +133,17 @@ class LevelDrafter:
     def _fits_one_call(
         self, fresh: Sequence[FreshRows], missing: Sequence[DraftRun], with_probs: bool
     ) -> bool:
-        have_rows = {id(row.run) for row in fresh}
+        drafter, have_rows = self._compute.drafter, {id(row.run) for row in fresh}
+        has_masks = drafter is not None and drafter.has_masks
         return (
             not with_probs
             and self.fits_one_call([row.run for row in fresh])
-            and all(chooses_plainly(run) and id(run) in have_rows for run in missing)
+            and all(
+                chooses_plainly(run)
+                and id(run) in have_rows
+                and (has_masks or run.constraint is None)
+                for run in missing
+            )
         )
 
     def _in_one_call(
@@ -256,7 +262,7 @@ class LevelDrafter:
             hidden_1D, input_1E = self._compute.run_layers(
                 [guess.token], [RowSegment(shadow.next_place, 1, run.item.pages)]
             )
-            run.state.lagging_TE.append(RowSlice.all_of(input_1E))
+            run.state.lag(RowSlice.all_of(input_1E))
             run.exit_AD = None
             guess = Candidate(
                 token=guess.token,
@@ -269,11 +275,9 @@ class LevelDrafter:
         ahead.append(guess)
 
 
-def chain_start(row: FreshRows, rule: ChainRule, *, most: int, mask: bytes = b"") -> "ChainStart":
+def chain_start(row: FreshRows, rule: ChainRule, *, most: int, mask: bytes = b"") -> ChainStart:
     """Returns a request's part of a compiled call: rows to compute, and tokens to draft after them.
     `mask`: of the first."""
-    from eesd_dist.engine.compiled.drafter import ChainStart
-
     if not most:
         return ChainStart(row.tokens, row.segment, 0, rule)
     run = row.run

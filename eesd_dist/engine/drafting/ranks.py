@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
+from eesd_dist.engine.chains import ChainDrafter
 from eesd_dist.engine.compiled.ahead import when_kept
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
@@ -38,9 +39,6 @@ from eesd_dist.transport.commands import (
 )
 from eesd_dist.transport.contracts import TensorGroup
 
-if TYPE_CHECKING:
-    from eesd_dist.engine.compiled.drafter import RoundDrafter
-
 
 class DraftCompute(Protocol):
     """Operations of layers and exit head that drafting needs."""
@@ -53,8 +51,8 @@ class DraftCompute(Protocol):
     def group(self) -> TensorGroup: ...
 
     @property
-    def drafter(self) -> "RoundDrafter | None":
-        """Layers and head as one compiled call for a round; None where there is none."""
+    def drafter(self) -> ChainDrafter | None:
+        """Layers and head as one call for a round; None where there is none."""
         ...
 
     def run_layers(
@@ -125,7 +123,7 @@ class OwnShard:
         self._round_drafter = drafter_of(span, head, compiles_later=compiles_later)
 
     @property
-    def drafter(self) -> "RoundDrafter | None":
+    def drafter(self) -> ChainDrafter | None:
         return self._round_drafter.get()
 
     def run_layers(
@@ -194,9 +192,15 @@ class OwnShard:
 
 def drafter_of(
     span: LlamaSpan, head: ExitHead | None, *, compiles_later: bool
-) -> "Later[RoundDrafter]":
-    """Returns layers and head as one compiled call, where this machine and this stage have it."""
-    if head is None or not can_compile():
+) -> Later[ChainDrafter]:
+    """Returns layers and head as one call for a round, where this machine and stage have it."""
+    if head is None:
+        return Later.without()
+    if span.paged.on_gpu is not None:
+        from eesd_dist.engine.cuda.drafter import GraphDrafter
+
+        return Later(partial(GraphDrafter.of, span, head), is_ready=True)
+    if not can_compile():
         return Later.without()
     from eesd_dist.engine.compiled.draft_kernel import is_draft_kept
     from eesd_dist.engine.compiled.drafter import RoundDrafter

@@ -49,6 +49,8 @@ class DraftState:
     """Number of positions with valid keys and values of the exit head."""
     lagging_TE: list[RowSlice] = field(default_factory=list)
     """Inputs that the exit head has not read yet, from position exit_len on."""
+    num_lagging: int = 0
+    """How many they are."""
     ngrams: NgramIndex = field(default_factory=NgramIndex)
     """Of its tokens."""
     ahead_from: int = 0
@@ -58,9 +60,15 @@ class DraftState:
     """Candidates drafted while the last verdict was pending: the token at position `ahead_from` and
     later ones, each with its row computed, except possibly the last."""
 
-    @property
-    def num_lagging(self) -> int:
-        return sum(piece.end - piece.first for piece in self.lagging_TE)
+    def lag(self, rows_TE: RowSlice) -> None:
+        """Adds inputs to those that the exit head has not read."""
+        self.lagging_TE.append(rows_TE)
+        self.num_lagging += rows_TE.count
+
+    def catch_up(self, exit_len: int) -> None:
+        """Notes that the exit head has read all inputs before a position, and none after it."""
+        self.exit_len, self.num_lagging = exit_len, 0
+        self.lagging_TE.clear()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +91,8 @@ class DraftRun:
     """0: the exit head's first choice after its parent; r: its r-th alternative."""
     depths: list[int] = field(default_factory=list)
     """Number of drafted tokens on the path to each, including itself."""
+    num_guesses: int = 0
+    """Levels at which the exit head guessed, taken or not."""
     evidence: list[Evidence] = field(default_factory=list)
     probs_V: list[Tensor] = field(default_factory=list)
     prefetched: deque[Candidate] = field(default_factory=deque)
@@ -167,12 +177,11 @@ class DraftRun:
         self.rows_TD.append(rows_TD)
         self._set_tokens(tokens)
         self.evidence = evidence
+        self.num_guesses = num_guesses
         num_read = self.item.num_known + num_guesses - 1
-        self.state.lagging_TE.clear()
-        self.state.exit_len = self.item.start + num_read
+        self.state.catch_up(self.item.start + num_read)
         if num_read < rows_TD.count:
-            unread = RowSlice(rows_TD.source, rows_TD.first + num_read, rows_TD.end)
-            self.state.lagging_TE.append(unread)
+            self.state.lag(RowSlice(rows_TD.source, rows_TD.first + num_read, rows_TD.end))
 
     def look_up(self, tokens: Sequence[int], masks: Sequence[bytes]) -> None:
         """Drafts tokens found by prompt lookup. `masks`: after none of them, the first and so on;
@@ -207,7 +216,7 @@ class DraftRun:
             return
         if not state.lagging_TE and state.exit_len < self.item.start:
             state.exit_len = self.item.start  # a cached prefix has the exit head's rows
-        state.lagging_TE.append(input_TE)
+        state.lag(input_TE)
 
     def note_level(self, hidden_AD: RowSlice, input_AE: RowSlice) -> None:
         """Stores the newest tokens' rows and exit head inputs after they were computed."""
@@ -216,7 +225,7 @@ class DraftRun:
         if self.is_tree:
             self.level_TE.append(input_AE)
         else:
-            self.state.lagging_TE.append(input_AE)
+            self.state.lag(input_AE)
 
     @property
     def is_unseen(self) -> bool:
@@ -235,8 +244,7 @@ class DraftRun:
         """Marks the `unseen` rows as read, with the exit head's output for them."""
         state = self.state
         if state.lagging_TE:
-            state.exit_len += out_TD.count
-            state.lagging_TE.clear()
+            state.catch_up(state.exit_len + out_TD.count)
             self.exit_AD = RowSlice(out_TD.source, out_TD.end - 1, out_TD.end)
             return
         self.num_seen = len(self.tokens)
@@ -244,8 +252,7 @@ class DraftRun:
 
     def note_read(self) -> None:
         """Marks a chain's rows as read, without the exit head's output for them."""
-        self.state.exit_len += self.state.num_lagging
-        self.state.lagging_TE.clear()
+        self.state.catch_up(self.state.exit_len + self.state.num_lagging)
         self.exit_AD = None
 
     def keep_branch(self, path: Sequence[int], *, drafts: bool) -> None:
@@ -257,7 +264,7 @@ class DraftRun:
         state.exit_len += num_seen
         if num_seen < len(path):
             input_TE = joined(self.level_TE)
-            state.lagging_TE.append(RowSlice.all_of(input_TE[list(path[num_seen:])]))
+            state.lag(RowSlice.all_of(input_TE[list(path[num_seen:])]))
 
     def moves(self, path: Sequence[int], *, page_size: int) -> list[tuple[int, int]]:
         """Returns the KV moves, (from, to) slots, of an accepted branch to its KV slots."""
@@ -274,10 +281,10 @@ class DraftRun:
 def roll_back(state: DraftState, keep: int) -> None:
     """Drops the exit head's rows, seen or lagging, from position `keep` on."""
     if state.exit_len >= keep:
-        state.exit_len = keep
-        state.lagging_TE.clear()
+        state.catch_up(keep)
         return
     surplus = state.exit_len + state.num_lagging - keep
+    state.num_lagging -= max(surplus, 0)
     while surplus > 0:
         last = state.lagging_TE.pop()
         if last.count > surplus:

@@ -11,7 +11,6 @@ the controllers can say in advance how they decide; all others are drafted level
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from eesd_dist.config import TreeConfig
 from eesd_dist.control.chain_rule import ChainRule, of_length
 from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.engine.chains import ChainDrafter, DraftedChain
 from eesd_dist.engine.drafting.guesses import Guesser, chooses_plainly, noise_of
 from eesd_dist.engine.drafting.levels import (
     CATCH_UP_ROWS,
@@ -43,9 +43,6 @@ from eesd_dist.text.grammars import TokenConstraint, masks_along
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.types import Evidence, RequestId
 
-if TYPE_CHECKING:
-    from eesd_dist.engine.compiled.drafter import DraftedChain, RoundDrafter
-
 _NO_DRAFT = of_length(0)
 
 __all__ = ["Candidate", "DraftRun", "DraftStage", "DraftState", "DraftedRound"]
@@ -56,6 +53,12 @@ class DraftedRound:
     runs: tuple[DraftRun, ...]
     hidden_TD: Tensor
     draft_probs_KV: Tensor | None
+
+    @property
+    def guesses_by_depth(self) -> list[int]:
+        """Levels of guesses at each depth, over all requests."""
+        counts = [run.num_guesses for run in self.runs]
+        return [sum(count > depth for count in counts) for depth in range(max(counts, default=0))]
 
 
 class DraftStage:
@@ -103,8 +106,8 @@ class DraftStage:
         return self._compute.group
 
     @property
-    def drafter(self) -> "RoundDrafter | None":
-        """The drafting of a round as one compiled call; None where there is none."""
+    def drafter(self) -> ChainDrafter | None:
+        """The drafting of a round in one call; None where there is none."""
         return self._compute.drafter
 
     def swap_head(self, head: ExitHead) -> None:
@@ -215,7 +218,7 @@ class DraftStage:
         )
         return DraftedRound(runs=tuple(runs), hidden_TD=hidden_TD, draft_probs_KV=None)
 
-    def _take(self, run: DraftRun, chain: "DraftedChain") -> None:
+    def _take(self, run: DraftRun, chain: DraftedChain) -> None:
         """Takes over one request's rows and draft."""
         rows_TD, tokens, gaps, report = chain
         if not report.means:

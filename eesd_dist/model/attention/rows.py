@@ -25,18 +25,13 @@ class RowPlan:
     """The rows of one forward pass, shared by all its layers."""
 
     def __init__(
-        self,
-        segments: Sequence[RowSegment],
-        *,
-        page_size: int,
-        device: torch.device,
-        numerics: Numerics,
+        self, arrays: RowArrays, *, num_padded: int, page_size: int, device: torch.device
     ) -> None:
         self.page_size = page_size
         self.device = device
-        self.arrays = row_arrays(segments)
-        self.num_rows = len(self.arrays.position_R)
-        self.num_padded = padded_rows(self.num_rows, numerics=numerics, device=device)
+        self.arrays = arrays
+        self.num_rows = len(arrays.position_R)
+        self.num_padded = num_padded
 
     @classmethod
     def build(
@@ -47,7 +42,9 @@ class RowPlan:
         device: torch.device,
         numerics: Numerics,
     ) -> "RowPlan":
-        return cls(segments, page_size=page_size, device=device, numerics=numerics)
+        arrays = row_arrays(segments)
+        num_padded = padded_rows(len(arrays.position_R), numerics=numerics, device=device)
+        return cls(arrays, num_padded=num_padded, page_size=page_size, device=device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -70,11 +67,13 @@ class RowPlan:
 
     @cached_property
     def long_blocks(self) -> Ints | None:
-        """`chain_blocks`, where most rows are in long ones: a prefill; else None."""
+        """`chain_blocks`, where most rows are in full ones: a prefill; else None. The drafts of a
+        batch are not: their passes have a graph."""
         if self.num_rows < _FEWEST_IN_BLOCKS:
             return None
         blocks_B2 = chain_blocks(self.arrays)
-        return blocks_B2 if len(blocks_B2) * _LONG_BLOCK <= self.num_rows else None
+        num_full = int((blocks_B2[:, 1] - blocks_B2[:, 0] == BLOCK_ROWS - 1).sum())
+        return blocks_B2 if 2 * BLOCK_ROWS * num_full > self.num_rows else None
 
 
 class DeviceRows:
@@ -87,19 +86,21 @@ class DeviceRows:
         *,
         num_parts: int,
         blocks_B2: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> None:
+        """`slots`: None if they follow the rows in `packed`."""
         self.num_rows = num_rows
         """With padding."""
         self.num_parts = num_parts
         """At least as many parts as the row with the most keys has."""
         self.blocks_B2 = blocks_B2
         """First and last row of each block of rows that are attended together; None: none are."""
-        stride = _aligned(num_rows)
-        by_row = packed.narrow(0, 0, _NUMBERS_PER_ROW * stride).view(_NUMBERS_PER_ROW, stride)
+        end, stride = num_packed(num_rows), _aligned(num_rows)
+        by_row = packed.narrow(0, 0, end).view(_NUMBERS_PER_ROW, stride)
         self.position_T, self.kv_slot_T, self.in_order_T, self.branch_T, self.table_T = (
             by_row.narrow(1, 0, num_rows)
         )
-        self.slots = packed.narrow(0, by_row.numel(), packed.numel() - by_row.numel())
+        self.slots = packed.narrow(0, end, packed.numel() - end) if slots is None else slots
         """KV slots of branches and pages of tables, where `branch_T` and `table_T` say."""
 
 
@@ -111,12 +112,16 @@ def _aligned(num_rows: int) -> int:
     return -(-num_rows // 4) * 4
 
 
+def num_packed(num_rows: int) -> int:
+    """Returns how many numbers `packed_rows` has before the slots."""
+    return _NUMBERS_PER_ROW * _aligned(num_rows)
+
+
 PART = 256
 """Keys of one part of a row's keys on a GPU."""
 BLOCK_ROWS = 16
 _FEWEST_IN_BLOCKS = 64
-_LONG_BLOCK = 8
-"""Passes of more rows, and of this many in a block, are attended in blocks: rows share loads."""
+"""Passes of as many rows may be attended in blocks: rows share loads."""
 
 
 def num_parts(arrays: RowArrays) -> int:
@@ -157,6 +162,19 @@ def packed_rows(arrays: RowArrays, num_padded: int) -> Ints:
     by_row[3, :num_rows] = arrays.branch_R
     by_row[4, :num_rows] = arrays.table_R * np.int32(arrays.tables_BW.shape[1]) + num_branch
     return np.concatenate([by_row.ravel(), arrays.branch_slots, arrays.tables_BW.ravel()])
+
+
+def chain_rows(tables_BW: Ints, table_R: Ints, position_R: Ints) -> RowArrays:
+    """Returns rows of chains, by the table and the position of each."""
+    return RowArrays(
+        tables_BW=tables_BW,
+        table_R=table_R,
+        position_R=position_R,
+        kv_slot_R=position_R,
+        in_order_R=position_R + np.int32(1),
+        branch_R=np.zeros_like(position_R),
+        branch_slots=NO_ROWS.branch_slots,
+    )
 
 
 def row_arrays(segments: Sequence[RowSegment]) -> RowArrays:

@@ -56,7 +56,8 @@ class ExitHead:
         self.exit_layer = exit_layer
         self.identity = identity
         """The files the ranks have to agree on; None for a group of one rank."""
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        """Size of the draft vocabulary."""
         self._group = group
         self.vocab_ids = vocab_ids
         """[V] target token of each draft index; None when the draft vocabulary is the target's."""
@@ -160,7 +161,7 @@ class ExitHead:
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Returns draft logits [T, V] float32 of hidden states that `forward` returned."""
         mine_TV = self._logits_head(hidden_TD)
-        return joined_over_ranks(mine_TV, self._group, count=self._vocab_size)
+        return joined_over_ranks(mine_TV, self._group, count=self.vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ a row has the same bits with and without a graph.
 import logging
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from eesd_dist.model.cuda.rows import activated
 from eesd_dist.model.elementwise import SILU
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
 
-GRAPH_ROWS = (8, 16, 32, 64, 128, 256)
-"""Numbers of rows that have a graph. Longer passes, and those of long prompts, take the GPU longer
-than the host."""
+GRAPH_ROWS = (8, 16, 32, 64, 128, 256, 384, 512, 640)
+"""Numbers of rows that have a graph: up to the drafts of a large batch. Longer passes, and those of
+long prompts, take the GPU longer than the host."""
 _CAPTURING = Lock()
 """torch captures one graph of a process at a time."""
 _NUMBERS = 1 << 16
@@ -47,17 +47,19 @@ class CudaLayers:
     ) -> None:
         self._layers = tuple(layers)
         self._rotation_SC = torch.view_as_real(rotation_SP).flatten(1).contiguous()
-        self._has_graphs = all(layer.output.group.size == 1 for layer in layers)
+        self.is_alone = all(layer.output.group.size == 1 for layer in layers)
+        """Whether one rank has the whole layers."""
+        self._has_graphs = self.is_alone
         device = rotation_SP.device
         self._numbers = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
         self._rows_TD = torch.zeros(GRAPH_ROWS[-1], hidden_size, dtype=dtype, device=device)
-        self._pool = _graph_pool(device)
+        self._pool = graph_pool(device)
         self.take_pages(pages)
 
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
         """Reads and writes these pages from now on."""
         self._attention = [_on_gpu(part) for part in pages]
-        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._graphs: dict[tuple[int, int], Graph[Tensor]] = {}
         for attention in self._attention:
             _ = attention.ways  # compared while weights are loaded, not in a round
 
@@ -69,7 +71,7 @@ class CudaLayers:
         num_rows = rows.num_rows
         is_long = num_rows > GRAPH_ROWS[-1] or rows.long_blocks is not None
         if after_layer is not None or is_long or not self._has_graphs:
-            return self._run(
+            return self.run(
                 hidden_TD.to(self._rows_TD.dtype, copy=True), rows.on_device, after_layer
             )
         num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
@@ -85,17 +87,17 @@ class CudaLayers:
             return graph.replay().narrow(0, 0, num_rows).clone()
         placed = DeviceRows(self._numbers, num_padded, num_parts=size[1])
         x_TD = self._rows_TD.narrow(0, 0, num_padded)
-        found_TD = self._run(x_TD.clone(), placed, None)  # compiles the kernels
+        found_TD = self.run(x_TD.clone(), placed)  # compiles the kernels
         try:
-            self._graphs[size] = Graph(lambda: self._run(x_TD.clone(), placed, None), self._pool)
+            self._graphs[size] = Graph(lambda: self.run(x_TD.clone(), placed), self._pool)
         except RuntimeError as error:  # no memory, or an operation that graphs do not have
             logger.warning("no_graphs rows=%d error=%s", num_padded, error)
             self._has_graphs = False
             self._graphs.clear()
         return found_TD.narrow(0, 0, num_rows)
 
-    def _run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None) -> Tensor:
-        """Overwrites x."""
+    def run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None = None) -> Tensor:
+        """Launches the kernels one by one; overwrites x."""
         added_TD: Tensor | None = None
         for done, (layer, attention) in enumerate(
             zip(self._layers, self._attention, strict=True), start=1
@@ -120,10 +122,13 @@ class CudaLayers:
         return x_TD if added_TD is None else x_TD + added_TD
 
 
-class Graph:
+T = TypeVar("T")
+
+
+class Graph(Generic[T]):
     """Kernels that were launched once, to be launched again together."""
 
-    def __init__(self, run: Callable[[], Tensor], pool: Any) -> None:
+    def __init__(self, run: Callable[[], T], pool: Any) -> None:
         """`pool`: memory that graphs share; one is replayed at a time, and its output copied."""
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
@@ -137,13 +142,13 @@ class Graph:
         finally:
             torch.cuda.set_stream(stream)  # torch leaves its own set where a capture fails
 
-    def replay(self) -> Tensor:
+    def replay(self) -> T:
         """Returns the output, which the next replay overwrites."""
         self._graph.replay()
         return self._out
 
 
-def _graph_pool(device: torch.device) -> Any:
+def graph_pool(device: torch.device) -> Any:
     """Returns a pool of memory for graphs; None without a GPU."""
     if not torch.cuda.is_available():
         return None

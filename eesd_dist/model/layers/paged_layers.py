@@ -57,6 +57,7 @@ class PagedLayers:
     ) -> None:
         device = rotation_SP.device
         self.compute_dtype = dtype
+        self.page_size = page_size
         self._layers = tuple(layers)
         self._rotation_SP = rotation_SP
         self._pages = [
@@ -76,7 +77,7 @@ class PagedLayers:
         self._windows = tuple(windows)
         self._scores = spec.traits.scores
         self._compiled = compiled_layers(self._layers, self._pages, rotation_SP)
-        self._fused = self._compiled or _layers_on_gpu(
+        self._on_gpu = _layers_on_gpu(
             self._layers,
             self._pages,
             rotation_SP,
@@ -92,8 +93,9 @@ class PagedLayers:
         after_layer: AfterLayer | None = None,
     ) -> Tensor:
         """`after_layer` is called with the number of layers done and the rows after them."""
-        if self._fused is not None:
-            return self._fused.forward(hidden_TD, rows, after_layer=after_layer)
+        fused = self._fused
+        if fused is not None:
+            return fused.forward(hidden_TD, rows, after_layer=after_layer)
         x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
         rotation_T1P = self._rotation_SP.index_select(0, rows.positions).unsqueeze(1)
         for done, (layer, pages) in enumerate(zip(self._layers, self._pages, strict=True), start=1):
@@ -106,6 +108,15 @@ class PagedLayers:
     def compiled(self) -> "CompiledLayers | None":
         """The layers as one compiled call; None where there is none."""
         return self._compiled
+
+    @property
+    def on_gpu(self) -> "CudaLayers | None":
+        """The layers as kernels of a GPU; None on a CPU."""
+        return self._on_gpu
+
+    @property
+    def _fused(self) -> "CompiledLayers | CudaLayers | None":
+        return self._compiled or self._on_gpu
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copies slots in every layer, (from, to) each; reads all sources before it writes."""
@@ -150,8 +161,9 @@ class PagedLayers:
     def take_pages(self, other: "PagedLayers") -> None:
         """Takes over the keys and values of layers of the same shape."""
         self._pages = other._pages
-        if self._fused is not None:
-            self._fused.take_pages(self._pages)
+        fused = self._fused
+        if fused is not None:
+            fused.take_pages(self._pages)
 
     def forward_full(self, hidden_BLD: Tensor) -> Tensor:
         return forward_whole(

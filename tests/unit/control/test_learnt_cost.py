@@ -1,5 +1,6 @@
 """Costs learnt from rounds, with the start-up profile as the prior."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -25,13 +26,17 @@ REAL = CostModel(
 )
 
 
-def a_round(cost: CostModel, length: int, *, noise: float = 1.0) -> RoundCost:
+def a_round(
+    cost: CostModel, length: int, *, noise: float = 1.0, refused: bool = False
+) -> RoundCost:
+    """`refused`: the draft was ended by a guess."""
     return RoundCost(
         levels=(1,) * length,
+        guesses=(1,) * (length + refused),
         num_rows=1 + length,
         num_requests=1,
         verify_s=noise * cost.verify(length),
-        other_s=noise * (cost.round_s + length * cost.draft_step_s),
+        other_s=noise * (cost.round_s + length * cost.draft_step_s + refused * cost.guess_s),
     )
 
 
@@ -65,6 +70,17 @@ def test_what_was_never_drafted_keeps_the_price_of_the_profile() -> None:
     assert step_s == pytest.approx(PROFILE.draft_step_s, rel=0.01)
 
 
+def test_guesses_that_are_not_drafted_do_not_make_plain_rounds_look_slow() -> None:
+    """Those of a GPU before its steps were graphs: a guess was nearly the whole step."""
+    real = replace(REAL, draft_step_s=0.75e-3, guess_s=0.64e-3)
+    learnt, rng = LearntCost(replace(PROFILE, draft_step_s=0.75e-3, guess_s=0.64e-3)), Random(4)
+    for _ in range(300):
+        length = rng.randrange(3)
+        learnt.observe(a_round(real, length, refused=rng.random() < 0.7))
+    assert learnt.model.seconds(0) == pytest.approx(real.seconds(0), rel=0.05)
+    assert learnt.model.draft_step_s == pytest.approx(real.draft_step_s, rel=0.1)
+
+
 def test_a_disturbance_moves_little_and_does_not_stay() -> None:
     learnt, rng = LearntCost(PROFILE), Random(9)
     for _ in range(100):
@@ -95,6 +111,7 @@ def test_costs_are_costs_whatever_is_observed() -> None:
         learnt.observe(
             RoundCost(
                 levels=(1,) * length,
+                guesses=(1,) * length,
                 num_rows=1 + length,
                 num_requests=1,
                 verify_s=seconds,

@@ -25,8 +25,9 @@ from eesd_dist.engine.build import (
     load_draft_weights,
     load_verify_weights,
 )
+from eesd_dist.engine.chains import ChainStart, DraftedChain
 from eesd_dist.engine.compiled import draft_kernel, verify_kernel
-from eesd_dist.engine.compiled.drafter import ChainStart, DraftedChain, RoundDrafter
+from eesd_dist.engine.compiled.drafter import RoundDrafter
 from eesd_dist.engine.compiled.verifier import Verifier
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.drafting import ranks

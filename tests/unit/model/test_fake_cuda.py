@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from eesd_dist.config import DType
+from eesd_dist.engine.cuda.drafter import GraphDrafter
+from eesd_dist.engine.cuda.steps import _Reading, _Size
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
@@ -33,13 +35,13 @@ def plan_of(segment: RowSegment) -> RowPlan:
     return RowPlan.build([segment], page_size=PAGE_SIZE, device=GPU, numerics="invariant")
 
 
-def span_of(folder: Path, spec: ModelSpec, dtype: DType) -> LlamaSpan:
+def span_of(folder: Path, spec: ModelSpec, dtype: DType, *, last: int | None = None) -> LlamaSpan:
     """Loads a span without the self-check of `invariant`, which needs values."""
     return LlamaSpan.load(
         folder,
         spec,
         0,
-        spec.num_layers,
+        spec.num_layers if last is None else last,
         group=SingleGroup(),
         dtype=dtype,
         numerics="fast",
@@ -102,6 +104,37 @@ def test_an_exit_head_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             rows = plan_of(RowSegment(20, 3, (1, 2)))
             logits_TV = head.logits(head.forward(head.input_rows(hidden_TD, hidden_TD), rows))
         assert logits_TV.device == GPU
+        assert copies.to_the_host == []
+
+
+@pytest.mark.parametrize("reading", list(_Reading))
+def test_a_step_of_drafting_stays_on_the_gpu(
+    reading: _Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a graph captures: a copy to the host cannot be."""
+    spec = ModelSpec.from_folder(BUNDLED)
+    folder = BUNDLED / "exit_head"
+    parts = HeadParts.read(folder, target=spec, target_path=BUNDLED, dtype=torch.bfloat16)
+    monkeypatch.setattr(HeadParts, "read", lambda *_, **__: parts)
+    with fake_cuda():
+        head = ExitHead.load(
+            folder,
+            target=spec,
+            target_path=BUNDLED,
+            dtype="bfloat16",
+            numerics="fast",
+            device=GPU,
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+        )
+        span = span_of(BUNDLED, spec, "bfloat16", last=1)
+        drafter = GraphDrafter.of(span, head)
+        assert drafter is not None
+        with HostCopies() as copies, torch.inference_mode():
+            hidden_TD, best_G4 = drafter._steps._step(_Size(8, reading, 1))
+        assert hidden_TD.shape == (8, spec.hidden_size)
+        assert best_G4.shape == ((8, 4) if reading is not _Reading.NOTHING else (8,))
+        assert copies.num_operators > 10
         assert copies.to_the_host == []
 
 

@@ -186,3 +186,12 @@ def test_a_prefill_is_attended_in_blocks_and_without_a_graph(
     assert not twins.twin._graphs
     short = [RowSegment(0, 2, (at,)) for at in range(12)]  # a batch of requests
     assert plan_of(short).on_device.blocks_B2 is None
+
+
+@pytest.mark.parametrize("drafted", [1, 4, 8, 14])
+def test_the_drafts_of_a_batch_have_a_graph(drafted: int) -> None:
+    """Drafts of eight tokens were taken for prompts, and launched kernel by kernel."""
+    batch = [RowSegment(0, 1 + drafted, tuple(range(4 * at, 4 * at + 4))) for at in range(16)]
+    assert plan_of(batch).long_blocks is None
+    with_prompt = [RowSegment(0, 1, (1,)), RowSegment(0, 90, tuple(range(2, 25)))]
+    assert plan_of(with_prompt).long_blocks is not None

@@ -1,0 +1,1 @@
+"""Drafting on a GPU."""

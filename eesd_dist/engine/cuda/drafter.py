@@ -1,0 +1,183 @@
+"""Drafts a round on a GPU, a level in one step, for a stage of one rank.
+
+Rules are followed on the host: a step's guesses are copied there, and the next step has the tokens
+that were taken.
+"""
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eesd_dist.control.chain_rule import Follower
+from eesd_dist.engine.chains import ChainStart, DraftedChain
+from eesd_dist.engine.cuda.steps import DraftSteps, HeadRows
+from eesd_dist.engine.row_slices import RowSlice, joined
+from eesd_dist.model.attention.rows import chain_rows, row_arrays
+from eesd_dist.model.heads.exit_head import ExitHead
+from eesd_dist.model.kv_layout import Ints
+from eesd_dist.model.span import LlamaSpan
+from eesd_dist.sampling.noise import key_words, noise_key
+from eesd_dist.sampling.rule import score_gaps
+
+
+# Shapes: T known rows, D hidden channels, B page tables, W pages of the longest one.
+class GraphDrafter:
+    """Layers [0, N) and the exit head of one rank, as steps. One call at a time."""
+
+    has_masks = False
+
+    def __init__(self, steps: DraftSteps) -> None:
+        self._steps = steps
+
+    @classmethod
+    def of(cls, span: LlamaSpan, head: ExitHead) -> Self | None:
+        """Returns None for a stage that drafts in other ways: parts of layers or of a head, a head
+        that reads the embedding."""
+        layers, head_layers = span.paged.on_gpu, head.paged.on_gpu
+        if layers is None or head_layers is None or span.embedding is None:
+            return None
+        fits = layers.is_alone and head_layers.is_alone and not head.reads_embedding
+        fits = fits and head.vocab_size >= 2
+        return cls(DraftSteps(span, head, layers, head_layers)) if fits else None
+
+    @torch.inference_mode()
+    def draft(self, chains: Sequence[ChainStart]) -> tuple[Tensor, list[DraftedChain]]:
+        """Runs all known rows, and drafts after them. Returns the rows [T, D] after the layers,
+        request by request, and each request's results."""
+        growing = [_Chain(at, chain) for at, chain in enumerate(chains)]
+        rows = row_arrays([chain.segment for chain in chains])
+        asked = [chain for chain in growing if chain.rule.wants_guess()]
+        hidden_TD, best_G4 = self._steps.run(
+            [token for chain in chains for token in chain.tokens],
+            rows,
+            _reading_first(growing, asked, rows.tables_BW),
+        )
+        end = 0
+        for chain in growing:
+            first, end = end, end + chain.start.segment.num_rows
+            chain.rows.append(RowSlice(hidden_TD, first, end))
+        while asked:
+            taken = _taken(asked, best_G4)
+            if not taken:
+                break
+            asked = [chain for chain in taken if chain.rule.wants_guess()]
+            hidden_TD, best_G4 = self._steps.run(
+                [chain.tokens[-1] for chain in taken],
+                chain_rows(
+                    rows.tables_BW,
+                    _ints([chain.at for chain in taken]),
+                    _ints([chain.num_rows for chain in taken]),
+                ),
+                _reading_newest(taken, asked, rows.tables_BW),
+            )
+            for at, chain in enumerate(taken):
+                chain.rows.append(RowSlice(hidden_TD, at, at + 1))
+                chain.num_rows += 1
+        rows_TD = joined([piece for chain in growing for piece in chain.rows])
+        found: list[DraftedChain] = []
+        end = 0
+        for chain in growing:
+            first, end = end, end + sum(piece.count for piece in chain.rows)
+            slice_TD = RowSlice(rows_TD, first, end)
+            found.append(DraftedChain(slice_TD, chain.tokens, chain.gaps, chain.rule.report()))
+        return rows_TD, found
+
+
+class _Chain:
+    """One request's draft so far."""
+
+    def __init__(self, at: int, start: ChainStart) -> None:
+        assert not start.mask, "guesses with a mask are made by the level drafter"
+        self.at = at
+        """Its page table."""
+        self.start = start
+        self.rule = Follower(start.rule, most=start.most)
+        self.num_rows = start.segment.start + start.segment.num_rows
+        """From the text's first on, with the drafted ones."""
+        self.rows: list[RowSlice] = []
+        self.tokens: list[int] = []
+        self.gaps: list[float] = []
+
+
+def _taken(asked: Sequence[_Chain], best_G4: Ints) -> list[_Chain]:
+    """Adds a guess to each chain. Returns those that go on by their rules."""
+    taken: list[_Chain] = []
+    tokens: list[int] = best_G4[:, 0].tolist()
+    gaps: list[float] = score_gaps(best_G4).tolist()
+    for chain, token, gap in zip(asked, tokens, gaps, strict=True):
+        chain.tokens.append(token)
+        chain.gaps.append(gap)
+        if chain.rule.takes(gap):
+            taken.append(chain)
+    return taken
+
+
+def _reading_first(
+    chains: Sequence[_Chain], asked: Sequence[_Chain], tables_BW: Ints
+) -> HeadRows | None:
+    """Returns the known rows of those asked, after what the head has not read before them."""
+    if not asked:
+        return None
+    num_known = [chain.start.segment.num_rows for chain in chains]
+    end_known = np.cumsum(num_known).tolist()
+    sources: list[int] = []
+    tables: list[int] = []
+    positions: list[int] = []
+    last: list[int] = []
+    num_before = end_known[-1]
+    for chain in asked:
+        num_lagging = sum(piece.count for piece in chain.start.lagging)
+        end = end_known[chain.at]
+        sources += range(num_before, num_before + num_lagging)
+        sources += range(end - num_known[chain.at], end)
+        num_before += num_lagging
+        first = chain.start.segment.start - num_lagging
+        positions += range(first, chain.num_rows)
+        tables += [chain.at] * (chain.num_rows - first)
+        last.append(len(sources) - 1)
+    divisors, words_G3 = _noise_after(asked)
+    return HeadRows(
+        rows=chain_rows(tables_BW, _ints(tables), _ints(positions)),
+        source_H=_ints(sources),
+        last_G=_ints(last),
+        divisors=divisors,
+        words_G3=words_G3,
+        lagging=[piece for chain in asked for piece in chain.start.lagging],
+    )
+
+
+def _reading_newest(
+    taken: Sequence[_Chain], asked: Sequence[_Chain], tables_BW: Ints
+) -> HeadRows | None:
+    """Returns the new row of each one asked, of those that took a guess."""
+    if not asked:
+        return None
+    place = {chain.at: at for at, chain in enumerate(taken)}
+    divisors, words_G3 = _noise_after(asked, num_new=1)
+    return HeadRows(
+        rows=chain_rows(
+            tables_BW,
+            _ints([chain.at for chain in asked]),
+            _ints([chain.num_rows for chain in asked]),
+        ),
+        source_H=_ints([place[chain.at] for chain in asked]),
+        last_G=np.arange(len(asked), dtype=np.int32),
+        divisors=divisors,
+        words_G3=words_G3,
+    )
+
+
+def _noise_after(asked: Sequence[_Chain], *, num_new: int = 0) -> tuple[list[float], Ints]:
+    """Returns the temperatures and key words of the guesses after so many rows more."""
+    keys = [
+        noise_key(chain.start.seed, chain.num_rows + num_new) if chain.start.temperature else 0
+        for chain in asked
+    ]
+    return [chain.start.temperature for chain in asked], key_words(keys)
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, np.int32)

@@ -1,0 +1,255 @@
+"""A round drafted in steps, as on a GPU: kernels in Triton's interpreter, graphs as reruns."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from eesd_dist.compiled import Later
+from eesd_dist.config import EngineConfig, SpeculationConfig
+from eesd_dist.control.chain_rule import REFUSAL, LogOdds, follow, of_length
+from eesd_dist.engine.build import build_draft_shard, build_local_engine, layout_of
+from eesd_dist.engine.chains import ChainStart, DraftedChain
+from eesd_dist.engine.cuda import steps
+from eesd_dist.engine.cuda.drafter import GraphDrafter
+from eesd_dist.engine.drafting.ranks import OwnShard
+from eesd_dist.engine.row_slices import RowSlice
+from eesd_dist.model.attention import cuda_attention
+from eesd_dist.model.attention.cuda_attention import CudaAttention, Ways
+from eesd_dist.model.attention.rows import RowSegment
+from eesd_dist.model.layers import cuda_layers
+from eesd_dist.model.layers.cuda_layers import CudaLayers
+from eesd_dist.model.layers.paged_layers import PagedLayers
+from eesd_dist.page_table import PageTable
+from eesd_dist.sampling.row_rules import RowRule
+from eesd_dist.sampling.rule import draft_choice
+from eesd_dist.transport.group_handles import SingleGroup
+from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
+from tests.support.fake_cuda import Rerun
+from tests.unit.engine.conftest import MakeConfig
+
+CALIBRATED = of_length(3)._replace(
+    prices=np.array([0.0, 0.3, 0.6, 0.9]),
+    mean=0.6,
+    hopeful=0.8,
+    looks=True,
+    odds=LogOdds(-1.0, -0.1, 1.0, 0.1, np.array([[0.1, 0.2], [0.6, 0.5], [0.9, 0.95]])),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_layers, "Graph", Rerun)
+    monkeypatch.setattr(steps, "Graph", Rerun)
+    for module in (steps, cuda_layers):  # the interpreter takes its time for padding, too
+        monkeypatch.setattr(module, "GRAPH_ROWS", (4, 8, 16, 32))
+    monkeypatch.setattr(cuda_attention, "checked_ways", lambda *_: Ways(True, True))
+
+
+def on_gpu(paged: PagedLayers, *, hidden_size: int) -> None:
+    """Makes the layers compute as on a GPU."""
+    for pages in paged._pages:
+        pages.attention = CudaAttention(pages.parts_PKX, pages.shape)
+    paged._compiled = None
+    paged._on_gpu = CudaLayers(
+        paged._layers,
+        paged._pages,
+        paged._rotation_SP,
+        hidden_size=hidden_size,
+        dtype=paged.compute_dtype,
+    )
+
+
+def twin(config: EngineConfig) -> tuple[OwnShard, GraphDrafter]:
+    shard = build_draft_shard(config, layout_of(config), SingleGroup())
+    return shard, drafter_on_gpu(shard)
+
+
+def drafter_on_gpu(shard: OwnShard) -> GraphDrafter:
+    assert shard.head is not None
+    for paged in (shard.span.paged, shard.head.paged):
+        on_gpu(paged, hidden_size=shard.span.spec.hidden_size)
+    drafter = GraphDrafter.of(shard.span, shard.head)
+    assert drafter is not None
+    return drafter
+
+
+@torch.inference_mode()
+def by_steps(shard: OwnShard, chain: ChainStart) -> DraftedChain:
+    """Drafts a chain with a call of every part for each token."""
+    assert shard.head is not None
+    rows, tokens, gaps = [], [], []
+    unread = [piece.tensor for piece in chain.lagging]
+    newest, start, pages = list(chain.tokens), chain.segment.start, chain.segment.pages
+    while True:
+        hidden_TD, input_TE = shard.run_layers(newest, [RowSegment(start, len(newest), pages)])
+        rows.append(hidden_TD.clone())
+        unread.append(input_TE.clone())
+        start += len(newest)
+        report = follow(chain.rule, gaps[: chain.most])
+        if report.num_drafted < len(gaps) or len(gaps) == chain.most:
+            break
+        # The rule wants another guess if it would make one, whatever the guess is.
+        if len(follow(chain.rule, [*gaps, 30.0]).means) == len(gaps):
+            break
+        input_ME = torch.cat(unread)
+        read = RowSegment(start - len(input_ME), len(input_ME), pages)
+        exit_MD = shard.run_head(input_ME, [read])
+        sampling = SamplingParams(temperature=chain.temperature, seed=chain.seed)
+        rule = RowRule.of(sampling, position=start, num_prompt=0)
+        choice = draft_choice(shard.logits(exit_MD[-1:]), [rule], vocab_ids=shard.head.vocab_ids)
+        tokens.append(int(choice.tokens[0, 0]))
+        gaps.append(float(choice.gaps[0]))
+        if follow(chain.rule, gaps).num_drafted < len(gaps):
+            break
+        newest, unread = tokens[-1:], []
+    every_TD = torch.cat(rows)
+    return DraftedChain(RowSlice.all_of(every_TD), tokens, gaps, follow(chain.rule, gaps))
+
+
+def starts(shard: OwnShard, *, num: int, seed: int, most: int = 3) -> list[ChainStart]:
+    """Returns requests that have read some rows: prompts in parts, lookups, refusals, drafts of
+    every length, with and without rows that the head has not read."""
+    rng = random.Random(seed)
+    rules = [of_length(0), of_length(1), REFUSAL, of_length(3), of_length(3), CALIBRATED]
+    made = []
+    for number in range(num):
+        pages, before = PageTable((2 * number, 2 * number + 1)), number % 3 * 3
+        lagging: tuple[RowSlice, ...] = ()
+        if before:
+            with torch.inference_mode():
+                segment = RowSegment(0, before, pages)
+                _, input_TE = shard.run_layers(range(5, 5 + before), [segment])
+                input_TE = input_TE.clone()
+                num_read = before if number % 2 else 2
+                shard.run_head(input_TE[:num_read], [RowSegment(0, num_read, pages)])
+            lagging = (RowSlice(input_TE, num_read, before),) if num_read < before else ()
+        tokens = [rng.randrange(3, 96) for _ in range(rng.choice([1, 1, 3]))]
+        made.append(
+            ChainStart(
+                tokens=tokens,
+                segment=RowSegment(before, len(tokens), pages),
+                most=0 if number == 3 else most,
+                rule=rules[number % len(rules)],
+                lagging=lagging,
+                temperature=rng.choice([0.0, 0.8]),
+                seed=number,
+            )
+        )
+    return made
+
+
+def assert_same(found: Sequence[DraftedChain], expected: Sequence[DraftedChain]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine.rows_TD.tensor, theirs.rows_TD.tensor)
+        assert mine[1:] == theirs[1:]
+
+
+@pytest.mark.parametrize("head", ["sometimes", "truncated"])
+def test_steps_draft_what_a_call_of_every_part_drafts(head: str, make_config: MakeConfig) -> None:
+    config = make_config(head)
+    shard, _ = twin(config)
+    expected = [by_steps(shard, chain) for chain in starts(shard, num=6, seed=1)]
+    shard, drafter = twin(config)
+    chains = starts(shard, num=6, seed=1)
+    with torch.inference_mode():
+        for _ in range(2):  # the first step of a size has no graph yet
+            hidden_TD, found = drafter.draft(chains)
+            assert_same(found, expected)
+    assert torch.equal(hidden_TD, torch.cat([chain.rows_TD.tensor for chain in expected]))
+    assert {chain.report.num_drafted for chain in found} == {0, 1, 3}
+
+
+def test_a_chain_alone_has_the_bits_of_one_in_a_batch(make_config: MakeConfig) -> None:
+    shard, drafter = twin(make_config())
+    chains = starts(shard, num=5, seed=2)
+    with torch.inference_mode():
+        _, expected = drafter.draft(chains)
+        for chain, together in list(zip(chains, expected, strict=True))[3:]:
+            _, alone = drafter.draft([chain])
+            assert_same(alone, [together])
+
+
+def test_steps_without_a_graph_have_the_same_bits(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts that are too long for one, and a machine without room."""
+
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    shard, drafter = twin(make_config())
+    chains = starts(shard, num=4, seed=3)
+    with torch.inference_mode():
+        _, expected = drafter.draft(chains)
+        monkeypatch.setattr(steps, "_FEW_ROWS", 2)
+        assert_same(drafter.draft(chains)[1], expected)
+        monkeypatch.undo()
+        monkeypatch.setattr(cuda_attention, "checked_ways", lambda *_: Ways(True, True))
+        monkeypatch.setattr(cuda_layers, "Graph", Rerun)
+        monkeypatch.setattr(steps, "Graph", no_room)
+        shard, drafter = twin(make_config())
+        chains = starts(shard, num=4, seed=3)
+        assert_same(drafter.draft(chains)[1], expected)
+    assert caplog.text.count("no_graphs drafting") == 1
+
+
+def test_a_longer_plan_than_its_buffer_makes_new_graphs(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, drafter = twin(make_config())
+    with torch.inference_mode():
+        _, expected = drafter.draft(starts(shard, num=4, seed=4))
+        monkeypatch.setattr(steps, "_NUMBERS", 90)
+        shard, drafter = twin(make_config())
+        chains = starts(shard, num=4, seed=4)
+        drafter.draft(chains[:1])
+        assert_same(drafter.draft(chains)[1], expected)
+
+
+def test_most_tokens_of_a_round_are_steps_with_one_graph(make_config: MakeConfig) -> None:
+    shard, drafter = twin(make_config())
+    (chain,) = starts(shard, num=1, seed=5)
+    chain = chain._replace(tokens=[9], segment=RowSegment(0, 1, chain.segment.pages))
+    with torch.inference_mode():
+        drafter.draft([chain._replace(rule=of_length(3))])
+    assert {(size.num_rows, size.reading.name) for size in drafter._steps._graphs} == {
+        (4, "ITS_ROWS"),
+        (4, "NOTHING"),
+    }
+
+
+@pytest.mark.parametrize("controller", ["fixed", "goodput"])
+def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeConfig) -> None:
+    speculation = SpeculationConfig(
+        controller=controller, fixed_length=2, max_draft_tokens=3, learn_costs=False
+    )
+    engine = build_local_engine(make_config("sometimes", speculation=speculation))
+    shard = engine.draft_stage._compute
+    assert isinstance(shard, OwnShard)
+    drafter = drafter_on_gpu(shard)
+    shard._round_drafter = Later(lambda: drafter, is_ready=True)
+    texts: dict[str, list[TokenId]] = {}
+    num_drafted = 0
+    for mode in ("off", "auto"):
+        for number in range(2):
+            engine.add(
+                Request(
+                    request_id=RequestId(f"{mode}{number}"),
+                    prompt=tuple(TokenId(5 + 3 * number + at) for at in range(4)),
+                    sampling=SamplingParams(
+                        temperature=(0.0, 0.8)[number % 2], seed=number, max_tokens=6
+                    ),
+                    speculation=SpeculationParams(mode=mode),
+                )
+            )
+        while engine.has_work:
+            result = engine.step(wait_s=0.0)
+            for emission in result.emissions:
+                texts.setdefault(emission.request_id, []).extend(emission.tokens)
+            num_drafted += sum(outcome.num_drafted for outcome in result.outcomes)
+    assert num_drafted > 3
+    assert drafter._steps._graphs
+    assert [texts[f"off{n}"] for n in range(2)] == [texts[f"auto{n}"] for n in range(2)]
