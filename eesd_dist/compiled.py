@@ -95,8 +95,6 @@ class Later(Generic[T]):
         takes no time, or nothing may go on without it."""
         self._make = make
         self._made = make() if is_ready else None
-        self._timer = threading.Timer(STARTING_S, self._run)
-        self._timer.daemon = True
         self._is_asleep = not is_ready
 
     @classmethod
@@ -108,7 +106,9 @@ class Later(Generic[T]):
         """Returns None while it is not made, and where it cannot be made."""
         if self._is_asleep:
             self._is_asleep = False
-            self._timer.start()
+            timer = threading.Timer(STARTING_S, self._run)
+            timer.daemon = True
+            timer.start()
         return self._made
 
     def _run(self) -> None:

@@ -22,6 +22,7 @@ from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,
     DetokenizeFields,
+    ResponsesFields,
     TokenizeFields,
 )
 from serve_app.openai.schema.base import Fields
@@ -221,6 +222,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "fields of both": _shared,
         "fields of completions": _fields(CompletionFields, leave_out=ChatFields),
         "fields of chats": _fields(ChatFields, leave_out=CompletionFields),
+        "fields of responses": _fields(ResponsesFields),
         "fields of tokenize": _fields(TokenizeFields),
         "fields of detokenize": _fields(DetokenizeFields),
         "refused fields": _refused,

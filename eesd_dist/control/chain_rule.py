@@ -193,8 +193,8 @@ class Follower:
             self._num_looks += 1
             self._looked += max(value, 0.0) - rule.guess_price
         self._spent += cost
-        self._num_drafted += taken
-        return taken
+        self._num_drafted += bool(taken)
+        return bool(taken)
 
     def report(self) -> ChainReport:
         return ChainReport(

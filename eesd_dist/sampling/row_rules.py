@@ -106,11 +106,13 @@ class RowRule(Value, frozen=True, kw_only=True):
         the mask leaves no others."""
         if self.position - self.num_prompt >= self.min_tokens:
             return ()
-        others = int.from_bytes(self.mask, "little")
+        if not self.mask:
+            return self.stop_token_ids
+        others = bytearray(self.mask)
         for token in self.stop_token_ids:
-            if token < 8 * len(self.mask):
-                others &= ~(1 << token)
-        return self.stop_token_ids if others or not self.mask else ()
+            if token < 8 * len(others):
+                others[token >> 3] &= ~(1 << (token & 7))
+        return self.stop_token_ids if any(others) else ()
 
     @property
     def edits_logits(self) -> bool:

@@ -182,7 +182,7 @@ class Tokenizer:
         options = {"add_generation_prompt": True} | template_options
         try:
             text = self._backend.apply_chat_template(list(messages), tokenize=False, **options)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error

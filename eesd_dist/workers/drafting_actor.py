@@ -243,7 +243,7 @@ class DraftActor(WorkerActor):
         """Takes a request; `take` of this client returns its emissions, and the error that ends it
         if it is refused."""
         try:
-            self._refuse(request)
+            self._require_epoch(request)
             await self._compile_grammar(request)
         except EesdError as error:
             self._mail.refuse(request, client=client, error=error)
@@ -298,14 +298,17 @@ class DraftActor(WorkerActor):
 
     def _refuse(self, request: Request) -> None:
         """Raises why a request cannot be taken now."""
-        if self._running is None or self._needs_new_engine:
-            raise PeerLost(peer=self._name, operation="submit", reason="it is between two epochs")
-        if (request.request_id, request.submission) in self._cancelled:  # it arrived first
-            raise EngineError(f"request {request.request_id} was cancelled")
+        self._require_epoch(request)
         if request.is_suspect and self._admission.has_suspect:
             raise CapacityError("another request is tested alone: try again in a moment")
         if self._admission.num_waiting >= self._max_waiting:
             raise QueueFull(num_waiting=self._admission.num_waiting, limit=self._max_waiting)
+
+    def _require_epoch(self, request: Request) -> None:
+        if self._running is None or self._needs_new_engine:
+            raise PeerLost(peer=self._name, operation="submit", reason="it is between two epochs")
+        if (request.request_id, request.submission) in self._cancelled:  # it arrived first
+            raise EngineError(f"request {request.request_id} was cancelled")
 
     def _admit(self) -> None:
         """Passes waiting requests to the engine, as far as they may enter."""

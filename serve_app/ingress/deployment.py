@@ -37,8 +37,8 @@ from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.metrics_page import joined, merged
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.openai.api import Degraded, build_api
-from serve_app.openai.http_metrics import HttpMetrics
 from serve_app.openai.limits import Limits, limits_of
+from serve_app.openai.middleware.http_metrics import HttpMetrics
 from serve_app.pipeline.deployment import PipelineControl, PipelineState
 from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.router import find_router, fleet_of, ingress_pages_of, router_handle

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from eesd_dist.errors import RequestError
 from serve_app.openai.errors import HeadTooLarge, TooSlow, http_error_of
-from serve_app.openai.gate import MAX_HEAD_BYTES, HeadGate
+from serve_app.openai.middleware.gate import MAX_HEAD_BYTES, HeadGate
 from serve_app.openai.sse import encoded
 
 HEAD_TIMEOUT_S = 20.0

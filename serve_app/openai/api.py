@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from eesd_dist.errors import CapacityError, EesdError
+from eesd_dist.errors import CapacityError, EesdError, RequestError
 from eesd_dist.telemetry.metrics import CONTENT_TYPE
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
@@ -30,21 +30,28 @@ from serve_app.openai.errors import (
     http_error_of_fields,
 )
 from serve_app.openai.event_ids import HEADER
-from serve_app.openai.gate import AdmissionGate
-from serve_app.openai.head_requests import HeadRequests
-from serve_app.openai.http_metrics import CountedRequests, HttpMetrics, note_refusal
 from serve_app.openai.limits import Limits
+from serve_app.openai.middleware.gate import AdmissionGate
+from serve_app.openai.middleware.head_requests import HeadRequests
+from serve_app.openai.middleware.http_metrics import (
+    CLIENT_CLOSED_REQUEST,
+    CountedRequests,
+    HttpMetrics,
+    note_refusal,
+)
 from serve_app.openai.openapi import describe_truly
-from serve_app.openai.preparation import Preparation
+from serve_app.openai.preparation import Preparation, Prepared
 from serve_app.openai.responses import Event, Json
 from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,
     DetokenizeFields,
+    ResponsesFields,
     TokenizeFields,
 )
 from serve_app.openai.service import RequestObserver, Service, size_of_chat
 from serve_app.openai.sse import ClientGone, EventStream, encoded, while_listened_to
+from serve_app.openai.text_responses import response_events, response_of
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.workloads import WORKLOAD_HEADER, checked_workload
 
@@ -60,7 +67,6 @@ Health = Callable[[], Awaitable[str | None]]
 Metrics = Callable[[], Awaitable[bytes]]
 """Returns the Prometheus text."""
 
-_CLIENT_CLOSED_REQUEST = 499
 REQUEST_ID_HEADER = "x-request-id"
 
 
@@ -139,22 +145,62 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Answers a conversation."""
         return await _answered(service, fields, request)
 
+    @app.post("/v1/responses", response_model=None)
+    async def responses(fields: ResponsesFields, request: HttpRequest) -> Response:
+        """Answers a conversation, in the form of OpenAI's newer API. Nothing is stored."""
+        return await _answered_as_response(service, fields, request)
+
+
+async def _answered_as_response(
+    service: Service, fields: ResponsesFields, request: HttpRequest
+) -> Response:
+    if request.headers.get(HEADER) is not None:
+        raise RequestError(f"{HEADER}: these streams cannot be resumed", param=HEADER)
+    prepared = await _prepared(service, fields.as_chat(), request)
+
+    async def body() -> Response:
+        return _json(response_of(await service.whole(prepared), prepared, fields))
+
+    events = response_events(service.events(prepared), prepared, fields)
+    return await _sent(service, prepared, request, body=body, events=events)
+
 
 async def _answered(
     service: Service, fields: CompletionFields | ChatFields, request: HttpRequest
 ) -> Response:
-    prepared = await service.prepared(
+    prepared = await _prepared(service, fields, request)
+
+    async def body() -> Response:
+        return Response(await service.body(prepared), media_type="application/json")
+
+    events = service.events(prepared)
+    return await _sent(service, prepared, request, body=body, events=events)
+
+
+async def _prepared(
+    service: Service, fields: CompletionFields | ChatFields, request: HttpRequest
+) -> Prepared:
+    return await service.prepared(
         fields,
         traceparent=request.headers.get("traceparent"),
         workload=checked_workload(request.headers.get(WORKLOAD_HEADER)),
         request_id=request.headers.get(REQUEST_ID_HEADER),
         last_event_id=request.headers.get(HEADER),
     )
+
+
+async def _sent(
+    service: Service,
+    prepared: Prepared,
+    request: HttpRequest,
+    *,
+    body: Callable[[], Awaitable[Response]],
+    events: AsyncGenerator[Event, None],
+) -> Response:
+    """Sends the whole answer, or its events."""
     try:
-        if not fields.stream:
-            body = await while_listened_to(request.receive, lambda: service.body(prepared))
-            return Response(body, media_type="application/json")
-        events = service.events(prepared)
+        if not prepared.stream:
+            return await while_listened_to(request.receive, body)
         first = await while_listened_to(request.receive, lambda: _first(events))
         return EventStream(first, events)
     except CapacityError as error:
@@ -162,7 +208,7 @@ async def _answered(
         raise
     except ClientGone:
         logger.info("client left: request=%s", prepared.response_id)
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _first(events: AsyncGenerator[Event, None]) -> Event:

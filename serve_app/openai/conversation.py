@@ -4,8 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 
 from eesd_dist.errors import RequestError
-from serve_app.openai.schema import ChatFields, Message, naming
+from serve_app.openai.schema import ChatFields, Message, check_json, naming
 
+_MAX_DEPTH = 64
+"""Of the arguments of a call."""
 _NAMED_CHARS = 32
 """Of a client's word in an error."""
 
@@ -45,8 +47,9 @@ def _calls_of(calls: object) -> list[object]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
+                check_json(arguments.encode(), max_depth=_MAX_DEPTH)
                 arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # half surrogates too
                 raise RequestError(f"found arguments that are no JSON: {error}") from error
         read.append({**call, "function": {**function, "arguments": arguments}})
     return read

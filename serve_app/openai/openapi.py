@@ -12,13 +12,14 @@ from fastapi import FastAPI
 
 from serve_app.openai.errors import TABLE
 from serve_app.openai.event_ids import HEADER
-from serve_app.openai.gate import OPEN_PATHS
+from serve_app.openai.middleware.gate import OPEN_PATHS
 from serve_app.openai.schema import REQUEST_ID_PATTERN
 from serve_app.openai.workloads import WORKLOAD_PATTERN
 
 Json = dict[str, Any]
 
-_GENERATION = frozenset({"/v1/completions", "/v1/chat/completions"})
+_RESPONSES = "/v1/responses"
+_GENERATION = frozenset({"/v1/completions", "/v1/chat/completions", _RESPONSES})
 _ALWAYS = frozenset({400, 431, 500})
 """Headers that are no text or too long, and bugs."""
 _OF_BODIES = frozenset({404, 408, 413, 429})
@@ -82,6 +83,15 @@ _ANSWERS: Mapping[str, Json] = {
         usage=_USAGE,
         metrics={"type": "object"},
     ),
+    _RESPONSES: _object(
+        id=_TEXT,
+        object={"const": "response"},
+        created_at=_COUNT,
+        model=_TEXT,
+        status=_TEXT,
+        output={"type": "array", "items": _object(type=_TEXT, role=_TEXT, content=_LIST)},
+        usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
+    ),
     "/v1/models": _object(object={"const": "list"}, data={"type": "array", "items": _CARD}),
     "/v1/models/{name}": _CARD,
     "/tokenize": _object(tokens=_LIST, count=_COUNT, max_model_len=_COUNT),
@@ -92,7 +102,7 @@ _ANSWERS: Mapping[str, Json] = {
 _EVENTS: Json = {
     "schema": {
         "type": "string",
-        "description": "with `stream`: server-sent events, each a chunk, the last one [DONE]",
+        "description": "with `stream`: server-sent events, each a chunk or a named event",
     }
 }
 _HEADERS: Mapping[str, tuple[str, Json]] = {
@@ -142,6 +152,7 @@ def _complete(operation: Json, *, path: str, needs_key: bool) -> None:
         operation["parameters"] = [
             {"name": name, "in": "header", "description": text, "schema": schema}
             for name, (text, schema) in _HEADERS.items()
+            if path != _RESPONSES or name != HEADER
         ]
 
 

@@ -50,6 +50,8 @@ class Event(NamedTuple):
     """None: there is nothing to send yet, and the answer begins."""
     id: bytes = b""
     """Where a client can resume after it; empty: where the event before it says."""
+    name: bytes = b""
+    """In a stream of named events."""
 
 
 class Answer:
@@ -92,8 +94,12 @@ class Answer:
 
     @property
     def size(self) -> int:
-        """Tokens, alternatives in log-probabilities and repeated prompt tokens."""
-        return sum(tally.num_tokens for tally in self._tallies) + self._prepared.num_extras
+        """Tokens, alternatives in log-probabilities and repeated prompt tokens; where calls are
+        looked for, also characters."""
+        size = sum(tally.num_tokens for tally in self._tallies) + self._prepared.num_extras
+        if self._prepared.tool_use is not None:
+            size += sum(choice.num_chars for choice in self._choices)
+        return size
 
     def whole(self) -> Json:
         """Returns the answer; its log-probabilities may be `Listed`."""
@@ -198,6 +204,10 @@ class _GrowingChoice:
         self._finish_reason = delta.added.finish_reason
         self._stop_reason = delta.added.stop_reason
 
+    @property
+    def num_chars(self) -> int:
+        return len(self._text)
+
     def opening(self) -> Json | None:
         if self._is_chat:
             delta = {"role": "assistant", "content": ""}
@@ -220,12 +230,16 @@ class _GrowingChoice:
 
     def _prompt_entries(self) -> "list[_Entry]":
         """Returns the prompt's tokens, the first without a log-probability."""
-        decoder, num_chars = StreamDecoder(self._codec), 0
+        decoder, num_chars, num_stripped = StreamDecoder(self._codec), 0, 0
         entries: list[_Entry] = []
         known = (None, *(self._prompt_logprobs or ()))
         for token, logprobs in zip(self._prompt, known, strict=True):
-            entries.append(_Entry(token, logprobs, min(num_chars, len(self._echoed))))
-            num_chars += len(decoder.feed_one(token))
+            offset = max(num_chars - num_stripped, 0)
+            entries.append(_Entry(token, logprobs, min(offset, len(self._echoed))))
+            piece = decoder.feed_one(token)
+            if num_chars == 0 and piece.startswith(" ") and not self._echoed.startswith(" "):
+                num_stripped = 1  # some tokenizers put a blank before a text
+            num_chars += len(piece)
         return entries
 
     @property

@@ -37,6 +37,8 @@ T = TypeVar("T")
 RequestObserver = Callable[[RequestTimings], None]
 
 _CHARS_PER_MESSAGE = 32
+_CHARS_PER_WORD = 64
+"""A call of the tokenizer takes as long as so many more characters."""
 _INLINE_SIZE = 4096
 """Of an answer, as `Answer.size` counts it: some milliseconds."""
 _SLOW = 2**31
@@ -248,7 +250,8 @@ def _attributes(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> Attribute
 
 
 def _size_of(fields: CompletionFields | ChatFields) -> int:
-    size = sum(map(len, fields.bad_words)) + len(fields.allowed_token_ids or ())
+    size = sum(_CHARS_PER_WORD + len(word) for word in fields.bad_words)
+    size += len(fields.allowed_token_ids or ())
     if isinstance(fields, ChatFields):
         size += _size_of_json([tool.model_dump() for tool in fields.tools])
         return size + size_of_chat(fields.messages, fields.chat_template_kwargs)

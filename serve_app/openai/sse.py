@@ -106,6 +106,8 @@ def written(event: Event) -> bytes:
     if event.content is None:
         return RESUMED
     data = b"data: " + encoded(event.content) + b"\n\n"
+    if event.name:
+        data = b"event: " + event.name + b"\n" + data
     return b"id: " + event.id + b"\n" + data if event.id else data
 
 
@@ -158,7 +160,8 @@ async def _events(first: Event, rest: Events) -> AsyncGenerator[bytes, None]:
             yield written(event)
     except Exception as error:  # the status is sent already: the stream carries the error
         yield written(Event(http_error_of(error).body))
-    yield DONE
+    if not first.name:  # else the last event says that it is the last
+        yield DONE
 
 
 async def _log_departure(_: Message) -> None:

@@ -7,7 +7,11 @@ from random import Random
 
 from tests.support.raw_http import Part, chunk, chunked_head, get, post
 
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+_PATHS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
+    *("/tokenize", "/detokenize"),
+)
+_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 _VALUES: tuple[object, ...] = (
     *(
         None,
@@ -33,6 +37,18 @@ _VALUES: tuple[object, ...] = (
     {"type": "json_object"},
     {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}},
     *(
+        [{"type": "function", "function": {"name": "f"}}],
+        [{"role": "assistant", "tool_calls": [_CALL]}],
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": "[" * 500}}],
+            }
+        ],
+        {"type": "function", "function": {"name": "f"}},
+        "required",
+    ),
+    *(
         {"regex": "(a"},
         {"choice": ["a", "b"]},
         {"json": "{"},
@@ -46,6 +62,8 @@ _FIELDS = (
     *("echo", "stream", "stream_options", "request_id", "speculation", "ignore_eos", "best_of"),
     *("top_logprobs", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
     *("repetition_penalty", "return_token_ids", "tools", "response_format", "user", "\ud800"),
+    *("tool_choice", "parallel_tool_calls", "allowed_token_ids", "bad_words", "prompt_logprobs"),
+    *("return_token_origins", "input", "instructions", "max_output_tokens", "text", "metadata"),
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 _HEADERS = (
@@ -109,7 +127,8 @@ def _wrong_fields(rng: Random) -> FuzzedRequest:
         rng.choice(_FIELDS): rng.choice(_VALUES) for _ in range(rng.randint(0, 3))
     }
     if rng.random() < 0.8:
-        body = {"prompt": "x", "messages": [{"role": "user"}], "max_tokens": 4} | body
+        messages = [{"role": "user"}]
+        body = {"prompt": "x", "messages": messages, "input": "x", "max_tokens": 4} | body
     return FuzzedRequest(parts=(post(rng.choice(_PATHS), body),))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from eesd_dist.errors import EesdError, RequestError
+from eesd_dist.errors import RequestError
 from eesd_dist.text.grammars.matcher import TokenMatcher
 from eesd_dist.text.tokenizer import TextCodec, Tokenizer
 
@@ -61,8 +61,8 @@ class GrammarCompiler:
         with self._lock:
             try:
                 self._tokenizer_now()
-            except EesdError as error:
-                logger.warning("no grammar can be compiled: error=%s", error)
+            except Exception as error:  # whatever is wrong with the files of a tokenizer
+                logger.warning("no grammar can be compiled: error=%r", error)
 
     def matcher_of(self, grammar: str, *, ends: Sequence[int]) -> TokenMatcher:
         """Returns `matcher`, for a text that these tokens end. Raises RequestError where it could
@@ -159,12 +159,21 @@ def _error_at_once(compiled: LLMatcher, tokenizer: LLTokenizer) -> str:
 
 def _reason(error: str) -> str:
     first = error.partition("\n")[0]
-    unsupported = _UNSUPPORTED.search(first)
-    if unsupported is not None:
-        names = ", ".join(json.loads(unsupported[1]))
+    if names := _unsupported(first):
         return f"found keywords of JSON Schema that are not supported: {names}; leave them out"
     cause = re.search(r"^error: (.*)$", error, re.MULTILINE)
     return f"the grammar cannot be used: {cause[1] if cause else first}"
+
+
+def _unsupported(error: str) -> str:
+    """Returns the keywords that an error names; empty for another error, which may quote what a
+    client has sent."""
+    found = _UNSUPPORTED.search(error)
+    try:
+        names = json.loads(found[1]) if found is not None else []
+    except ValueError:
+        return ""
+    return ", ".join(names) if all(isinstance(name, str) for name in names) else ""
 
 
 def _compile(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

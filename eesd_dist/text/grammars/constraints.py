@@ -61,14 +61,14 @@ class BadWords:
     failure = None
 
     def __init__(self, words: Sequence[Sequence[int]], *, vocab_size: int) -> None:
-        self._excluded: dict[tuple[int, ...], int] = {}
-        """The tokens before the last one of words -> a bit for each of their last ones."""
+        self._excluded: dict[tuple[int, ...], list[int]] = {}
+        """The tokens before the last one of words -> their last ones."""
         for word in words:
-            before = tuple(word[:-1])
-            self._excluded[before] = self._excluded.get(before, 0) | 1 << word[-1]
+            self._excluded.setdefault(tuple(word[:-1]), []).append(word[-1])
         self._lengths = sorted({len(before) for before in self._excluded})
-        self._everything = (1 << vocab_size) - 1
-        self._num_bytes = _num_bits(vocab_size) // 8
+        self._mask = bytearray(_mask_of(range(vocab_size), vocab_size=vocab_size))
+        """Without the words of one token."""
+        _clear(self._mask, self._excluded.pop((), ()))
         self._tail: tuple[int, ...] = ()
 
     def read(self, tokens: Sequence[int], *, start: int = 0) -> None:
@@ -76,10 +76,13 @@ class BadWords:
 
     def mask_after(self, draft: Sequence[int] = ()) -> bytes:
         text = (*self._tail, *draft)
-        mask = self._everything
+        mask = self._mask
         for length in self._lengths:
-            mask &= ~self._excluded.get(text[len(text) - length :] if length else (), 0)
-        return mask.to_bytes(self._num_bytes, "little")
+            found = self._excluded.get(text[len(text) - length :]) if length else None
+            if found is not None:
+                mask = bytearray(mask) if mask is self._mask else mask
+                _clear(mask, found)
+        return bytes(mask)
 
 
 class AllOf:
@@ -157,6 +160,11 @@ def _check(sampling: SamplingParams, *, vocab_size: int) -> None:
                 f"to {vocab_size - 1}",
                 param=param,
             )
+
+
+def _clear(mask: bytearray, token_ids: Sequence[int]) -> None:
+    for token in token_ids:
+        mask[token >> 3] &= ~(1 << (token & 7))
 
 
 def _num_bits(vocab_size: int) -> int:

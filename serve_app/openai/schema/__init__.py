@@ -8,6 +8,8 @@ from serve_app.openai.schema.generation import (
     GenerationFields,
     Message,
 )
+from serve_app.openai.schema.json_shape import check_json
+from serve_app.openai.schema.responses import ResponsesFields
 from serve_app.openai.schema.structured_output import (
     AskedGrammar,
     asked_grammar,
@@ -28,8 +30,10 @@ __all__ = [
     "GenerationFields",
     "Message",
     "NamedTool",
+    "ResponsesFields",
     "TokenizeFields",
     "asked_grammar",
+    "check_json",
     "has_grammar",
     "ignored",
     "naming",

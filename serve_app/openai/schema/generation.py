@@ -25,7 +25,7 @@ from serve_app.openai.schema.tools import ToolFields
 from serve_app.openai.workloads import WORKLOAD_PATTERN
 
 _MAX_STOPS = 16
-_MAX_MESSAGES = 4096
+MAX_MESSAGES = 4096
 """Messages of a conversation, and parts of a message."""
 REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
 """ASCII without blanks and control characters: ids are written to logs."""
@@ -196,12 +196,10 @@ class Message(Fields):
     """One message; undeclared fields go to the chat template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Field(max_length=_MAX_MESSAGES, fail_fast=True)] = (
-        ""
-    )
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] = ""
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatFields(GenerationFields, ToolFields):

@@ -67,6 +67,7 @@ IGNORED = frozenset(
         "prediction",
         "priority",
         "prompt_cache_key",
+        "reasoning",
         "reasoning_effort",
         "safety_identifier",
         "service_tier",

@@ -27,6 +27,8 @@ class ToolFormat:
     """Whether one mark precedes all calls."""
     needs_mark: bool = True
     """Else an object that names a tool is a call too, if it begins the answer."""
+    takes_several: bool = True
+    """Whether its templates take answers with several calls back."""
     id_length: int = 24
 
 
@@ -48,6 +50,7 @@ LLAMA3 = ToolFormat(
     arguments="parameters",
     is_list=True,
     needs_mark=False,
+    takes_several=False,
 )
 """Llama 3.1 to 3.3. It writes the mark before calls of its built-in tools only."""
 MISTRAL = ToolFormat(

@@ -6,12 +6,17 @@ and a whole answer have the same calls, and a resumed stream goes on where it wa
 
 import hashlib
 import json
+import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from serve_app.openai.tools.formats import ToolFormat
 
+_SPECIAL = re.compile(r'["\\]')
+"""What ends a run inside a JSON string."""
+_ARGUMENTS = ("arguments", "parameters")
+"""Keys of arguments: models write the one of another format, too."""
 _MOST_HELD = 128
 """Characters of blanks and a beginning mark."""
 
@@ -27,6 +32,16 @@ class CallDelta:
     name: str | None
     arguments: str
     """A piece of the JSON text of its arguments."""
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A `CallDelta` that is being made."""
+
+    index: int
+    id: str | None
+    name: str | None
+    pieces: list[str]
 
 
 class Parsed(NamedTuple):
@@ -58,7 +73,7 @@ class ToolCallParser:
         self._raw: list[str] = []
         """Text since the mark, or since the last call after it, that is no call so far."""
         self._is_marked = False
-        self._call = _CallReader(form.arguments)
+        self._call = _CallReader()
         self._num_sent = 0
         """Pieces of the call's arguments that were returned."""
         self._num_calls = 0
@@ -66,7 +81,7 @@ class ToolCallParser:
         self._is_named = False
         """Whether the call that is being read, or was read last, has a name."""
         self._content: list[str] = []
-        self._calls: list[CallDelta] = []
+        self._calls: list[_Growing] = []
 
     @property
     def num_calls(self) -> int:
@@ -74,9 +89,35 @@ class ToolCallParser:
 
     def feed(self, text: str) -> Parsed:
         """Returns what this text adds."""
-        for char in text:
-            self._take(char)
+        at = 0
+        while at < len(text):
+            size = self._take_run(text, at)
+            if size == 0:
+                self._take(text[at])
+            at += max(size, 1)
         return self._taken()
+
+    def _take_run(self, text: str, at: int) -> int:
+        """Takes what changes nothing but what was read, as one piece: of a string, or of content.
+        Returns its length."""
+        if self._state == "call" and self._call.is_in_text:
+            special = _SPECIAL.search(text, at)
+            run = text[at : len(text) if special is None else special.start()]
+            if run:
+                self._take_call(run)
+            return len(run)
+        if self._state != "text" or self._held.strip() or self._may_begin_without_mark:
+            return 0
+        end = text.find(self._form.mark[0], at)
+        run = text[at : len(text) if end < 0 else end].rstrip()
+        if run:
+            self._content.append(self._held + run)
+            self._held, self._is_start = "", False
+        return len(run)
+
+    @property
+    def _may_begin_without_mark(self) -> bool:
+        return self._is_start and not self._form.needs_mark
 
     def finish(self) -> Parsed:
         """Returns what was held back, at the end of the text."""
@@ -86,7 +127,10 @@ class ToolCallParser:
         return self._taken()
 
     def _taken(self) -> Parsed:
-        parsed = Parsed("".join(self._content), self._calls)
+        calls = [
+            CallDelta(call.index, call.id, call.name, "".join(call.pieces)) for call in self._calls
+        ]
+        parsed = Parsed("".join(self._content), calls)
         self._content, self._calls = [], []
         return parsed
 
@@ -102,7 +146,7 @@ class ToolCallParser:
 
     def _take_text(self, char: str) -> None:
         mark = self._form.mark
-        if self._is_start and char == "{" and not self._form.needs_mark:
+        if char == "{" and self._may_begin_without_mark:
             self._begin_call(char, is_marked=False)
             return
         self._is_start = self._is_start and char.isspace()
@@ -129,14 +173,15 @@ class ToolCallParser:
         self._raw.append(self._held)
         self._held = ""
         self._state, self._is_start, self._is_marked = "call", False, is_marked
-        self._call, self._num_sent, self._is_named = _CallReader(self._form.arguments), 0, False
+        self._call, self._num_sent, self._is_named = _CallReader(), 0, False
         self._take_call(char)
 
-    def _take_call(self, char: str) -> None:
+    def _take_call(self, piece: str) -> None:
+        """`piece`: one character, or a run inside a string."""
         call = self._call
-        call.feed(char)
+        call.feed(piece)
         if not self._is_named:
-            self._raw.append(char)
+            self._raw.append(piece)
             is_foreign = not self._is_marked and call.name not in self._names
             if call.has_failed or (call.name is not None and is_foreign):
                 self._give_up()
@@ -148,14 +193,13 @@ class ToolCallParser:
             self._is_named = True
             self._raw.clear()
             self._num_calls += 1
-            self._add(CallDelta(self._num_calls - 1, self._new_id(), call.name, ""))
+            self._add(id=self._new_id(), name=call.name, pieces=[])
         if len(call.arguments) > self._num_sent:
-            added = "".join(call.arguments[self._num_sent :])
+            self._add(pieces=call.arguments[self._num_sent :])
             self._num_sent = len(call.arguments)
-            self._add(CallDelta(self._num_calls - 1, None, None, added))
         if call.is_over:
             if self._num_sent == 0:
-                self._add(CallDelta(self._num_calls - 1, None, None, "{}"))
+                self._add(pieces=["{}"])
             self._state = "between" if self._form.is_list else "closing"
 
     def _give_up(self) -> None:
@@ -175,14 +219,14 @@ class ToolCallParser:
             for each in text:
                 self._take_text(each)
 
-    def _add(self, delta: CallDelta) -> None:
-        if self._most_calls is not None and delta.index >= self._most_calls:
+    def _add(self, *, pieces: list[str], id: str | None = None, name: str | None = None) -> None:
+        at = self._num_calls - 1
+        if self._most_calls is not None and at >= self._most_calls:
             return
-        last = self._calls[-1] if self._calls else None
-        if last is not None and last.index == delta.index and delta.id is None:
-            self._calls[-1] = replace(last, arguments=last.arguments + delta.arguments)
+        if id is None and self._calls and self._calls[-1].index == at:
+            self._calls[-1].pieces += pieces
         else:
-            self._calls.append(delta)
+            self._calls.append(_Growing(at, id, name, list(pieces)))
 
     def _new_id(self) -> str:
         digest = hashlib.sha256(f"{self._seed} call {self._num_calls}".encode()).hexdigest()
@@ -193,8 +237,7 @@ class ToolCallParser:
 class _CallReader:
     """Reads one JSON object: its name, and the text of its arguments as far as it has come."""
 
-    def __init__(self, arguments_key: str) -> None:
-        self._arguments_key = arguments_key
+    def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
@@ -208,9 +251,17 @@ class _CallReader:
         self.arguments: list[str] = []
         """Pieces of their text, only added to."""
         self.is_over = False
+        self._has_arguments = False
+        """Whether one value of arguments is over; another one is left out."""
         self.has_failed = False
 
+    @property
+    def is_in_text(self) -> bool:
+        """Whether characters other than quotes and backslashes change nothing."""
+        return self._in_string and not self._is_escaped
+
     def feed(self, char: str) -> None:
+        """Reads a character, or a run while `is_in_text`."""
         depth, was_in_string = self._depth, self._in_string
         self._advance(char)
         if depth == 0:  # the opening brace
@@ -242,7 +293,7 @@ class _CallReader:
             self._depth -= 1
 
     def _add(self, char: str, *, depth: int) -> None:
-        if self._key is None or self._key != self._arguments_key:
+        if self._key not in _ARGUMENTS or self._has_arguments:
             self._raw.append(char)
             return
         if self._streams is None and not char.isspace():
@@ -267,9 +318,10 @@ class _CallReader:
             name = self._parsed()
             self.has_failed = self.has_failed or not isinstance(name, str)
             self.name = name if isinstance(name, str) and self.name is None else self.name
-        elif self._key == self._arguments_key and not self._streams:
+        elif self._key in _ARGUMENTS and not self._has_arguments:
+            self._has_arguments = True
             raw, value = "".join(self._raw).strip(), self._parsed()
-            if value is not None or raw != "null":
+            if not self._streams and raw != "null":
                 self.arguments.append(value if isinstance(value, str) else raw)
         self._key, self._streams = None, None
         self._raw.clear()

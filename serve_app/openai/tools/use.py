@@ -64,7 +64,8 @@ def tool_use_of(
                 param="tool_choice",
             )
         parameters = {name: parameters[name]}
-    several = fields.parallel_tool_calls and not isinstance(choice, NamedTool)
+    several = fields.parallel_tool_calls and form.takes_several
+    several = several and not isinstance(choice, NamedTool)
     grammar = None
     if fields.must_call:
         grammar = calls_grammar(form, parameters, several=several, special_id=special_id)

@@ -206,7 +206,11 @@ def test_a_longer_plan_than_its_buffer_makes_new_graphs(
         shard, drafter = twin(make_config())
         chains = starts(shard, num=4, seed=4)
         drafter.draft(chains[:1])
+        before = dict(drafter._steps._graphs)
         assert_same(drafter.draft(chains)[1], expected)
+        # A graph of before would read the old buffer; the twin of a graph here reads the new one.
+        assert before
+        assert not before.items() & drafter._steps._graphs.items()
 
 
 def test_most_tokens_of_a_round_are_steps_with_one_graph(make_config: MakeConfig) -> None:

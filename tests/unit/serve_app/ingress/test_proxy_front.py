@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from serve_app.ingress import proxy_front
 from serve_app.ingress.proxy_front import BoundedHead
-from serve_app.openai.gate import MAX_HEAD_BYTES, HeadGate
+from serve_app.openai.middleware.gate import MAX_HEAD_BYTES, HeadGate
 from tests.support.live_server import serving
 from tests.support.raw_http import Part, Reply, chunk, chunked_head, exchange, get, post
 

@@ -16,10 +16,11 @@ from starlette.types import Message
 from eesd_dist.errors import CapacityError, QueueFull, RequestError
 from eesd_dist.text import Tokenizer
 from serve_app.config import LimitsConfig, service_config
-from serve_app.openai import gate
 from serve_app.openai.errors import HeadTooLarge
-from serve_app.openai.gate import AdmissionGate, check_head, check_json
 from serve_app.openai.limits import Limits, limits_of
+from serve_app.openai.middleware import gate
+from serve_app.openai.middleware.gate import AdmissionGate, check_head
+from serve_app.openai.schema import check_json
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.throughput import Throughput
 from tests.support.live_server import serving

@@ -1,5 +1,6 @@
 """What an ingress counts is what its clients saw."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Receive, Scope, Send
 
-from serve_app.openai.http_metrics import HttpMetrics
+from serve_app.openai.middleware.http_metrics import CountedRequests, HttpMetrics
 from tests.support.live_server import serving
+from tests.support.running import until
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
 
@@ -40,7 +43,11 @@ def counted() -> Iterator[Counted]:
     options: dict[str, Any] = {"observe_request": metrics.observe_request, "http_metrics": metrics}
     app = toy_api(engine, max_model_len=100, api_key="k", **options)
     headers = {"Authorization": "Bearer k"}
-    with serving(app) as url, httpx.Client(base_url=url, headers=headers, timeout=20) as http:
+    limits = httpx.Limits(max_keepalive_connections=0)  # an error of ours ends its connection
+    with (
+        serving(app) as url,
+        httpx.Client(base_url=url, headers=headers, timeout=20, limits=limits) as http,
+    ):
         yield Counted(http, metrics, engine)
 
 
@@ -82,6 +89,43 @@ def test_refusals_are_counted_by_their_reason(counted: Counted) -> None:
         ("invalid_api_key",): 1,
         ("model_not_found",): 1,
     }
+
+
+def test_errors_of_ours_and_departures_are_told_apart(counted: Counted) -> None:
+    counted.engine.refusal = RuntimeError("a bug")
+    assert counted.http.post(COMPLETION, json=BODY).status_code == 500
+    counted.engine.refusal = None
+    counted.engine.stalls_after = 0
+    with pytest.raises(httpx.ReadTimeout):
+        counted.http.post(COMPLETION, json=BODY, timeout=0.3)
+    until(lambda: counted.samples("eesd_http_open_requests") == {})
+    assert counted.samples("eesd_http_requests_total") == {
+        (COMPLETION, "500"): 1,
+        (COMPLETION, "499"): 1,
+    }
+    assert counted.samples("eesd_http_refused_requests_total") == {("internal_error",): 1}
+
+
+def test_a_request_that_is_cancelled_is_one_that_left() -> None:
+    """Ray cancels the request of a client that has left."""
+    metrics = HttpMetrics(ingress="a")
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    async def nothing(*_: object) -> Any:
+        raise AssertionError
+
+    async def cancelled() -> None:
+        app = CountedRequests(waits, metrics=metrics, routes=[])
+        asked = app({"type": "http", "path": "/"}, nothing, nothing)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asked, timeout=0.05)
+
+    asyncio.run(cancelled())
+    page = metrics.page().decode()
+    assert 'eesd_http_requests_total{ingress="a",path="other",status="499"} 1.0' in page
+    assert "eesd_http_refused_requests_total{" not in page
 
 
 def test_texts_end_for_the_client_as_they_end_for_it(counted: Counted) -> None:

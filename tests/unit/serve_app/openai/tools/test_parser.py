@@ -1,6 +1,7 @@
 """Calls and content of a text do not depend on the pieces in which it comes."""
 
 import random
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -84,6 +85,21 @@ CASES = {
         "see [TOOL and",
         [("f", "{}")],
     ),
+    "the key of another format": Case(
+        LLAMA3, '{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]
+    ),
+    "arguments twice": Case(
+        HERMES,
+        '<tool_call>{"name":"f","arguments":{"a":1},"arguments":{"b":2},"parameters":3}',
+        "",
+        [("f", '{"a":1}')],
+    ),
+    "escapes": Case(
+        HERMES,
+        r'<tool_call>{"na\u006de": "f", "arguments": {"a": "\\\" }"}}</tool_call>',
+        "",
+        [("f", r'{"a": "\\\" }"}')],
+    ),
     "blanks": Case(HERMES, " " * 500, " " * 500, []),
 }
 
@@ -124,13 +140,16 @@ def test_calls_are_found_in_whatever_pieces_the_text_comes(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_made_of_a_beginning_stays(name: str) -> None:
     """A resumed stream feeds what was shown again, and goes on."""
-    form, text, content, _ = CASES[name]
+    form, text, content, calls = CASES[name]
     for at in range(len(text)):
         first = ToolCallParser(form, names=["f", "g"], seed="s")
-        begun = first.feed(text[:at]).content
-        assert content.startswith(begun)
-        rest = first.feed(text[at:]).content + first.finish().content
-        assert begun + rest == content
+        begun = first.feed(text[:at])
+        rest = [first.feed(text[at:]), first.finish()]
+        assert begun.content + "".join(each.content for each in rest) == content
+        arguments = [""] * len(calls)
+        for delta in (call for each in (begun, *rest) for call in each.calls):
+            arguments[delta.index] += delta.arguments
+        assert arguments == [each for _, each in calls]
 
 
 def test_only_so_many_calls_are_shown() -> None:
@@ -153,7 +172,22 @@ def test_arguments_come_as_they_are_written() -> None:
     assert delta.arguments == '"a": "long te'
 
 
-def test_a_long_text_takes_linear_time() -> None:
+@pytest.mark.parametrize("unit", ["x", '", "', "[", "\\n", " y "])
+def test_long_arguments_take_linear_time(unit: str) -> None:
+    def seconds(count: int) -> float:
+        parser = ToolCallParser(LLAMA3, names=["f"], seed="s")
+        text = '{"name": "f", "parameters": {"a": "' + unit * count
+        began_s = time.process_time()
+        (call,) = parser.feed(text).calls
+        took_s = time.process_time() - began_s
+        assert call.arguments == text[text.index('{"a"') :]
+        return took_s
+
+    short_s = max(min(seconds(4_000) for _ in range(3)), 1e-4)
+    assert min(seconds(64_000) for _ in range(3)) < 16 * 6 * short_s
+
+
+def test_a_long_object_without_a_name_is_content() -> None:
     parser = ToolCallParser(LLAMA3, names=["f"], seed="s")
     text = "{" + " " * 200_000
     assert parser.feed(text).content == ""

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
 
-import numpy as np
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,9 +24,9 @@ from serve_app.openai.errors import (
     UnknownKey,
     http_error_of,
 )
-from serve_app.openai.http_metrics import note_refusal
 from serve_app.openai.limits import Limits
-from serve_app.openai.schema import REQUEST_ID_PATTERN
+from serve_app.openai.middleware.http_metrics import note_refusal
+from serve_app.openai.schema import REQUEST_ID_PATTERN, check_json
 from serve_app.openai.sse import encoded
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,6 @@ _MAX_BODIES_IN_MEMORY = 64
 """Bodies of full size that may be incomplete at the same time."""
 _SMALL_BODY_BYTES = 64 * 2**10
 """Smaller bodies are read however many large ones are held back."""
-_MAX_JSON_CONTAINERS = 16_384
-"""Four for each message of the longest conversation. Parsing a million takes a second."""
 _DISCARD_BYTES = 64 * 2**20
 _DISCARD_S = 2.0
 _LOGGED_CHARS = 120
@@ -46,11 +43,6 @@ OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/ready", "/version"})
 """Paths for probes and scrapers, which send no key."""
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN.encode())
-_JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)
-"""Matches from every quotation mark, to the end if need be: time is linear in the body."""
-_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-"""Opening brackets are 1 and closing ones -1 as 8-bit integers."""
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class HeadGate:
@@ -171,29 +163,6 @@ def check_head(scope: Scope) -> None:
         raise RequestError(
             "x-request-id: expected 1 to 128 printable ASCII characters without blanks",
             param="x-request-id",
-        )
-
-
-def check_json(body: bytes | bytearray, *, max_depth: int) -> None:
-    """Raises RequestError for JSON with too many lists and objects, or too deep ones, without
-    parsing it."""
-    if b"\0" in body:
-        raise RequestError("found a NUL byte in the body, expected JSON in UTF-8")
-    if body.count(b"[") + body.count(b"{") <= max_depth:
-        return
-    brackets = _JSON_STRING.sub(b"", body).translate(_STEPS, _NOT_BRACKETS)
-    steps = np.frombuffer(brackets, np.int8)
-    num_opened = int((steps > 0).sum())
-    if num_opened > _MAX_JSON_CONTAINERS:
-        raise RequestError(
-            f"found {num_opened} lists and objects in the body, expected at most "
-            f"{_MAX_JSON_CONTAINERS}: send several requests"
-        )
-    depth = int(steps.cumsum(dtype=np.int32).max(initial=0))
-    if depth > max_depth:
-        raise RequestError(
-            f"the body is nested {depth} levels deep, expected at most {max_depth}: send flatter "
-            "JSON"
         )
 
 

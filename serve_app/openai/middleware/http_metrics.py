@@ -4,6 +4,7 @@ The metrics of a pipeline know neither requests that never reach it nor texts th
 string.
 """
 
+import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
 
@@ -15,6 +16,7 @@ from eesd_dist.telemetry.metrics import FIRST_TOKEN_S, REQUEST_S, RequestTimings
 from eesd_dist.types import FinishReason
 from serve_app.openai.errors import HttpError
 
+CLIENT_CLOSED_REQUEST = 499
 _REASON = "eesd.refused"
 """Key of a request's scope: why it was refused."""
 _OTHER = "other"
@@ -76,7 +78,7 @@ class HttpMetrics:
     def end(self, *, path: str, status: int, reason: str | None) -> None:
         self._open.dec()
         self._requests.labels(self._ingress, path, str(status)).inc()
-        if status >= HTTPStatus.BAD_REQUEST:
+        if status >= HTTPStatus.BAD_REQUEST and status != CLIENT_CLOSED_REQUEST:
             self._refused.labels(self._ingress, reason or str(status)).inc()
 
     def page(self) -> bytes:
@@ -104,16 +106,23 @@ class CountedRequests:
             return
         status = int(HTTPStatus.INTERNAL_SERVER_ERROR)
         """Of a request without an answer."""
+        is_begun = False
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, is_begun = message["status"], True
             await send(message)
 
         self._metrics.begin()
         try:
             await self._app(scope, receive, noted)
+        except asyncio.CancelledError:  # by Ray, for a client that has left
+            status = status if is_begun else CLIENT_CLOSED_REQUEST
+            raise
+        except Exception:  # answered outside of this
+            scope.setdefault(_REASON, "internal_error")
+            raise
         finally:
             path, reason = self._path_of(scope), scope.get(_REASON)
             self._metrics.end(path=path, status=status, reason=reason)
