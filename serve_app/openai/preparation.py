@@ -409,7 +409,7 @@ class Preparation:
         asked = self._asked_grammar(fields, tool_use)
         nonce = start.origin.nonce.hex()
         request_id = fields.request_id or start.origin.request_id or nonce
-        own_id = _response_id(kind, request_id)
+        response_id = _response_id(kind, request_id)
         seed = start.origin.seed if fields.seed is None else fields.seed
         sampling = self._sampling(
             fields,
@@ -423,7 +423,7 @@ class Preparation:
                 index=j * fields.n + i,
                 prompt_index=j,
                 request=Request(
-                    request_id=RequestId(f"{own_id}-{nonce[:16]}-{j * fields.n + i}"),
+                    request_id=RequestId(f"{response_id}-{nonce[:16]}-{j * fields.n + i}"),
                     prompt=prompt,
                     sampling=replace(
                         sampling, seed=choice_seed(seed, i), max_tokens=max(max_tokens[j], 1)

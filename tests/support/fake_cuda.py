@@ -96,6 +96,7 @@ def fake_cuda() -> Iterator[None]:
         FakeTensorMode(allow_non_fake_inputs=True),
         _Bindings(),
         patch.object(cuda_attention, "attend_kernel", _NoLaunch()),
+        patch.object(cuda_attention, "merge_kernel", _NoLaunch()),
         patch.object(cuda_attention, "store_kernel", _NoLaunch()),
         patch.object(rows, "norm_kernel", _NoLaunch()),
         patch.object(rows, "activation_kernel", _NoLaunch()),

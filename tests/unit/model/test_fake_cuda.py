@@ -3,6 +3,8 @@
 Runs without a GPU, on tensors that have a device and no values; `infra/gpu/check.sh` checks values.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,25 @@ def span_of(folder: Path, spec: ModelSpec, dtype: DType, *, last: int | None = N
     )
 
 
+def head_of(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ExitHead]:
+    """Returns what loads the bundled head. Its files are read before, since checking them needs
+    their values."""
+    folder = BUNDLED / "exit_head"
+    parts = HeadParts.read(folder, target=spec, target_path=BUNDLED, dtype=torch.bfloat16)
+    monkeypatch.setattr(HeadParts, "read", lambda *_, **__: parts)
+    return partial(
+        ExitHead.load,
+        folder,
+        target=spec,
+        target_path=BUNDLED,
+        dtype="bfloat16",
+        numerics="fast",
+        device=GPU,
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "llama, biases", "mistral, sliding window", "qwen3"])
 def test_a_span_and_its_logits_stay_on_the_gpu(tmp_path: Path, family: str, dtype: DType) -> None:
@@ -84,21 +105,9 @@ def test_migrated_pages_stay_on_the_gpu(tmp_path: Path) -> None:
 
 def test_an_exit_head_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec.from_folder(BUNDLED)
-    folder = BUNDLED / "exit_head"
-    # Files are read before, since checking them needs their values.
-    parts = HeadParts.read(folder, target=spec, target_path=BUNDLED, dtype=torch.bfloat16)
-    monkeypatch.setattr(HeadParts, "read", lambda *_, **__: parts)
+    load_head = head_of(spec, monkeypatch)
     with fake_cuda():
-        head = ExitHead.load(
-            folder,
-            target=spec,
-            target_path=BUNDLED,
-            dtype="bfloat16",
-            numerics="fast",
-            device=GPU,
-            num_pages=NUM_PAGES,
-            page_size=PAGE_SIZE,
-        )
+        head = load_head()
         hidden_TD = torch.zeros(3, spec.hidden_size, device=GPU, dtype=torch.bfloat16)
         with HostCopies() as copies, torch.inference_mode():
             rows = plan_of(RowSegment(20, 3, (1, 2)))
@@ -108,30 +117,20 @@ def test_an_exit_head_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("reading", list(_Reading))
+@pytest.mark.parametrize("num_parts", [1, 4])
 def test_a_step_of_drafting_stays_on_the_gpu(
-    reading: _Reading, monkeypatch: pytest.MonkeyPatch
+    reading: _Reading, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a graph captures: a copy to the host cannot be."""
     spec = ModelSpec.from_folder(BUNDLED)
-    folder = BUNDLED / "exit_head"
-    parts = HeadParts.read(folder, target=spec, target_path=BUNDLED, dtype=torch.bfloat16)
-    monkeypatch.setattr(HeadParts, "read", lambda *_, **__: parts)
+    load_head = head_of(spec, monkeypatch)
     with fake_cuda():
-        head = ExitHead.load(
-            folder,
-            target=spec,
-            target_path=BUNDLED,
-            dtype="bfloat16",
-            numerics="fast",
-            device=GPU,
-            num_pages=NUM_PAGES,
-            page_size=PAGE_SIZE,
-        )
+        head = load_head()
         span = span_of(BUNDLED, spec, "bfloat16", last=1)
         drafter = GraphDrafter.of(span, head)
         assert drafter is not None
         with HostCopies() as copies, torch.inference_mode():
-            hidden_TD, best_G4 = drafter._steps._step(_Size(8, reading, 1))
+            hidden_TD, best_G4 = drafter._steps._step(_Size(8, reading, num_parts))
         assert hidden_TD.shape == (8, spec.hidden_size)
         assert best_G4.shape == ((8, 4) if reading is not _Reading.NOTHING else (8,))
         assert copies.num_operators > 10
