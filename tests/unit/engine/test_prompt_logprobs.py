@@ -22,13 +22,22 @@ from tests.unit.engine.test_exactness import prompts
 
 
 def asking(
-    prompt: tuple[TokenId, ...], name: str, *, num_top: int = 3, mode: str = "auto"
+    prompt: tuple[TokenId, ...],
+    name: str,
+    *,
+    num_top: int = 3,
+    mode: str = "auto",
+    max_tokens: int = 9,
 ) -> Request:
     return Request(
         request_id=RequestId(name),
         prompt=prompt,
         sampling=SamplingParams(
-            temperature=0.7, seed=5, max_tokens=9, prompt_logprobs=num_top, top_logprobs=1
+            temperature=0.7,
+            seed=5,
+            max_tokens=max_tokens,
+            prompt_logprobs=num_top,
+            top_logprobs=1,
         ),
         speculation=SpeculationParams(mode=mode),  # type: ignore[arg-type]
     )
@@ -75,7 +84,8 @@ def test_chunks_batches_blocks_and_preemptions_change_nothing(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [
-        asking(prompt, f"{i}", num_top=(0, 3, 20)[i % 3]) for i, prompt in enumerate(prompts(6))
+        asking(prompt, f"{i}", num_top=(0, 3, 20)[i % 3], max_tokens=40)
+        for i, prompt in enumerate(prompts(6))
     ]
     plain = [
         dataclasses.replace(
