@@ -42,6 +42,7 @@ from serve_app.openai.middleware.http_metrics import (
 from serve_app.openai.openapi import describe_truly
 from serve_app.openai.preparation import Preparation, Prepared
 from serve_app.openai.responses import Event, Json
+from serve_app.openai.sampling_fields import check_ids
 from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,
@@ -267,7 +268,7 @@ def _add_tokens(
         """Returns the text of token ids, special tokens included."""
         preparation.check_model(fields.model)
         preparation.check_count(fields.tokens, param="tokens")
-        preparation.check_ids(fields.tokens, param="tokens")
+        check_ids(fields.tokens, codec, param="tokens")
         tokens = [TokenId(token) for token in fields.tokens]
         decode = partial(codec.decode, tokens, skip_special_tokens=False)
         return _json({"prompt": await threads.run(decode, size=len(tokens))})

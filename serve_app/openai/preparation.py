@@ -1,21 +1,20 @@
 """Turns the bodies of requests into requests for an engine.
 
-Decides everything about a request before any work starts: token ids, limits, end tokens, seeds,
-ids. Refuses what cannot be served, naming the field. Knows neither HTTP nor engines.
+Decides everything about a request before any work starts: token ids, limits, seeds, ids. Refuses
+what cannot be served, naming the field. Knows neither HTTP nor engines.
 """
 
-import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from eesd_dist.errors import PromptTooLong, RequestError
 from eesd_dist.text import TextCodec
 from eesd_dist.text.grammars import GrammarCompiler, GrammarProbe
-from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
+from eesd_dist.types import Request, RequestId, TokenId
 from serve_app.openai.conversation import chat_options, conversation_of
 from serve_app.openai.errors import UnknownModel
 from serve_app.openai.event_ids import (
@@ -28,6 +27,12 @@ from serve_app.openai.event_ids import (
     opened,
 )
 from serve_app.openai.limits import Limits
+from serve_app.openai.sampling_fields import (
+    check_ids,
+    choice_seed,
+    sampling_params,
+    speculation_params,
+)
 from serve_app.openai.schema import (
     AskedGrammar,
     ChatFields,
@@ -47,14 +52,10 @@ Kind = Literal["chat", "completion"]
 Prompt = tuple[TokenId, ...]
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_TOP_K_OF_ALL = 2**31 - 1
-"""More than any vocabulary has; larger values mean the same."""
 _MAX_LISTED_TOKENS = 32_768
 """Of `/tokenize` and `/detokenize`, unless the model takes more."""
 _MAX_WARNINGS = 16
 _LISTED_CHARS = 64
-_ID_DIGITS = 20
-"""Longer than any token id; Python refuses to read numbers of thousands of digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,14 +266,6 @@ class Preparation:
         if name is not None and name != self._model_name:
             raise UnknownModel(asked=name, served=self._model_name)
 
-    def check_ids(self, ids: Sequence[int], *, param: str) -> None:
-        bad = next((i for i in ids if i >= self._codec.vocab_size), None)
-        if bad is not None:
-            raise RequestError(
-                f"{param}: token id {bad} is not below the vocabulary of {self._codec.vocab_size}",
-                param=param,
-            )
-
     def _check(self, fields: GenerationFields) -> None:
         self.check_model(fields.model)
         if refused := unsupported(fields):
@@ -352,7 +345,7 @@ class Preparation:
         if isinstance(prompt, str):
             tokens = self._codec.encode(prompt, add_special_tokens=fields.add_special_tokens)
         else:
-            self.check_ids(prompt, param="prompt")
+            check_ids(prompt, self._codec, param="prompt")
             tokens = tuple(TokenId(token) for token in prompt)
         if not tokens:
             raise RequestError("the prompt is empty: send at least one token", param="prompt")
@@ -411,8 +404,9 @@ class Preparation:
         request_id = fields.request_id or start.origin.request_id or nonce
         response_id = _response_id(kind, request_id)
         seed = start.origin.seed if fields.seed is None else fields.seed
-        sampling = self._sampling(
+        sampling = sampling_params(
             fields,
+            self._codec,
             max_tokens=min(max_tokens),
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -428,7 +422,7 @@ class Preparation:
                     sampling=replace(
                         sampling, seed=choice_seed(seed, i), max_tokens=max(max_tokens[j], 1)
                     ),
-                    speculation=_speculation(fields),
+                    speculation=speculation_params(fields),
                     workload=self._workload(fields, kind=kind, named=workload),
                     traceparent=traceparent,
                     resume_window_s=self._resume_window_s if fields.stream else 0.0,
@@ -510,57 +504,6 @@ class Preparation:
         is_one = len(tokens) == 1 and tokens[0] in self._codec.special_token_ids
         return tokens[0] if is_one else None
 
-    def _sampling(
-        self,
-        fields: GenerationFields,
-        *,
-        max_tokens: int,
-        top_logprobs: int | None,
-        prompt_logprobs: int | None,
-        grammar: str | None,
-    ) -> SamplingParams:
-        """Returns the parameters that all choices have in common; `max_tokens`: the fewest."""
-        if fields.min_tokens > max_tokens:
-            raise RequestError(
-                f"min_tokens is {fields.min_tokens}, more than the {max_tokens} tokens that may "
-                "be generated",
-                param="min_tokens",
-            )
-        self.check_ids(fields.stop_token_ids, param="stop_token_ids")
-        self.check_ids(fields.allowed_token_ids or (), param="allowed_token_ids")
-        ends = () if fields.ignore_eos else self._codec.eos_token_ids
-        return SamplingParams(
-            temperature=fields.temperature,
-            top_p=fields.top_p,
-            top_k=min(max(fields.top_k, 0), _TOP_K_OF_ALL),
-            min_p=fields.min_p,
-            repetition_penalty=fields.repetition_penalty,
-            presence_penalty=fields.presence_penalty,
-            frequency_penalty=fields.frequency_penalty,
-            logit_bias=self._logit_bias(fields.logit_bias),
-            min_tokens=fields.min_tokens,
-            stop_token_ids=tuple(dict.fromkeys((*ends, *fields.stop_token_ids))),
-            top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            grammar=grammar,
-            allowed_token_ids=(
-                None
-                if fields.allowed_token_ids is None
-                else tuple(sorted(set(fields.allowed_token_ids)))
-            ),
-            bad_words=self._bad_words(fields.bad_words),
-        )
-
-    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[TokenId, ...], ...]:
-        """Returns each word's tokens at the beginning of a text and after a blank, as vLLM does."""
-        with naming("bad_words"):
-            found = dict.fromkeys(
-                self._codec.encode(written, add_special_tokens=False)
-                for word in words
-                for written in (word, f" {word.lstrip()}")
-            )
-        return tuple(tokens for tokens in found if tokens)
-
     def _workload(self, fields: GenerationFields, *, kind: Kind, named: str | None) -> str:
         return workload_of(
             fields.speculation.workload or named,
@@ -576,16 +519,6 @@ class Preparation:
         if asked.max_draft_tokens is None:
             return self._max_draft_tokens
         return min(asked.max_draft_tokens, self._max_draft_tokens)
-
-    def _logit_bias(self, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-        for key in bias:
-            if not (key.isascii() and key.isdecimal() and len(key) < _ID_DIGITS):
-                raise RequestError(
-                    f"logit_bias: '{key[:_ID_DIGITS]}' is not a token id", param="logit_bias"
-                )
-        entries = {int(key): float(value) for key, value in bias.items()}
-        self.check_ids(list(entries), param="logit_bias")
-        return tuple(sorted(entries.items()))
 
 
 def _num_extras(request: Request, fields: GenerationFields) -> int:
@@ -604,25 +537,6 @@ def _more(first: int | None, second: int | None) -> int | None:
     return max((each for each in (first, second) if each is not None), default=None)
 
 
-def choice_seed(seed: int, i: int) -> int:
-    """Returns the seed of the i-th choice, below 2**64. The first has the request's seed: `n` does
-    not change it."""
-    if i == 0:
-        return seed % 2**64
-    digest = hashlib.sha256(f"choice {i} of {seed % 2**64}".encode()).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
 def _response_id(kind: Kind, name: str) -> str:
     prefix = "chatcmpl" if kind == "chat" else "cmpl"
     return f"{prefix}-{name}"
-
-
-def _speculation(fields: GenerationFields) -> SpeculationParams:
-    asked = fields.speculation
-    return SpeculationParams(
-        mode=asked.mode,
-        controller=asked.controller,
-        max_draft_tokens=asked.max_draft_tokens,
-        tree=asked.tree,
-    )

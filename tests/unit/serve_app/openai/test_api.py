@@ -11,7 +11,7 @@ import pytest
 from eesd_dist.errors import EngineError, PoisonRequest, QueueFull
 from eesd_dist.types import FinishReason
 from serve_app.openai import sse
-from serve_app.openai.preparation import choice_seed
+from serve_app.openai.sampling_fields import choice_seed
 from tests.support.event_stream import parsed
 from tests.support.live_server import serving
 from tests.support.toy_api import toy_api
