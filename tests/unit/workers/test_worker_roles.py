@@ -2,8 +2,10 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import ray
@@ -15,6 +17,7 @@ from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.authentication.key_store import StoreClient, StoreHost
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.workers import draft_follower, draft_leader, verify_worker
@@ -201,6 +204,32 @@ def test_ranks_that_cannot_load_leave_their_groups(
         follower.pages.layout()
     with pytest.raises(EngineError, match="cannot take other now: this rank is being built"):
         follower.load_head("other")
+
+
+class HostRounds:
+    """A source of one round, with its tensors in host memory."""
+
+    def __init__(self, group: object) -> None:
+        del group
+
+    def next_round(self) -> tuple[str, torch.Tensor, torch.Tensor]:
+        return "header", torch.zeros(2, 3), torch.zeros(1, 4)
+
+
+@pytest.mark.parametrize("why", ["shares_gpu", "is_degraded"])
+def test_rounds_through_the_host_are_moved_to_the_verifier_s_device(
+    why: str, here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = SimpleNamespace(device=torch.device("meta"))
+    monkeypatch.setattr(verify_worker, "layout_of", lambda _: layout)
+    monkeypatch.setattr(verify_worker, "DistRoundSource", HostRounds)
+    verifier = StageVerifier(_config(), Tracing(), rank=0)
+    group = cast("ProcessGroup", None)
+    taken = verifier._source(replace(_epoch(1), **{why: True}), group).next_round()
+    assert taken is not None
+    hidden_TD, draft_probs_KV = taken[1:]
+    assert draft_probs_KV is not None
+    assert hidden_TD.device == draft_probs_KV.device == layout.device
 
 
 def test_a_leader_names_the_head_that_it_drafts_with() -> None:
