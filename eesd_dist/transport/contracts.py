@@ -8,10 +8,9 @@ Messages are `Record`s. `transport.wire` enforces the bounds in their annotation
 message; building a record checks nothing.
 """
 
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Meta, Struct
 from torch import Tensor
 
@@ -19,8 +18,9 @@ from eesd_dist.page_table import PageTable
 from eesd_dist.trees import depths_of, is_chain
 from eesd_dist.types import NO_TRAFFIC, Traffic
 
-Ints = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
+# Written out: from NumPy 2.5 on `npt.NDArray` is a name for this type, and not equal to it.
+Ints = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
+Floats = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A count, token id, page or slot: none is negative and all fit 32 bits."""
