@@ -20,6 +20,8 @@ LEADER = "drafting actor"
 NODE_ID_LABEL = "ray.io/node-id"
 """Label that Ray gives to every node."""
 
+_RAY_PARTS = 10_000
+"""Ray counts a resource in parts of one ten-thousandth: 0.9 and 0.1 of a GPU are a whole one."""
 _SHOWN_NODES = 4
 _SHOWN_BUNDLES = 4
 _SET = re.compile(r"(!?)in\((.*)\)")
@@ -328,10 +330,10 @@ def _what_lacks(group: Bundles, slot: RankSlot, node: Node, held: Sequence[RankS
     missed = _labels_missed(slot, node)
     if missed:
         return f"has no label {missed[0]}"
-    small = [name for name in slot.resources if _has(node.resources, name) < slot.resources[name]]
+    small = _too_small(slot.resources, node.resources)
     if small:
         return " and ".join(f"has {name} {_has(node.resources, name):g}" for name in small)
-    taken = [name for name in slot.resources if _has(node.free, name) < slot.resources[name]]
+    taken = _too_small(slot.resources, node.free)
     if taken:
         return " and ".join(
             f"has {name} {node.resources[name] - _has(node.free, name):g} of "
@@ -380,7 +382,16 @@ def _has(resources: Resources, name: str) -> float:
 
 
 def _fits(wanted: Resources, free: Resources) -> bool:
-    return all(_has(free, name) >= amount for name, amount in wanted.items())
+    return not _too_small(wanted, free)
+
+
+def _too_small(wanted: Resources, free: Resources) -> list[str]:
+    """Returns the names of the resources of which there is too little."""
+    return [
+        name
+        for name, amount in wanted.items()
+        if round((amount - _has(free, name)) * _RAY_PARTS) > 0
+    ]
 
 
 def summed(parts: Sequence[Resources]) -> dict[str, float]:

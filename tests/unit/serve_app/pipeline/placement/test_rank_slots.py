@@ -4,7 +4,7 @@ import pytest
 from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
 from eesd_dist.errors import ConfigError
-from serve_app.config import PlacementConfig, service_config
+from serve_app.config import PlacementConfig, Strategy, service_config
 from serve_app.pipeline.placement.rank_slots import (
     Bundles,
     Node,
@@ -221,6 +221,18 @@ def test_what_the_operator_says_of_gpus_wins() -> None:
     ).placement
     draft, rank = rank_slots(placement, num_verify_ranks=1, gpus_per_rank=1.0)
     assert (draft.resources["GPU"], rank.resources["GPU"]) == (1.0, 0.25)
+
+
+@pytest.mark.parametrize("strategy", ["PACK", "STRICT_PACK"])
+@pytest.mark.parametrize("draft", [0.1, 0.2, 0.3, 0.35])
+def test_parts_of_a_gpu_fit_one_by_ray_s_arithmetic(draft: float, strategy: Strategy) -> None:
+    parts = {"draft": {"num_gpus": draft}, "verify": {"num_gpus": 1 - draft}}
+    placement = PlacementConfig.model_validate({"strategy": strategy, **parts})
+    slots = rank_slots(placement, num_verify_ranks=1, gpus_per_rank=1.0)
+    groups = groups_of(slots, placement)
+    require_room(groups, strategy, [_node("a", CPU=4, GPU=1)])
+    with pytest.raises(ConfigError, match="no room for a pipeline"):
+        require_room(groups, strategy, [_node("a", CPU=4, GPU=0.9999)])
 
 
 APART = {"draft": {"labels": {"stage": "draft"}}, "verify": {"labels": {"stage": "verify"}}}
