@@ -254,6 +254,8 @@ class Emission(Value, frozen=True, kw_only=True):
     """Why the request itself makes it impossible to go on; with ABORT."""
     submission: int = 0
     """Submission of its request."""
+    num_interruptions: int = 0
+    """Attempts at its request that ended before their last token; counted by the ingress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +308,21 @@ class LoadProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTrace:
+    """Which traces a round is written to."""
+
+    trace_id: int = 0
+    """Of the first of them, as the round's header tells it to the verify ranks; 0: none."""
+    span_id: int = 0
+    """Of the round's span there."""
+    parents: tuple[str, ...] = ()
+    """A traceparent for each trace: of its requests, those that are sampled."""
+
+
+NO_TRACE = RoundTrace()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStats:
     """Times and results of one round, in seconds and counts."""
 
@@ -325,6 +342,9 @@ class RoundStats:
     """Time on verify rank 0, including its waits for the other ranks."""
     commit_s: float
     started_unix_s: float
+    elapsed_s: float
+    """From the start of planning to the end of the commit, with what the loop did for other rounds
+    in between."""
     num_lookup_drafted: int = 0
     """Of the drafted tokens, those found by prompt lookup."""
     num_lookup_accepted: int = 0
@@ -348,10 +368,7 @@ class RoundStats:
     draft_group: Traffic = NO_TRAFFIC
     """Draft rank 0 with the other draft ranks, since the previous verdict."""
     request_ids: tuple[RequestId, ...] = ()
-    traceparents: tuple[str | None, ...] = ()
-    trace_id: int = 0
-    """Trace id of the round's span, as sent in its header to the verify ranks; 0: no trace."""
-    span_id: int = 0
+    trace: RoundTrace = NO_TRACE
     drafted_by_position: tuple[int, ...] = field(default=())
     """Entry i: number of drafts with more than i tokens, or levels of a tree."""
     accepted_by_position: tuple[int, ...] = field(default=())

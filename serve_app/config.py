@@ -27,6 +27,7 @@ from eesd_dist.config import EngineConfig, HomePath, Section
 from eesd_dist.control.registry import entry_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.routing.fleet.size import FleetTargets
+from eesd_dist.telemetry.tracing_options import MAX_ROUND_SPANS, OtlpProtocol, TracingOptions
 from eesd_dist.workers.messages import TelemetryOptions
 
 BUNDLED_MODEL = Path(__file__).parent / "demo_model"
@@ -36,6 +37,15 @@ _MIN_HEARTBEATS = 3
 
 _MIN_PAUSE_S = 60.0
 _STARTS_WAITED = 3.0
+
+Sampler = Literal[
+    "always_on",
+    "always_off",
+    "traceidratio",
+    "parentbased_always_on",
+    "parentbased_always_off",
+    "parentbased_traceidratio",
+]
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 """Ray's strategies: on one node or on several if possible; STRICT_*: or not at all."""
@@ -357,13 +367,32 @@ class RecorderConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """Traces of requests. Off by default."""
+    """Traces of requests. docs/observability.md describes them."""
 
     otlp_endpoint: str | None = None
-    """Base URL of an OpenTelemetry collector (OTLP over HTTP), e.g. http://localhost:4318."""
+    """Base URL of an OpenTelemetry collector, e.g. http://localhost:4318."""
+
+    otlp_protocol: OtlpProtocol = "http/protobuf"
+    """OTLP over HTTP, or over gRPC (to port 4317 of a collector)."""
 
     trace_folder: HomePath | None = None
     """Folder for span files, one per process, where there is no collector."""
+
+    sampler: Sampler | None = None
+    """OpenTelemetry's sampler, as in OTEL_TRACES_SAMPLER. None: with a collector or a folder
+    `parentbased_always_on`, else all requests of a service with little load, and one in a second of
+    a busy one."""
+
+    sampler_arg: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    """The ratio of a sampler by ratio, as in OTEL_TRACES_SAMPLER_ARG, e.g. 0.01; None: 1."""
+
+    max_traces_kept: NonNegativeInt = 32
+    """Latest traces that each process keeps in memory, for `eesd trace`; 0 keeps none, and without
+    a collector and a folder switches tracing off."""
+
+    max_round_spans: PositiveInt = MAX_ROUND_SPANS
+    """Rounds of a request that get spans of their own; after these only the 128th, 256th and so on
+    do."""
 
 
 class ServiceConfig(Section):
@@ -418,11 +447,18 @@ class ServiceConfig(Section):
 
     @property
     def telemetry_options(self) -> TelemetryOptions:
-        folder = self.telemetry.trace_folder
+        folder, ratio = self.telemetry.trace_folder, self.telemetry.sampler_arg
         return TelemetryOptions(
             model_name=self.served_model_name,
-            otlp_endpoint=self.telemetry.otlp_endpoint,
-            trace_folder=None if folder is None else str(folder.resolve()),
+            tracing=TracingOptions(
+                endpoint=self.telemetry.otlp_endpoint,
+                protocol=self.telemetry.otlp_protocol,
+                folder=None if folder is None else str(folder.resolve()),
+                sampler=self.telemetry.sampler,
+                sampler_arg=None if ratio is None else str(ratio),
+                max_traces_kept=self.telemetry.max_traces_kept,
+                max_round_spans=self.telemetry.max_round_spans,
+            ),
         )
 
 

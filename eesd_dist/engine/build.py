@@ -19,7 +19,7 @@ from eesd_dist.control.registry import entry_of
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.drafting.ranks import DraftCompute, HeadShelf, LeadingShard, OwnShard
 from eesd_dist.engine.drafting.stage import DraftStage
-from eesd_dist.engine.headers import RoundIds
+from eesd_dist.engine.headers import TraceRound
 from eesd_dist.engine.kv_room import fallback_bytes, kv_room
 from eesd_dist.engine.profile import measure_cost
 from eesd_dist.engine.recording.recorder import RecorderSink
@@ -323,7 +323,7 @@ def build_draft_engine(
     book: BeliefBook | None = None,
     cost: CostModel | None = None,
     clock: Callable[[], float] = monotonic,
-    round_ids: RoundIds | None = None,
+    trace_round: TraceRound | None = None,
     recorder: RecorderSink | None = None,
     group: TensorGroup | None = None,
     commands: CommandSink | None = None,
@@ -371,7 +371,7 @@ def build_draft_engine(
         calibrator=Calibrator.load(layout.head_folder) if layout.head_folder else None,
         book=book,
         epoch=epoch,
-        round_ids=round_ids,
+        trace_round=trace_round,
         recorder=recorder,
         overlap_policy=OverlapPolicy(cost) if config.scheduler.overlap == "auto" else None,
     )

@@ -18,7 +18,7 @@ from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.acceptance import Accepted, accepted_drafts
 from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.head_exchange import HeadExchange
-from eesd_dist.engine.headers import HeaderWriter, KvMoves, RoundIds
+from eesd_dist.engine.headers import HeaderWriter, KvMoves, TraceRound
 from eesd_dist.engine.kv_sharing import KvSharing
 from eesd_dist.engine.prompt_logprobs import PromptLogprobs
 from eesd_dist.engine.recording.recorder import RecorderSink, RecorderTap
@@ -71,15 +71,15 @@ class EngineCore:
         book: BeliefBook | None = None,
         epoch: int = 0,
         clock: Callable[[], float] = time.perf_counter,
-        round_ids: RoundIds | None = None,
+        trace_round: TraceRound | None = None,
         recorder: RecorderSink | None = None,
         draft_traffic: Callable[[], Traffic] = lambda: NO_TRAFFIC,
         overlap_policy: OverlapPolicy | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         """`overlap_policy`: chooses between one microbatch and two; None leaves it to the
-        scheduler. `round_ids`: None without tracing. `draft_traffic`: total traffic of this rank
-        with the other draft ranks so far. `grammars`: None refuses requests with one."""
+        scheduler. `trace_round`: None without tracing. `draft_traffic`: total traffic of this
+        rank with the other draft ranks so far. `grammars`: None refuses requests with one."""
         self._draft = draft
         self._channel = channel
         self._scheduler = scheduler
@@ -108,7 +108,7 @@ class EngineCore:
             moves=moves,
             page_size=draft.page_size,
             by_rejection=speculation.acceptance == "rejection",
-            round_ids=round_ids,
+            trace_round=trace_round,
             recorder=self._recorder,
             features=self._features,
         )
@@ -237,13 +237,15 @@ class EngineCore:
         planned = self._meter.now()
         drafted = self._draft.draft(plan, self._policy, overlapped=bool(self._in_flight))
         drafted_at = self._meter.now()
-        header = self._headers.write(plan, drafted)
+        trace = self._headers.trace(plan)
+        header = self._headers.write(drafted, trace)
         sent_bytes = self._channel.send(header, drafted.hidden_TD, drafted.draft_probs_KV)
         sent = self._meter.now()
         self._in_flight[microbatch] = waiting = RoundInFlight(
             plan=plan,
             drafted=drafted,
             header=header,
+            trace=trace,
             sent_bytes=sent_bytes,
             started_unix_s=started_unix_s,
             plan_s=planned - started,

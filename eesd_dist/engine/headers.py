@@ -9,10 +9,10 @@ from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.schedule.scheduler import RoundPlan
 from eesd_dist.transport.contracts import Move, RoundHeader, Segment
 from eesd_dist.trees import ROOT
-from eesd_dist.types import RequestId, TokenId
+from eesd_dist.types import NO_TRACE, RequestId, RoundTrace, TokenId
 
-RoundIds = Callable[[Sequence[str | None]], tuple[int, int]]
-"""Traceparents of a round's requests -> the round's trace id and span id."""
+TraceRound = Callable[[Sequence[str | None]], RoundTrace]
+"""Decides from the traceparents of a round's requests which of their traces have the round."""
 
 
 class KvMoves:
@@ -66,23 +66,28 @@ class HeaderWriter:
         moves: KvMoves,
         page_size: int,
         by_rejection: bool,
-        round_ids: RoundIds | None,
+        trace_round: TraceRound | None,
         recorder: RecorderTap | None,
         features: FeatureTap,
     ) -> None:
-        """`round_ids`: None without tracing."""
+        """`trace_round`: None without tracing."""
         self.epoch = epoch
         self._moves = moves
         self._page_size = page_size
         self._by_rejection = by_rejection
-        self._round_ids = round_ids
+        self._trace_round = trace_round
         self._recorder = recorder
         self._features = features
         self._round_id = 0
 
-    def write(self, plan: RoundPlan, drafted: DraftedRound) -> RoundHeader:
+    def trace(self, plan: RoundPlan) -> RoundTrace:
+        """Decides which traces have the round."""
+        if self._trace_round is None:
+            return NO_TRACE
+        return self._trace_round([item.live.request.traceparent for item in plan.items])
+
+    def write(self, drafted: DraftedRound, trace: RoundTrace) -> RoundHeader:
         self._round_id += 1
-        trace_id, span_id = self._ids(plan)
         exits, top_k = self._features.wanted_of(drafted.runs)
         if self._recorder is not None:
             top_k = max(top_k, self._recorder.prompt_top_k(drafted.runs))
@@ -90,8 +95,8 @@ class HeaderWriter:
             epoch=self.epoch,
             round_id=self._round_id,
             segments=tuple(self._segment(run) for run in drafted.runs),
-            trace_id=trace_id.to_bytes(16),
-            span_id=span_id,
+            trace_id=trace.trace_id.to_bytes(16),
+            span_id=trace.span_id,
             wants_rejection=self._by_rejection,
             kv_moves=self._moves.take(self._round_id),
             exits=exits,
@@ -107,11 +112,6 @@ class HeaderWriter:
         """Continues with stages in which no page is valid."""
         self.epoch = epoch
         self._moves.clear()
-
-    def _ids(self, plan: RoundPlan) -> tuple[int, int]:
-        if self._round_ids is None:
-            return 0, 0
-        return self._round_ids([item.live.request.traceparent for item in plan.items])
 
     def _segment(self, run: DraftRun) -> Segment:
         records_prompt = self._recorder is not None and self._recorder.wants_prompt(run)

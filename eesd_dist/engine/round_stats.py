@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from eesd_dist.engine.drafting.stage import DraftedRound
 from eesd_dist.schedule.scheduler import RoundPlan
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
-from eesd_dist.types import Emission, Outcome, RoundStats, Traffic
+from eesd_dist.types import Emission, Outcome, RoundStats, RoundTrace, Traffic
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class RoundInFlight:
     plan: RoundPlan
     drafted: DraftedRound
     header: RoundHeader
+    trace: RoundTrace
     sent_bytes: int
     started_unix_s: float
     plan_s: float
@@ -132,6 +133,7 @@ class RoundMeter:
             verify_s=reply.verify_s,
             commit_s=committed - received,
             started_unix_s=waiting.started_unix_s,
+            elapsed_s=waiting.plan_s + waiting.draft_s + committed - waiting.sent_at,
             sent_bytes=waiting.sent_bytes,
             received_bytes=reply.wire_bytes,
             waited_s=waiting.send_s + blocked_s,
@@ -141,9 +143,7 @@ class RoundMeter:
             verify_group=reply.group,
             draft_group=draft_group,
             request_ids=tuple(i.live.request.request_id for i in items),
-            traceparents=tuple(i.live.request.traceparent for i in items),
-            trace_id=int.from_bytes(waiting.header.trace_id),
-            span_id=waiting.header.span_id,
+            trace=waiting.trace,
             drafted_by_position=tuple(sum(depth > j for depth in depths) for j in range(longest)),
             accepted_by_position=tuple(
                 sum(o.num_accepted > j for o in outcomes) for j in range(longest)

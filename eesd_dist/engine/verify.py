@@ -276,8 +276,9 @@ def reported_rows(segments: tuple[Segment, ...]) -> list[int]:
     return indices
 
 
-Observe = Callable[[RoundHeader, VerifyReply], None]
-"""Called after every round that a rank has finished."""
+Observe = Callable[[RoundHeader, float, float], None]
+"""Called after every round that a rank has finished, with the Unix times at which it began it and
+at which it had its part of the verdict."""
 
 
 def serve_rounds(
@@ -294,9 +295,11 @@ def serve_rounds(
             if shared is not None:
                 share_close(shared)
             return
+        began_unix_s = time.time()
         reply = stage.verify(*taken) if shared is None else _verify_together(stage, shared, taken)
+        ended_unix_s = time.time()
         source.reply(reply)
-        observe(taken[0], reply)
+        observe(taken[0], began_unix_s, ended_unix_s)
 
 
 def _verify_together(stage: VerifyStage, group: ProcessGroup, taken: Round) -> VerifyReply:
@@ -316,7 +319,13 @@ def follow_rounds(stage: VerifyStage, *, observe: Observe = lambda *_: None) -> 
     group = _ranks_of(stage)
     assert group is not None, "a follower is a rank of a process group"
     while (taken := follow_round(group)) is not None:
-        observe(taken[0], stage.verify(*taken))
+        began_unix_s = time.time()
+        stage.verify(*taken)
+        ended_unix_s = time.time()
+        # No rank waits for what follows the last part: the verdict may be known before the end.
+        if began_unix_s <= group.contributed_unix_s:
+            ended_unix_s = group.contributed_unix_s
+        observe(taken[0], began_unix_s, ended_unix_s)
 
 
 def _ranks_of(stage: VerifyStage) -> ProcessGroup | None:

@@ -1,15 +1,17 @@
 """Tracing of one process, on the OpenTelemetry API.
 
 When off, the tracer is the API's no-op, the SDK is not loaded, and the round loop makes no span
-call. Environment variables are not read here: endpoint and folder are passed in.
+call.
 """
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Protocol
 
 from opentelemetry.trace import NoOpTracerProvider
 
 from eesd_dist.telemetry.round_spans import RoundSpans
+from eesd_dist.telemetry.span_records import SpanRecord
+from eesd_dist.telemetry.tracing_options import MAX_ROUND_SPANS, TracingOptions
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -17,14 +19,39 @@ if TYPE_CHECKING:
 _FLUSH_TIMEOUT_MS = 5_000
 
 
+class KeptSpans(Protocol):
+    """The latest spans of this process."""
+
+    def read(self, trace_ids: Collection[str] | None = None) -> tuple[SpanRecord, ...]:
+        """Returns those of these traces; None: of all."""
+        ...
+
+
 class Tracing:
     """Owns the tracer of one process. Off without a provider."""
 
-    def __init__(self, provider: "TracerProvider | None" = None) -> None:
+    def __init__(
+        self,
+        provider: "TracerProvider | None" = None,
+        *,
+        kept: KeptSpans | None = None,
+        max_round_spans: int = MAX_ROUND_SPANS,
+    ) -> None:
         self._provider = provider
+        self._kept = kept
         self.tracer = (provider or NoOpTracerProvider()).get_tracer("eesd")
-        self.rounds = RoundSpans(self.tracer) if provider is not None else None
+        self.rounds = (
+            None if provider is None else RoundSpans(self.tracer, max_rounds=max_round_spans)
+        )
         """None where tracing is off."""
+
+    @property
+    def is_on(self) -> bool:
+        return self._provider is not None
+
+    def spans(self, trace_ids: Collection[str] | None = None) -> tuple[SpanRecord, ...]:
+        """Returns the kept spans of these traces; None: of all."""
+        return () if self._kept is None else self._kept.read(trace_ids)
 
     def flush(self) -> None:
         """Sends pending spans; call before a process is killed. If the collector does not answer,
@@ -37,21 +64,16 @@ class Tracing:
             self._provider.shutdown()
 
 
-def make_tracing(
-    *,
-    process: str,
-    service: str = "eesd",
-    endpoint: str | None = None,
-    folder: Path | None = None,
-) -> Tracing:
-    """Returns tracing that exports OTLP over HTTP when there is an endpoint, otherwise OTLP-JSON
-    lines to `<folder>/<process>.jsonl` when there is a folder, otherwise nothing.
+def make_tracing(options: TracingOptions, *, process: str, service: str = "eesd") -> Tracing:
+    """Returns tracing that exports over OTLP when there is an endpoint, otherwise OTLP-JSON lines
+    to `<folder>/<process>.jsonl` when there is a folder.
 
     `process` names this process in every trace (service.instance.id).
     """
-    if endpoint is None and folder is None:
+    if not options.is_on:
         return Tracing()
     # Imported here so that a process that does not trace never loads the SDK.
     from eesd_dist.telemetry.provider import make_provider
 
-    return Tracing(make_provider(process, service=service, endpoint=endpoint, folder=folder))
+    provider, kept = make_provider(options, process=process, service=service)
+    return Tracing(provider, kept=kept, max_round_spans=options.max_round_spans)

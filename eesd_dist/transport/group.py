@@ -127,6 +127,8 @@ class ProcessGroup:
         self._number: int | None = None
         self._round_id: int | None = None
         self._of_round = ""
+        self.contributed_unix_s = 0.0
+        """When this rank began its part of the last sum or gathering, which the others wait for."""
         self._all_reduce = Tally("all_reduce")
         self._all_gather = Tally("all_gather")
         self._broadcast = Tally("broadcast")
@@ -194,6 +196,7 @@ class ProcessGroup:
             return x
         tally = self._all_reduce
         tally.number += 1
+        self.contributed_unix_s = time.time()
         if x.is_cuda:
             operation = tally.kind + self._of_round
             with self._on_device(operation) as plane:
@@ -212,6 +215,7 @@ class ProcessGroup:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         tally = self._all_gather
         tally.number += 1
+        self.contributed_unix_s = time.time()
         if x.is_cuda:
             operation = tally.kind + self._of_round
             with self._on_device(operation) as plane:

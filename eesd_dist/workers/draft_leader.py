@@ -318,7 +318,7 @@ class EngineLeader:
             channel,
             epoch=epoch.number,
             book=self._book,
-            round_ids=None if self._spans is None else self._spans.ids,
+            trace_round=None if self._spans is None else self._spans.trace_round,
             recorder=self._recorder,
             group=None if followers is None else followers.handle,
             commands=None if followers is None else followers.commands,

@@ -27,6 +27,7 @@ from eesd_dist.errors import (
     ResumedElsewhere,
 )
 from eesd_dist.schedule.page_leases import PageLease, PageReservation
+from eesd_dist.telemetry.span_records import SpanRecord
 from eesd_dist.types import Request, RequestId, RoundStats
 from eesd_dist.workers.epochs.round_loop import RoundLoop
 from eesd_dist.workers.messages import (
@@ -407,6 +408,10 @@ class DraftActor(WorkerActor):
     async def rounds(self) -> tuple[RoundStats, ...]:
         """Returns statistics of the latest rounds, oldest first."""
         return tuple(self._watch.rounds())
+
+    async def spans(self, trace_ids: Collection[str]) -> tuple[SpanRecord, ...]:
+        """Returns the spans of these traces that are kept here."""
+        return self._watch.kept_spans(trace_ids)
 
     async def flush(self) -> None:
         """Sends pending spans and writes pending recordings; call before ending the process."""

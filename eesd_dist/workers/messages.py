@@ -6,7 +6,7 @@ that ended the stream: errors travel as values, because Ray wraps raised ones.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from eesd_dist.errors import EesdError
@@ -14,6 +14,7 @@ from eesd_dist.routing.activity import NO_ACTIVITY, Activity
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.kv_pages import KvRoom
 from eesd_dist.schedule.page_leases import Backend
+from eesd_dist.telemetry.tracing_options import TracingOptions
 from eesd_dist.transport.authentication.handshake import Address as Address
 from eesd_dist.types import Emission, Outcome, RecorderCounts, RequestId
 
@@ -255,10 +256,7 @@ class TelemetryOptions:
     """Where metrics and spans go, and the model's name in them."""
 
     model_name: str
-    otlp_endpoint: str | None = None
-    """OTLP over HTTP, when there is a collector."""
-    trace_folder: str | None = None
-    """Folder for spans as files, when there is no collector."""
+    tracing: TracingOptions = field(default_factory=TracingOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

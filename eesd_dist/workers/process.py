@@ -6,7 +6,6 @@ Applied when an actor is built, not at import; only the log level changes later.
 import logging
 import os
 import socket
-from pathlib import Path
 
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
@@ -64,9 +63,5 @@ def process_info() -> ProcessInfo:
 
 
 def tracing_of(options: TelemetryOptions, *, process: str) -> Tracing:
-    """Returns the tracing of these options; off when they name neither a collector nor a folder."""
-    return make_tracing(
-        process="-".join(process.split()),
-        endpoint=options.otlp_endpoint,
-        folder=Path(options.trace_folder) if options.trace_folder is not None else None,
-    )
+    """Returns the tracing of these options; `process` may have blanks."""
+    return make_tracing(options.tracing, process="-".join(process.split()))

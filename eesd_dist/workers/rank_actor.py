@@ -10,11 +10,12 @@ actor.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EesdError, EngineError
+from eesd_dist.telemetry.span_records import SpanRecord
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.epochs.loop import ABORT_WAIT_S, LoopThread
@@ -152,6 +153,10 @@ class RankActor(WorkerActor):
         self._worker.disconnect()
         has_left = await self._joining.leave()
         return has_left and (running is None or await running.stop())
+
+    async def spans(self, trace_ids: Collection[str]) -> tuple[SpanRecord, ...]:
+        """Returns the spans of these traces that are kept here."""
+        return self._tracing.spans(trace_ids)
 
     async def flush(self) -> None:
         """Sends pending spans; call before ending the process."""

@@ -1,7 +1,5 @@
 """A verify rank: runs its shard of layers [N, L), the final norm and the LM head."""
 
-import time
-
 import torch
 
 from eesd_dist.config import EngineConfig
@@ -13,7 +11,7 @@ from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.telemetry.round_spans import RoundSpans
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.channel import DistRoundSource
-from eesd_dist.transport.contracts import RoundHeader, RoundSource, VerifyReply
+from eesd_dist.transport.contracts import RoundHeader, RoundSource
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup, UnconnectedGroup
 from eesd_dist.transport.through_host import OntoDevice
@@ -133,14 +131,14 @@ class VerifyEpoch:
     def abort(self) -> None:
         abort_all(self._groups, "the epoch was ended")
 
-    def _record(self, header: RoundHeader, reply: VerifyReply) -> None:
-        if self._spans is None:
+    def _record(self, header: RoundHeader, began_unix_s: float, ended_unix_s: float) -> None:
+        if self._spans is None or header.span_id == 0:
             return
         self._spans.record_rank(
             trace_id=int.from_bytes(header.trace_id),
             span_id=header.span_id,
             rank=self._rank,
             num_rows=header.num_rows,
-            started_unix_s=time.time() - reply.verify_s,
-            seconds=reply.verify_s,
+            began_unix_s=began_unix_s,
+            ended_unix_s=ended_unix_s,
         )

@@ -11,6 +11,8 @@ from itertools import zip_longest
 
 from eesd_dist.routing.activity import FIRST_TOKEN_WINDOW_S, Activity, RecentRounds
 from eesd_dist.telemetry.metrics import RequestTimings, ServiceMetrics
+from eesd_dist.telemetry.span_records import SpanRecord
+from eesd_dist.telemetry.start_spans import StartSpans
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import (
     Emission,
@@ -78,6 +80,7 @@ class DraftWatch:
         self._metrics = ServiceMetrics(model_name=model_name)
         self._tracing = tracing
         self._spans = tracing.rounds
+        self._starts = None if self._spans is None else StartSpans(self._spans)
         self._rounds: deque[RoundStats] = deque(maxlen=_ROUNDS_KEPT)
         self._recent = RecentRounds()
         self._requests: dict[RequestId, _Watched] = {}
@@ -86,9 +89,19 @@ class DraftWatch:
 
     def arrived(self, request: Request) -> None:
         self._requests[request.request_id] = _Watched(request)
+        if self._starts is not None:
+            self._starts.arrived(request)
 
     def saw(self, result: StepLike, *, late: Collection[RequestId] = ()) -> None:
         """Records a step. `late`: requests with emissions of an earlier submission."""
+        for stats in result.rounds:
+            self._rounds.append(stats)
+            self._recent.add(stats)
+            self._metrics.observe_round(stats)
+            if self._spans is not None:
+                self._spans.record_round(stats)
+            if self._starts is not None:
+                self._starts.record(stats, result.emissions, late=late)
         for emission in result.emissions:
             watched = self._requests.get(emission.request_id)
             if watched is None or emission.request_id in late:
@@ -97,12 +110,6 @@ class DraftWatch:
                 self._first_tokens.append((time.monotonic(), first_s))
             if emission.finish_reason is not None:
                 self._ended(emission.request_id, emission.finish_reason)
-        for stats in result.rounds:
-            self._rounds.append(stats)
-            self._recent.add(stats)
-            self._metrics.observe_round(stats)
-            if self._spans is not None:
-                self._spans.record_round(stats)
 
     def left(self, request_id: RequestId) -> None:
         """Records that the request's reader has left, or that it has failed."""
@@ -155,10 +162,15 @@ class DraftWatch:
             _summed([stats.accepted_by_position for stats in rounds]),
         )
 
+    def kept_spans(self, trace_ids: Collection[str]) -> tuple[SpanRecord, ...]:
+        return self._tracing.spans(trace_ids)
+
     def flush(self) -> None:
         self._tracing.flush()
 
     def _ended(self, request_id: RequestId, reason: FinishReason | None) -> None:
+        if self._starts is not None:
+            self._starts.left(request_id)
         watched = self._requests.pop(request_id, None)
         if watched is not None:
             self._metrics.observe_request(watched.timings(reason))

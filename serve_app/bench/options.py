@@ -218,6 +218,31 @@ class RoundsOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracingBenchOptions:
+    """What traces cost a running service.
+
+    Three services that differ in tracing alone answer the same requests over HTTP in turns: off, as
+    by default (kept in memory, at most one request in a second on a busy service), and sent over
+    OTLP/HTTP to a receiver in this process, of one request in a hundred and of all. Each block of
+    requests is compared with that of the same turn without tracing: tokens per second, and the
+    processor time of all processes, spans that are sent afterwards included. Exit status 1 when a
+    text differs.
+    """
+
+    model: Model = BUNDLED_MODEL
+    prompts: Prompts = SHIPPED_PROMPTS
+    concurrency: Annotated[int, "requests of a block, all at once"] = 16
+    max_tokens: Annotated[int, "length of each text"] = 128
+    repeats: Annotated[int | None, "turns (20; 1 with --quick)"] = None
+    verify_tp: Annotated[int, "ranks of the verify stage"] = 1
+    quick: Quick = False
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "concurrency", "max_tokens", "repeats", "verify_tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExactOverActorsOptions:
     """Compares texts with and without speculation.
 

@@ -52,6 +52,7 @@ add_module(app, "grammars", engine.GrammarsOptions, "eesd_dist.bench.grammars.co
 add_module(app, "control", engine.ControlOptions, "eesd_dist.bench.control")
 add_module(app, "router", service.RouterOptions, "serve_app.bench.router.command")
 add_module(app, "rounds", service.RoundsOptions, "serve_app.bench.rounds.command")
+add_module(app, "tracing", service.TracingBenchOptions, "serve_app.bench.tracing.command")
 add_module(app, "chaos", service.ChaosOptions, "serve_app.bench.chaos.command")
 add_module(app, "endure", service.EndureOptions, "serve_app.bench.endure.command")
 add_module(app, "migration", service.MigrationOptions, "serve_app.bench.kv_migration")

@@ -38,6 +38,16 @@ _KEYS = {
     "otlp_endpoint": "telemetry.otlp_endpoint",
     "trace_folder": "telemetry.trace_folder",
 }
+_VARIABLES = (
+    ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "telemetry.otlp_endpoint"),
+    ("OTEL_EXPORTER_OTLP_ENDPOINT", "telemetry.otlp_endpoint"),
+    ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "telemetry.otlp_protocol"),
+    ("OTEL_EXPORTER_OTLP_PROTOCOL", "telemetry.otlp_protocol"),
+    ("OTEL_TRACES_SAMPLER", "telemetry.sampler"),
+    ("OTEL_TRACES_SAMPLER_ARG", "telemetry.sampler_arg"),
+)
+"""OpenTelemetry's variables of the process that starts a service, the first of a key first: its
+other processes may have another environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +106,9 @@ def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "Serv
     apply_settings(tree, engine.set)
     if is_missing(tree, "engine.model.path"):
         put(tree, "engine.model.path", str(BUNDLED_MODEL))
-    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    if endpoint and is_missing(tree, "telemetry.otlp_endpoint"):
-        put(tree, "telemetry.otlp_endpoint", endpoint)
+    for variable, key in _VARIABLES:
+        if (value := os.environ.get(variable)) and is_missing(tree, key):
+            put(tree, key, value)
     return service_config(tree)
 
 

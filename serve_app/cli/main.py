@@ -19,6 +19,7 @@ from serve_app.cli.batch import batch
 from serve_app.cli.generate import generate
 from serve_app.cli.serve import serve
 from serve_app.cli.stop import stop
+from serve_app.cli.trace import trace
 from serve_app.cli.wait import wait
 
 
@@ -51,7 +52,7 @@ def version() -> None:
 
 app = group("eesd")
 add_callback(app, eesd)
-for _command in (serve, wait, stop, generate, batch):
+for _command in (serve, wait, stop, generate, batch, trace):
     add_command(app, _command)
 add_module(app, "plan", PlanOptions, "cluster.planning.command")
 add_module(app, "plan-fleet", FleetOptions, "cluster.fleet.command")

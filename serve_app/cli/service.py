@@ -71,8 +71,7 @@ class RunningService:
         """
         from rich.console import Console
 
-        url = self.url or f"http://127.0.0.1:{self.port}"
-        state = _fetched(url, page, shape)
+        state = self.page(page, shape=shape)
         found = state if part is None else state[part]
         if self.json:
             echo_json(found)
@@ -82,7 +81,17 @@ class RunningService:
             for each in rendered(found):
                 console.print(each)
         except KeyError as error:
-            raise _not_ours(url, f"no {error} in its answer") from error
+            raise _not_ours(self._url, f"no {error} in its answer") from error
+
+    def page(
+        self, page: str, *, shape: Mapping[str, type], absent: str | None = None
+    ) -> Mapping[str, Any]:
+        """Returns a page of the service. `absent`: what it means if there is no such page."""
+        return _fetched(self._url, page, shape, absent=absent)
+
+    @property
+    def _url(self) -> str:
+        return self.url or f"http://127.0.0.1:{self.port}"
 
 
 def router_named(name: str | None, namespace: str | None) -> "RouterConfig":
@@ -111,7 +120,9 @@ def service_group(name: str, show: Callable[[RunningService], None], *, descript
     return app
 
 
-def _fetched(url: str, page: str, shape: Mapping[str, type]) -> Mapping[str, Any]:
+def _fetched(
+    url: str, page: str, shape: Mapping[str, type], *, absent: str | None = None
+) -> Mapping[str, Any]:
     import httpx
 
     from serve_app.config import ServiceConfig
@@ -123,6 +134,8 @@ def _fetched(url: str, page: str, shape: Mapping[str, type]) -> Mapping[str, Any
         answer = httpx.get(address, headers=headers, timeout=_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise EngineError(f"{url}: {error}: is the service running there?") from error
+    if answer.status_code == _NOT_FOUND and absent is not None:
+        raise EngineError(absent)
     if answer.status_code == _NOT_FOUND:
         raise _not_ours(url, f"it has no {page}")
     if not answer.is_success:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import zip_longest
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException, Query
 from pydantic import SecretStr
 from ray import serve
 from ray.exceptions import RayError
@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.model.max_len import max_model_len_of
 from eesd_dist.routing.fleet.departure import FleetState
+from eesd_dist.telemetry.span_records import SpanRecord
 from eesd_dist.text import Tokenizer
 from eesd_dist.text.tokenizer import leave_out_torch
 from eesd_dist.workers.process import prepare_process, set_log_level, tracing_of
@@ -36,6 +37,7 @@ from serve_app.ingress.fleet_page import fleet_as_json, fleet_page
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.metrics_page import joined, merged
 from serve_app.ingress.pipeline_client import ServiceClient
+from serve_app.ingress.traces import Traces
 from serve_app.openai.api import Degraded, build_api
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware.http_metrics import HttpMetrics
@@ -46,6 +48,7 @@ from serve_app.router import find_router, fleet_of, ingress_pages_of, router_han
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 5.0
+_MAX_TRACES = 100
 
 
 class Ingress:
@@ -65,6 +68,11 @@ class Ingress:
             config=config,
             tracing=self._tracing,
             load_balancer=self._load_balancer,
+        )
+        self._traces = Traces(
+            self._tracing,
+            ingresses=lambda: serve.get_deployment_handle("Ingress", config.app_name),
+            pipelines=pipelines,
         )
         self._max_model_len = max_model_len_of(config.engine)
         self._limits = self._limits_of(config.limits)
@@ -112,6 +120,7 @@ class Ingress:
             metrics=self._metrics,
             tracing=self._tracing,
             max_draft_tokens=config.engine.speculation.max_draft_tokens,
+            controller=config.engine.speculation.controller,
             workloads_by_temperature=config.router.workloads_by_temperature,
             api_key=api_key,
             cors_origins=config.cors_origins,
@@ -123,7 +132,13 @@ class Ingress:
         app.add_api_route("/debug/rounds", self._rounds, methods=["GET"])
         app.add_api_route("/debug/pipelines", self._pipelines, methods=["GET"])
         app.add_api_route("/debug/controllers", self._controllers, methods=["GET"])
+        app.add_api_route("/debug/traces", self._latest_traces, methods=["GET"])
+        app.add_api_route("/debug/traces/{request_id:path}", self._trace, methods=["GET"])
         return app
+
+    async def spans(self) -> tuple[SpanRecord, ...]:
+        """Returns the spans that this replica keeps."""
+        return self._tracing.spans()
 
     async def flush(self) -> None:
         """Sends spans that are still waiting, before this replica is taken down."""
@@ -223,6 +238,19 @@ class Ingress:
             "fleet": None if fleet is None else fleet_as_json(fleet),
             "refused_settings": self._refused,
         }
+
+    async def _latest_traces(
+        self, limit: Annotated[int, Query(ge=1, le=_MAX_TRACES)] = 10
+    ) -> dict[str, object]:
+        """Returns the latest traced requests, each with its spans in all processes."""
+        return {"traces": await self._traces.read(limit=limit)}
+
+    async def _trace(self, request_id: str) -> dict[str, object]:
+        """Returns one of them, by X-Request-Id or by the id of the answer."""
+        found = await self._traces.read(limit=1, request_id=request_id)
+        if not found:
+            raise HTTPException(404, f"no trace of request {request_id[:128]} is kept")
+        return found[0]
 
     async def _controllers(self) -> dict[str, object]:
         """Returns beliefs about acceptance, by class, and the controllers that use them."""

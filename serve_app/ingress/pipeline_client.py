@@ -60,7 +60,10 @@ class ServiceClient:
             attempts.target = await self._load_balancer.pipeline_keeping(request.request_id)
         while True:
             with route_span(
-                self._tracer, traceparent=request.traceparent, request_id=request.request_id
+                self._tracer,
+                traceparent=request.traceparent,
+                request_id=request.request_id,
+                num_interruptions=attempts.num_interruptions,
             ) as route:
                 choice = await self._chosen(attempts)
                 route.set_attribute(names.PIPELINE, choice.pipeline)

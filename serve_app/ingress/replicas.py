@@ -13,12 +13,12 @@ from eesd_dist.workers.process import PROCESS_LOST
 
 
 async def of_all(
-    pipelines: Any, method: str, *, timeout_s: float, rest_s: float | None = None
+    pipelines: Any, method: str, *args: object, timeout_s: float, rest_s: float | None = None
 ) -> tuple[Any, ...]:
     """Calls a method of every replica. Returns the answers that come in time; after the first one
     the others have `rest_s`. Raises EngineError if there is none."""
     deadline_s = time.monotonic() + timeout_s
-    broadcast = pipelines.broadcast(method)
+    broadcast = pipelines.broadcast(method, *args)
     try:
         # Ray's `results_async` has one deadline for all answers.
         async with asyncio.timeout(timeout_s):

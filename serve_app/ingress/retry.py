@@ -41,6 +41,8 @@ class Attempts:
         self._stuck_since_s: float | None = None
         """When the first of them was; None with a token since."""
         self._is_resumed = False
+        self.num_interruptions = 0
+        """Attempts that have failed, those without room aside."""
         self._lost_with: dict[str, bool] = {}
         """The processes that died under attempts since its last token, and whether it was a
         suspect there."""
@@ -93,7 +95,13 @@ class Attempts:
         if not self._is_resumed:
             return emissions
         return tuple(
-            structs.replace(e, num_cached_prompt_tokens=0, queue_s=None) for e in emissions
+            structs.replace(
+                e,
+                num_cached_prompt_tokens=0,
+                queue_s=None,
+                num_interruptions=self.num_interruptions,
+            )
+            for e in emissions
         )
 
     def failed(self, error: EesdError, *, patience_s: float) -> float:
@@ -108,6 +116,7 @@ class Attempts:
         elif not isinstance(error, PeerLost) and (not isinstance(error, CapacityError) or is_new):
             raise error
         self._is_resumed, self.last_error = True, error
+        self.num_interruptions += not isinstance(error, CapacityError)
         if isinstance(error, CapacityError):  # the pipeline lives, and has others to serve
             self._stuck_since_s = None
         elif self._stuck_since_s is None:

@@ -39,6 +39,7 @@ from serve_app.openai.middleware.http_metrics import (
     HttpMetrics,
     note_refusal,
 )
+from serve_app.openai.middleware.http_spans import TracedRequests, traceparent_inside
 from serve_app.openai.openapi import describe_truly
 from serve_app.openai.preparation import Preparation, Prepared
 from serve_app.openai.responses import Event, Json
@@ -85,6 +86,7 @@ def build_api(
     observe_request: RequestObserver | None = None,
     http_metrics: HttpMetrics | None = None,
     max_draft_tokens: int = 8,
+    controller: str = "",
     workloads_by_temperature: bool = True,
     api_key: str | None = None,
     cors_origins: Sequence[str] = (),
@@ -92,7 +94,7 @@ def build_api(
     resume_window_s: float = 0.0,
 ) -> FastAPI:
     """Builds the OpenAI API of one model. With `api_key` None no key is required. `kv_tokens`
-    returns what the KV pages hold, None while it is not known."""
+    returns what the KV pages hold, None while it is not known. `controller`: the default one."""
     preparation = Preparation(
         tokenizer,
         model_name=model_name,
@@ -112,6 +114,7 @@ def build_api(
         observe_request=observe_request,
         max_choices_at_once=limits.max_choices_at_once,
         limits=limits,
+        controller=controller,
     )
     app = FastAPI(title=f"{model_name} behind an OpenAI-compatible API", version=_version())
     _answer_errors(app)
@@ -132,6 +135,8 @@ def build_api(
         )
     if http_metrics is not None:
         app.add_middleware(CountedRequests, metrics=http_metrics, routes=app.routes)
+    if tracing is not None and tracing.is_on:  # outermost: its span has all others in it
+        app.add_middleware(TracedRequests, tracer=tracing.tracer, routes=app.routes)
     return app
 
 
@@ -183,7 +188,7 @@ async def _prepared(
 ) -> Prepared:
     return await service.prepared(
         fields,
-        traceparent=request.headers.get("traceparent"),
+        traceparent=traceparent_inside(request.scope),
         workload=checked_workload(request.headers.get(WORKLOAD_HEADER)),
         request_id=request.headers.get(REQUEST_ID_HEADER),
         last_event_id=request.headers.get(HEADER),

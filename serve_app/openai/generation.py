@@ -36,6 +36,8 @@ class Delta:
     emission: Emission
     at_s: float
     """Time of arrival, on the monotonic clock."""
+    text_s: float = 0.0
+    """Time that it took to make text of its tokens."""
 
 
 class ChoiceTally:
@@ -44,6 +46,8 @@ class ChoiceTally:
     def __init__(self) -> None:
         self.num_tokens = 0
         self.num_cached = 0
+        self.num_interruptions = 0
+        self.text_s = 0.0
         self.queue_s: float | None = None
         self.first_s: float | None = None
         self.last_s: float | None = None
@@ -59,6 +63,8 @@ class ChoiceTally:
         if emission.logprobs or emission.prompt_logprobs:
             emission = structs.replace(emission, logprobs=(), prompt_logprobs=())
         self.rounds.append(emission)
+        self.num_interruptions = max(self.num_interruptions, emission.num_interruptions)
+        self.text_s += delta.text_s
         self.num_cached = max(self.num_cached, emission.num_cached_prompt_tokens)
         if emission.queue_s is not None:
             self.queue_s = emission.queue_s
@@ -94,10 +100,12 @@ async def generate(
         async for emission in emissions:
             _check(emission)
             ended_itself = emission.finish_reason is not None
+            arrived_s = time.monotonic()
             added = text.take(emission)
             if options.drops_tokens:
                 added = _NOTHING
-            yield Delta(choice.index, added, emission, time.monotonic())
+            now_s = time.monotonic()
+            yield Delta(choice.index, added, emission, now_s, text_s=now_s - arrived_s)
             if added.finish_reason is not None:
                 return
         raise EngineError("the engine ended a stream without a finish reason")

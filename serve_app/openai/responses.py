@@ -11,7 +11,7 @@ from eesd_dist.types import Emission, TokenId, TokenLogprobs
 from serve_app.openai.event_ids import Shown
 from serve_app.openai.generation import ChoiceTally, Delta
 from serve_app.openai.preparation import Prepared
-from serve_app.openai.request_metrics import metrics_of
+from serve_app.openai.request_metrics import metrics_of, num_cached_tokens
 from serve_app.openai.tools import CallDelta, ToolCallParser
 
 Json = dict[str, object]
@@ -145,15 +145,6 @@ class Answer:
             "total_tokens": num_prompt + num_completion,
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
-
-
-def num_cached_tokens(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> int:
-    """Sums, over prompts, the tokens that were cached before any choice of the prompt ran."""
-    cached: dict[int, int] = {}
-    for choice, tally in zip(prepared.choices, tallies, strict=True):
-        known = cached.get(choice.prompt_index, tally.num_cached)
-        cached[choice.prompt_index] = min(known, tally.num_cached)
-    return sum(cached.values())
 
 
 class _GrowingChoice:

@@ -14,12 +14,7 @@ from typing import TypeVar
 from opentelemetry.trace import Span
 
 from eesd_dist.telemetry.metrics import RequestTimings
-from eesd_dist.telemetry.request_spans import (
-    Attributes,
-    request_span,
-    response_attributes,
-    traceparent_of,
-)
+from eesd_dist.telemetry.request_spans import request_span, traceparent_of
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
 from serve_app.openai.client import EngineClient
@@ -27,7 +22,8 @@ from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
 from serve_app.openai.limits import Limits
 from serve_app.openai.preparation import Choice, Preparation, Prepared
-from serve_app.openai.responses import Answer, Event, Json, num_cached_tokens
+from serve_app.openai.request_metrics import asked_attributes, total_attributes
+from serve_app.openai.responses import Answer, Event, Json
 from serve_app.openai.schema import ChatFields, CompletionFields, ContentPart, Message, has_grammar
 from serve_app.openai.sse import encoded, encoded_in_parts
 from serve_app.openai.text_threads import TextThreads
@@ -59,9 +55,10 @@ class Service:
         observe_request: RequestObserver | None = None,
         max_choices_at_once: int = 32,
         limits: Limits | None = None,
+        controller: str = "",
     ) -> None:
         """`observe_request` is called for every choice that ended, in whatever way. `limits`
-        None: a request may take as long as it takes."""
+        None: a request may take as long as it takes. `controller`: the default one."""
         self._engine = engine
         self._codec = codec
         self._preparation = preparation
@@ -69,6 +66,7 @@ class Service:
         self._observe_request = observe_request
         self._max_choices_at_once = max_choices_at_once
         self._limits = limits
+        self._controller = controller
         self._throughput = Throughput()
         self.threads = TextThreads()
         self._grammar_threads = TextThreads()
@@ -147,23 +145,16 @@ class Service:
         self._throughput.started(len(tallies))
         try:
             with self._span(prepared) as span:
-                traceparent = traceparent_of(span)
-                running = [each for each in prepared.choices if prepared.has_to_run(each)]
-                sources = [
-                    self._source(
-                        choice,
-                        prepared,
-                        traceparent,
-                        is_continued=number >= self._max_choices_at_once,
-                    )
-                    for number, choice in enumerate(running)
-                ]
+                sources = self._sources(prepared, traceparent_of(span))
                 together = merged(sources, at_once=self._max_choices_at_once)
-                async with aclosing(self._in_time(prepared, together)) as deltas:
-                    async for delta in deltas:
-                        tallies[delta.index].add(delta)
-                        yield delta
-                span.set_attributes(_attributes(prepared, tallies))
+                try:
+                    async with aclosing(self._in_time(prepared, together)) as deltas:
+                        async for delta in deltas:
+                            tallies[delta.index].add(delta)
+                            yield delta
+                finally:
+                    if span.is_recording():
+                        span.set_attributes(total_attributes(prepared, tallies))
         finally:
             # Those without a token say nothing about how fast others end.
             num_served = sum(tally.num_tokens > 0 for tally in tallies)
@@ -191,6 +182,18 @@ class Service:
             return None
         return prepared.arrived_s + self._limits.request_ttl_s - time.monotonic()
 
+    def _sources(
+        self, prepared: Prepared, traceparent: str | None
+    ) -> list[AsyncGenerator[Delta, None]]:
+        """Returns what generates each choice that has to run."""
+        running = [each for each in prepared.choices if prepared.has_to_run(each)]
+        return [
+            self._source(
+                choice, prepared, traceparent, is_continued=number >= self._max_choices_at_once
+            )
+            for number, choice in enumerate(running)
+        ]
+
     def _source(
         self, choice: Choice, prepared: Prepared, traceparent: str | None, *, is_continued: bool
     ) -> AsyncGenerator[Delta, None]:
@@ -211,6 +214,7 @@ class Service:
             traceparent=request.traceparent,
             sampling=request.sampling,
             stream=prepared.stream,
+            attributes=asked_attributes(prepared, controller=self._controller),
         )
 
     def _report(self, prepared: Prepared, tallies: Sequence[ChoiceTally]) -> None:
@@ -236,17 +240,6 @@ class Service:
 
 def _new_tallies(prepared: Prepared) -> list[ChoiceTally]:
     return [ChoiceTally() for _ in prepared.choices]
-
-
-def _attributes(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> Attributes:
-    return response_attributes(
-        response_id=prepared.response_id,
-        model=prepared.model,
-        finish_reasons=[tally.finish_reason.value for tally in tallies],
-        num_input_tokens=sum(len(prompt) for prompt in prepared.prompts),
-        num_output_tokens=sum(tally.num_tokens for tally in tallies),
-        num_cached_tokens=num_cached_tokens(prepared, tallies),
-    )
 
 
 def _size_of(fields: CompletionFields | ChatFields) -> int:

@@ -28,7 +28,7 @@ from cluster.ray_compat import ServeStatus, is_serve_running, serve_status
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from eesd_dist.workers.compiling import start_compiling
 from serve_app.app import application_of
-from serve_app.config import RouterConfig, ServiceConfig, TelemetryConfig, require_key
+from serve_app.config import RouterConfig, ServiceConfig, require_key
 from serve_app.operations.waiting import ChangedReason
 from serve_app.pipeline.assembly import require_room_here
 from serve_app.pipeline.held_room import waiting_for_room
@@ -415,7 +415,7 @@ def _status_of(app_name: str) -> ApplicationStatus | None:
 def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
     if not ray.is_initialized():
         return
-    if config.telemetry != TelemetryConfig() or config.recorder.folder is not None:
+    if config.telemetry_options.tracing.exports or config.recorder.folder is not None:
         _flush(config.app_name)
     if is_ours:
         # Serve's shutdown would end the HTTP proxy first, and with it every live stream.

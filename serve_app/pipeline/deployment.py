@@ -10,6 +10,7 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from ray.exceptions import RayError
 from eesd_dist.errors import ConfigError, EesdError, EngineError, PeerLost
 from eesd_dist.routing.activity import NO_ACTIVITY
 from eesd_dist.routing.directory import PipelineId, PipelineReport
+from eesd_dist.telemetry.span_records import SpanRecord
 from eesd_dist.types import RequestId, RoundStats
 from eesd_dist.workers.messages import (
     ControlReport,
@@ -249,6 +251,24 @@ class Pipeline:
         """The latest rounds' statistics, oldest first."""
         rounds: tuple[RoundStats, ...] = await self._of_leader("rounds")
         return rounds
+
+    async def spans(self, trace_ids: Collection[str]) -> tuple[SpanRecord, ...]:
+        """Returns the spans of these traces that the workers keep and that answer."""
+        group = self._supervisor.group
+        if group is None:
+            return ()
+        workers = dict.fromkeys([*group.workers, *filter(None, [self._leader()])])
+
+        async def of(worker: Worker) -> tuple[SpanRecord, ...]:
+            try:
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                    spans: tuple[SpanRecord, ...] = await worker.ask("spans", "spans", trace_ids)
+            except (TimeoutError, EesdError):
+                return ()
+            return spans
+
+        parts = await asyncio.gather(*[of(worker) for worker in workers])
+        return tuple(span for part in parts for span in part)
 
     async def control(self) -> PipelineControl:
         """Returns what the controllers of this pipeline decide from."""

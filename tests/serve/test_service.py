@@ -364,11 +364,12 @@ def test_one_trace_leads_from_the_client_to_every_verify_rank(
         }
 
     request = {"text_completion tiny"}
-    assert parents("text_completion tiny") == {f"client {client_span}"}
+    assert parents("POST /v1/completions") == {f"client {client_span}"}
+    assert parents("text_completion tiny") == {"POST /v1/completions"}
     assert parents(names.SPAN_ROUTE) == request
     assert parents(names.SPAN_ROUND) == request
-    stages = (names.SPAN_PLAN, names.SPAN_DRAFT, names.SPAN_TRANSFER, names.SPAN_VERIFY)
-    for stage in (*stages, names.SPAN_COMMIT, names.SPAN_VERIFY_RANK):
+    stages = (names.SPAN_PLAN, names.SPAN_DRAFT, names.SPAN_VERIFY, names.SPAN_COMMIT)
+    for stage in (*stages, names.SPAN_VERIFY_RANK):
         assert parents(stage) == {names.SPAN_ROUND}
     assert len({span.process for span in spans}) == 4  # ingress, drafting actor, two ranks
 

@@ -19,7 +19,7 @@ from serve_app.openai.errors import HttpError
 CLIENT_CLOSED_REQUEST = 499
 _REASON = "eesd.refused"
 """Key of a request's scope: why it was refused."""
-_OTHER = "other"
+OTHER_PATH = "other"
 """Paths that the API does not have: a client may ask for any number of them."""
 
 
@@ -124,18 +124,25 @@ class CountedRequests:
             scope.setdefault(_REASON, "internal_error")
             raise
         finally:
-            path, reason = self._path_of(scope), scope.get(_REASON)
-            self._metrics.end(path=path, status=status, reason=reason)
+            path = path_format_of(scope, self._routes)
+            self._metrics.end(path=path, status=status, reason=reason_of(scope))
 
-    def _path_of(self, scope: Scope) -> str:
-        asked: str = scope["path"].removeprefix(scope.get("root_path", ""))
-        for path in (route.path_format for route in self._routes if isinstance(route, Route)):
-            start, brace, _ = path.partition("{")
-            if asked.startswith(start) if brace else asked == path:
-                return path
-        return _OTHER
+
+def path_format_of(scope: Scope, routes: Sequence[BaseRoute]) -> str:
+    """Returns the path of the route that a request is for, or OTHER_PATH."""
+    asked: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    for path in (route.path_format for route in routes if isinstance(route, Route)):
+        start, brace, _ = path.partition("{")
+        if asked.startswith(start) if brace else asked == path:
+            return path
+    return OTHER_PATH
+
+
+def reason_of(scope: Scope) -> str | None:
+    """Returns why a request is refused; None if it is not."""
+    return scope.get(_REASON)
 
 
 def note_refusal(scope: Scope, error: HttpError) -> None:
-    """Remembers why a request is refused, for `CountedRequests`."""
+    """Remembers why a request is refused, for metrics and spans."""
     scope[_REASON] = error.code or error.type

@@ -24,6 +24,7 @@ def round_of(at_s: float, *, requests: int, emitted: int, drafted: int, prefill:
         verify_s=0.0,
         commit_s=0.0,
         started_unix_s=at_s,
+        elapsed_s=0.0,
     )
 
 

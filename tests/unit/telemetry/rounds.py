@@ -20,6 +20,7 @@ _ROUND = RoundStats(
     verify_s=0.020,
     commit_s=0.001,
     started_unix_s=1_700_000_000.0,
+    elapsed_s=0.040,
     num_lookup_drafted=3,
     num_lookup_accepted=1,
     sent_bytes=4096,

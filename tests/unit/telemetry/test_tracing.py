@@ -4,13 +4,15 @@ import random
 import re
 import subprocess
 import sys
-import threading
+import time
+from asyncio import CancelledError
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import json_format
@@ -25,18 +27,20 @@ from eesd_dist.telemetry.request_spans import (
     traceparent_of,
 )
 from eesd_dist.telemetry.round_spans import RoundSpans
+from eesd_dist.telemetry.start_spans import StartSpans
 from eesd_dist.telemetry.tracing import Tracing, make_tracing
-from eesd_dist.types import SamplingParams
+from eesd_dist.telemetry.tracing_options import TracingOptions
+from eesd_dist.types import NO_TRACE, Emission, Request, RequestId, SamplingParams, TokenId
 from tests.support.spans import WrittenSpan, read_spans
 from tests.unit.telemetry.rounds import a_round
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-STAGES = [f"eesd.{stage}" for stage in names.STAGES]
+STAGES = [names.SPAN_PLAN, names.SPAN_DRAFT, names.SPAN_VERIFY, names.SPAN_COMMIT]
 
 
 @contextmanager
 def traced(process: str, folder: Path) -> Iterator[Tracing]:
-    tracing = make_tracing(process=process, folder=folder)
+    tracing = make_tracing(TracingOptions(folder=str(folder)), process=process)
     try:
         yield tracing
     finally:
@@ -46,6 +50,12 @@ def traced(process: str, folder: Path) -> Iterator[Tracing]:
 def rounds_of(tracing: Tracing) -> RoundSpans:
     assert tracing.rounds is not None
     return tracing.rounds
+
+
+def record(tracing: Tracing, *traceparents: str | None, **changes: Any) -> None:
+    """Records a round of requests with these traceparents."""
+    trace = rounds_of(tracing).trace_round(traceparents)
+    rounds_of(tracing).record_round(a_round(trace=trace, **changes))
 
 
 def one(spans: list[WrittenSpan], name: str) -> WrittenSpan:
@@ -72,18 +82,16 @@ def serve_one_request(folder: Path) -> None:
             parent = traceparent_of(request)
             with route_span(ingress.tracer, traceparent=parent, request_id="a") as route:
                 route.set_attribute(names.PIPELINE, "p0")
-            trace_id, span_id = rounds_of(draft).ids([None, parent])
+            trace = rounds_of(draft).trace_round([None, parent])
             rounds_of(rank).record_rank(
-                trace_id=trace_id,
-                span_id=span_id,
+                trace_id=trace.trace_id,
+                span_id=trace.span_id,
                 rank=0,
                 num_rows=9,
-                started_unix_s=1_700_000_000.014,
-                seconds=0.019,
+                began_unix_s=1_700_000_000.014,
+                ended_unix_s=1_700_000_000.033,
             )
-            rounds_of(draft).record_round(
-                a_round(traceparents=(None, parent), trace_id=trace_id, span_id=span_id)
-            )
+            rounds_of(draft).record_round(a_round(trace=trace))
             request.set_attributes(
                 response_attributes(
                     response_id="chatcmpl-1",
@@ -118,7 +126,10 @@ def test_stages_follow_one_another_and_fill_the_round(tmp_path: Path) -> None:
     for earlier, later in pairwise(stages):
         assert later.start_us == pytest.approx(earlier.end_us, abs=1)
     assert stages[-1].end_us == pytest.approx(whole.end_us, abs=1)
-    assert whole.end_us - whole.start_us == pytest.approx(34_000, abs=1)
+    assert whole.end_us - whole.start_us == pytest.approx(40_000, abs=1)
+    # From sending to having the verdict, whatever the loop did in between.
+    verify = one(spans, names.SPAN_VERIFY)
+    assert verify.end_us - verify.start_us == pytest.approx(40_000 - 12_000, abs=1)
 
 
 def test_spans_say_what_happened(tmp_path: Path) -> None:
@@ -127,14 +138,20 @@ def test_spans_say_what_happened(tmp_path: Path) -> None:
     whole, request = one(spans, "eesd.round").attributes, one(spans, "chat demo").attributes
     assert whole["eesd.draft.tokens"] == 7
     assert whole["eesd.accepted.tokens"] == 4
-    assert one(spans, "eesd.transfer").attributes["eesd.transfer.bytes"] == 4096
-    assert one(spans, "eesd.transfer").attributes["eesd.transfer.reply_bytes"] == 1024
+    assert one(spans, "eesd.verify").attributes["eesd.transfer.bytes"] == 4096
+    assert one(spans, "eesd.verify").attributes["eesd.transfer.reply_bytes"] == 1024
+    assert one(spans, "eesd.verify").attributes["eesd.transfer.seconds"] == 0.002
+    assert one(spans, "eesd.verify").attributes["eesd.verify.seconds"] == 0.020
     assert one(spans, "eesd.verify").attributes["eesd.verify.collective_seconds"] == 0.004
     assert one(spans, "eesd.verify").attributes["eesd.verify.collective_sent_bytes"] == 300
     assert request["gen_ai.operation.name"] == "chat"
     assert request["gen_ai.request.temperature"] == 0.5
     assert request["gen_ai.request.seed"] == -1  # the same 64 bits, signed
-    assert one(spans, "eesd.route").attributes == {"eesd.request.id": "a", "eesd.pipeline": "p0"}
+    assert one(spans, "eesd.route").attributes == {
+        "eesd.request.id": "a",
+        "eesd.request.interruptions": 0,
+        "eesd.pipeline": "p0",
+    }
     assert one(spans, "eesd.verify.rank").attributes == {"eesd.rank": 0, "eesd.round.rows": 9}
     assert request["gen_ai.response.finish_reasons"] == ["stop"]
     assert request["gen_ai.usage.output_tokens"] == 6
@@ -144,7 +161,7 @@ def test_every_request_of_a_round_sees_it_in_its_own_trace(tmp_path: Path) -> No
     with traced("draft", tmp_path) as tracing:
         requests = [tracing.tracer.start_span(f"request {i}") for i in range(3)]
         parents = (None, *(traceparent_of(request) for request in requests))
-        rounds_of(tracing).record_round(a_round(traceparents=parents))
+        record(tracing, *parents)
         for request in requests:
             request.end()
     spans = read_spans(tmp_path)
@@ -164,21 +181,19 @@ def test_every_request_of_a_round_sees_it_in_its_own_trace(tmp_path: Path) -> No
 def test_a_request_that_is_not_sampled_leaves_nothing(tmp_path: Path) -> None:
     with traced("draft", tmp_path) as tracing:
         silent = CLIENT[:-1] + "0"
-        assert rounds_of(tracing).ids([silent, None]) == (0, 0)
-        rounds_of(tracing).record_round(a_round(traceparents=(silent, None)))
-        rounds_of(tracing).record_rank(
-            trace_id=0, span_id=0, rank=0, num_rows=9, started_unix_s=1.0, seconds=1.0
-        )
+        assert rounds_of(tracing).trace_round([silent, None]) == NO_TRACE
+        record(tracing, silent, None)
         tracing.tracer.start_span("request", context_of(silent)).end()
     assert read_spans(tmp_path) == []
 
 
-@pytest.mark.parametrize("nonsense", ["nonsense", "a-b-c-1", f"00-{'0' * 32}-{'0' * 16}-01", ""])
+@pytest.mark.parametrize(
+    "nonsense", ["nonsense", "a-b-c-1", f"00-{'0' * 32}-{'0' * 16}-01", "", "1" * 55]
+)
 def test_an_invalid_traceparent_starts_a_new_trace(tmp_path: Path, nonsense: str) -> None:
     with traced("ingress", tmp_path) as tracing:
         tracing.tracer.start_span("request", context_of(nonsense)).end()
-        assert rounds_of(tracing).ids([nonsense]) == (0, 0)
-        rounds_of(tracing).record_round(a_round(traceparents=(nonsense,)))
+        assert rounds_of(tracing).trace_round([nonsense]) == NO_TRACE
     (span,) = read_spans(tmp_path)
     assert span.parent_id is None
 
@@ -192,12 +207,52 @@ def test_a_failed_request_says_how(tmp_path: Path) -> None:
     assert span.status == {"code": 2, "message": "ValueError: too hot"}
 
 
+@pytest.mark.parametrize("departure", [GeneratorExit(), CancelledError()])
+def test_a_client_that_leaves_is_no_error(tmp_path: Path, departure: BaseException) -> None:
+    with traced("ingress", tmp_path) as tracing, pytest.raises(type(departure)):  # noqa: SIM117
+        with route_span(tracing.tracer, traceparent=None, request_id="a"):
+            raise departure
+    (span,) = read_spans(tmp_path)
+    assert span.status == {}
+    assert "error.type" not in span.attributes
+    assert span.attributes["eesd.request.client_left"] is True
+
+
+def test_a_request_waits_and_is_prefilled_before_its_first_token(tmp_path: Path) -> None:
+    request = Request(
+        request_id=RequestId("a"),
+        prompt=(TokenId(1),) * 3,
+        sampling=SamplingParams(),
+        traceparent=CLIENT,
+    )
+    with traced("draft", tmp_path) as tracing:
+        starts = StartSpans(rounds_of(tracing))
+        arrived_s = time.time()
+        starts.arrived(request)
+        starts.arrived(replace(request, request_id=RequestId("b"), traceparent=None))
+        rounds = [
+            a_round(started_unix_s=arrived_s + number, elapsed_s=0.5, round_id=number)
+            for number in (1, 2, 3)
+        ]
+        first = Emission(request_id=request.request_id, tokens=(TokenId(5),), num_accepted=0)
+        starts.record(rounds[0], ())  # a part of the prompt
+        starts.record(rounds[1], (first,))
+        starts.record(rounds[2], (first,))
+    queue, prefill = read_spans(tmp_path)
+    assert [queue.name, prefill.name] == ["eesd.queue", "eesd.prefill"]
+    assert queue.parent_id == prefill.parent_id == CLIENT.split("-")[2]
+    assert queue.end_us - queue.start_us == pytest.approx(1e6, abs=2e5)
+    assert prefill.start_us == queue.end_us == pytest.approx(1e6 * (arrived_s + 1), abs=1)
+    assert prefill.end_us == pytest.approx(1e6 * (arrived_s + 2.5), abs=1)
+    assert prefill.attributes["eesd.request.tokens"] == 3
+
+
 def test_a_process_that_is_killed_after_a_flush_leaves_all_its_spans(tmp_path: Path) -> None:
     program = (
         "import os, sys\n"
-        "from pathlib import Path\n"
         "from eesd_dist.telemetry.tracing import make_tracing\n"
-        "tracing = make_tracing(process='draft', folder=Path(sys.argv[1]))\n"
+        "from eesd_dist.telemetry.tracing_options import TracingOptions\n"
+        "tracing = make_tracing(TracingOptions(folder=sys.argv[1]), process='draft')\n"
         "for number in range(3):\n"
         "    tracing.tracer.start_span(f'request {number}').end()\n"
         "tracing.flush()\n"
@@ -213,7 +268,8 @@ def test_off_it_loads_no_sdk_has_no_rounds_and_hands_the_context_on() -> None:
         "import sys\n"
         "from eesd_dist.telemetry.request_spans import route_span, traceparent_of\n"
         "from eesd_dist.telemetry.tracing import make_tracing\n"
-        "tracing = make_tracing(process='x')\n"
+        "from eesd_dist.telemetry.tracing_options import TracingOptions\n"
+        "tracing = make_tracing(TracingOptions(), process='x')\n"
         "assert tracing.rounds is None\n"
         f"for given in ({CLIENT!r}, None):\n"
         "    with route_span(tracing.tracer, traceparent=given, request_id='a') as span:\n"
@@ -232,40 +288,6 @@ def test_seeding_random_alike_does_not_make_ids_alike(tmp_path: Path) -> None:
     one_, other = read_spans(tmp_path)
     assert one_.trace_id != other.trace_id
     assert one_.span_id != other.span_id
-
-
-class _Collector(BaseHTTPRequestHandler):
-    """A minimal OTLP/HTTP collector."""
-
-    seen: list[tuple[str, bytes]]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        type(self).seen.append((self.path, body))
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        return
-
-
-def test_with_an_endpoint_spans_go_there() -> None:
-    _Collector.seen = []
-    server = HTTPServer(("127.0.0.1", 0), _Collector)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    tracing = make_tracing(process="x", endpoint=f"http://127.0.0.1:{server.server_port}")
-    rounds_of(tracing).record_round(a_round(traceparents=(CLIENT,)))
-    tracing.flush()
-    tracing.close()
-    server.shutdown()
-    server.server_close()
-    thread.join()
-    ((path, body),) = _Collector.seen
-    assert path == "/v1/traces"
-    assert bytes.fromhex(CLIENT.split("-")[1]) in body
-    assert b"eesd.verify" in body
 
 
 def test_a_line_of_a_file_is_a_request_that_a_collector_takes(tmp_path: Path) -> None:

@@ -80,6 +80,33 @@ def test_a_collector_in_the_environment_is_used_unless_another_one_is_named(
     assert named.telemetry.otlp_endpoint == "http://other:4318"
 
 
+def test_the_sampler_and_the_protocol_are_those_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://traces:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.01")
+    tracing = config_of(EngineFlags()).telemetry_options.tracing
+    assert (tracing.endpoint, tracing.protocol) == ("http://traces:4317", "grpc")
+    assert (tracing.sampler, tracing.sampler_arg) == ("parentbased_traceidratio", "0.01")
+    named = config_of(EngineFlags(set=("telemetry.sampler=always_off",)))
+    assert named.telemetry_options.tracing.sampler == "always_off"
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "1.5")
+    with pytest.raises(ConfigError, match=r"telemetry\.sampler_arg.*1\.5"):
+        config_of(EngineFlags())
+
+
+def test_traces_are_kept_by_default_and_nothing_is_exported() -> None:
+    tracing = config_of(EngineFlags()).telemetry_options.tracing
+    assert tracing.is_on
+    assert not tracing.exports
+    off = config_of(EngineFlags(set=("telemetry.max_traces_kept=0",)))
+    assert not off.telemetry_options.tracing.is_on
+
+
 def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("- a\n- b\n")

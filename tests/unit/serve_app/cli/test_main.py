@@ -14,7 +14,7 @@ from serve_app.cli import main as cli
 
 GROUPS = {
     (): (
-        *("serve", "wait", "stop", "generate", "batch", "plan", "plan-fleet", "preflight"),
+        *("serve", "wait", "stop", "generate", "batch", "trace", "plan", "plan-fleet", "preflight"),
         "version",
         *("controllers", "pipelines", "bench", "distill"),
     ),
@@ -34,7 +34,7 @@ GROUPS = {
             "filters",
             "grammars",
         ),
-        *("control", "router", "rounds", "chaos", "endure", "migration", "autoscaling"),
+        *("control", "router", "rounds", "tracing", "chaos", "endure", "migration", "autoscaling"),
     ),
     ("distill",): ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh"),
 }

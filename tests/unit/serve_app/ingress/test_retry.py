@@ -238,6 +238,16 @@ def test_what_a_later_attempt_says_of_cache_and_queue_is_not_the_clients_busines
     assert (later.tokens, later.num_cached_prompt_tokens, later.queue_s) == ((6,), 0, None)
 
 
+def test_interruptions_are_counted_and_a_full_queue_is_none() -> None:
+    attempts = _attempts()
+    assert attempts.heard(_token(5))[0].num_interruptions == 0
+    for error in (LOST, FULL, Migrated(by="a", to="b", reason="drained"), CRASHED):
+        _fail(attempts, error)
+    assert attempts.heard(_token(6))[0].num_interruptions == 3
+    _fail(attempts, LOST)
+    assert attempts.heard(_token(7))[0].num_interruptions == 4
+
+
 def test_a_death_that_is_blamed_late_counts_as_the_request_ran_in_that_process() -> None:
     attempts = _attempts()
     for _ in range(2):

@@ -9,6 +9,7 @@ import pytest
 
 from eesd_dist.errors import PromptTooLong
 from eesd_dist.telemetry.tracing import Tracing, make_tracing
+from eesd_dist.telemetry.tracing_options import TracingOptions
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.service import Service, size_of_chat
@@ -38,7 +39,7 @@ async def _run(service: Service, *, chunks: int | None) -> None:
 
 def test_the_requests_span_stands_between_the_client_and_the_engine(tmp_path: Path) -> None:
     engine = ToyEngine(vocab_size=128)
-    tracing = make_tracing(process="ingress", folder=tmp_path)
+    tracing = make_tracing(TracingOptions(folder=str(tmp_path)), process="ingress")
     asyncio.run(_run(_service(engine, tracing), chunks=None))
     tracing.close()
     exported = json.loads((tmp_path / "ingress.jsonl").read_text().splitlines()[0])
@@ -50,7 +51,7 @@ def test_the_requests_span_stands_between_the_client_and_the_engine(tmp_path: Pa
 
 def test_a_stream_that_is_closed_early_leaves_nothing_running(tmp_path: Path) -> None:
     engine = ToyEngine(vocab_size=128, delay_s=0.001)
-    tracing = make_tracing(process="ingress", folder=tmp_path)
+    tracing = make_tracing(TracingOptions(folder=str(tmp_path)), process="ingress")
     asyncio.run(_run(_service(engine, tracing), chunks=2))
     tracing.close()
     assert engine.num_live == 0

@@ -1,0 +1,34 @@
+"""Options of tracing; they travel to every process of a service."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+OtlpProtocol = Literal["http/protobuf", "grpc"]
+
+MAX_ROUND_SPANS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingOptions:
+    """What is traced, and where spans go. Without an exporter and kept traces it is off."""
+
+    endpoint: str | None = None
+    """Base URL of a collector."""
+    protocol: OtlpProtocol = "http/protobuf"
+    folder: str | None = None
+    """For a file of spans, where there is no collector."""
+    sampler: str | None = None
+    """As in OTEL_TRACES_SAMPLER, which it overrides; `sampler_arg` likewise."""
+    sampler_arg: str | None = None
+    max_traces_kept: int = 0
+    """In the memory of this process."""
+    max_round_spans: int = MAX_ROUND_SPANS
+    """For each request; see `RoundSpans`."""
+
+    @property
+    def exports(self) -> bool:
+        return self.endpoint is not None or self.folder is not None
+
+    @property
+    def is_on(self) -> bool:
+        return self.exports or self.max_traces_kept > 0

@@ -1,0 +1,1 @@
+"""`eesd bench tracing`: what traces cost a running service."""
