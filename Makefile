@@ -48,7 +48,7 @@ check: install
 	$(BIN)/hadolint infra/docker/Dockerfile.*
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec infra/docker-compose.yaml
 
-# The tables of docs/api.md and docs/configuration.md.
+# The tables of docs/api.md, docs/configuration.md and docs/quotas.md.
 references: install
 	$(BIN)/python infra/write_references.py
 

@@ -125,6 +125,12 @@ class Request:
     is_continued: bool = False
     """Whether its client has begun to get other texts of the same HTTP request: where there is no
     room it waits, since refusing it would end them too."""
+    caller: str = ""
+    """The name of the API key that it came with. Callers share an engine fairly."""
+    weight: float = 1.0
+    """Of its caller: twice the weight is twice the share."""
+    priority: int = 0
+    """Requests of a lower number come first, and take the place of those of a higher one."""
     resume_window_s: float = 0.0
     """How long its emissions are kept after the end of its stream, for a client that resumes it."""
     resumption: int = 0

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/api.md and docs/configuration.md from the code.
+"""Writes the tables of docs/api.md, docs/configuration.md and docs/quotas.md from the code.
 
     python infra/write_references.py [--check]
 
@@ -8,16 +8,26 @@ and the exit status is 1 if a table is not what it would be.
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from eesd_dist.config import Section
+from eesd_dist.telemetry.metrics import ServiceMetrics
 from serve_app.config import LiveConfig, ServiceConfig
+from serve_app.ingress.load_balancing import Counts
+from serve_app.ingress.operator_api import Operated, operator_router
+from serve_app.keys import ApiKey
 from serve_app.openai.errors import TABLE
+from serve_app.openai.middleware.http_metrics import HttpMetrics
+from serve_app.openai.openapi import describe_truly
 from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,
@@ -27,6 +37,8 @@ from serve_app.openai.schema import (
 )
 from serve_app.openai.schema.base import Fields
 from serve_app.openai.schema.unsupported import IGNORED, REFUSED, REFUSED_SOMETIMES
+from serve_app.pages.beliefs import belief_page
+from serve_app.pages.state import state_page
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 UNITS = {"_s": "seconds", "_ms": "milliseconds", "_bytes": "bytes", "_gbps": "gigabits per second"}
@@ -106,6 +118,56 @@ def _errors() -> str:
     }
     rows.add(("500", "`server_error`", "`internal_error`"))
     return _table(("status", "`type`", "`code`"), sorted(rows))
+
+
+def _metrics() -> str:
+    http = HttpMetrics()
+    counts = Counts("")
+    found = [
+        (family, labels)
+        for registry in (ServiceMetrics(model_name="").registry, http.registry, counts.registry)
+        for family, labels in _families(registry)
+    ]
+    for page in (
+        state_page(
+            is_ready=True, num_interruptions=0, recovery_s=0.0, is_degraded=False, degraded_s=0.0
+        ),
+        belief_page({"a": {"mean": 0.5, "weight": 1.0, "num_live": 0}}),
+    ):
+        for family in text_string_to_metric_families(page.decode()):
+            found.append((family, sorted({n for s in family.samples for n in s.labels})))
+    rows = {
+        (f"`{_served_name(family)}`", family.type, ", ".join(labels), family.documentation)
+        for family, labels in found
+        if not family.name.endswith("_created")
+    }
+    return _table(("metric", "type", "labels", "meaning"), sorted(rows))
+
+
+def _families(registry: CollectorRegistry) -> Iterator[tuple[Metric, Sequence[str]]]:
+    for collector in list(registry._collector_to_names):
+        for family in collector.collect():
+            yield family, getattr(collector, "_labelnames", ())
+
+
+def _served_name(family: Metric) -> str:
+    return family.name + ("_total" if family.type == "counter" else "")
+
+
+def _operators() -> str:
+    app = FastAPI()
+    app.include_router(operator_router(cast("Operated", None), has_key=True))
+    describe_truly(app, has_key=True)
+    rows = [
+        (
+            f"`{method.upper()} {path}`",
+            " ".join(operation["description"].split()),
+            ", ".join(sorted(operation["responses"])),
+        )
+        for path, operations in app.openapi()["paths"].items()
+        for method, operation in operations.items()
+    ]
+    return _table(("endpoint", "answer", "status"), rows)
 
 
 def _keys(model: type[Section]) -> Callable[[], str]:
@@ -228,11 +290,14 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "refused fields": _refused,
         "ignored fields": _ignored,
         "errors": _errors,
+        "operators": _operators,
     },
     "configuration.md": {
         "keys": _keys(ServiceConfig),
         "user_config": _keys(LiveConfig),
     },
+    "quotas.md": {"keys": _keys(ApiKey)},
+    "observability.md": {"metrics": _metrics},
 }
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from eesd_dist.config import EngineConfig, HomePath, Section
 from eesd_dist.control.registry import entry_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.routing.fleet.size import FleetTargets
+from eesd_dist.telemetry.logs import LogFormat
 from eesd_dist.telemetry.tracing_options import MAX_ROUND_SPANS, OtlpProtocol, TracingOptions
 from eesd_dist.workers.messages import TelemetryOptions
 
@@ -420,6 +421,10 @@ class ServiceConfig(Section):
     api_key_env: str = "EESD_API_KEY"
     """Environment variable with the key clients must send; unset or empty: no key is asked for."""
 
+    keys_file: HomePath | None = None
+    """File of further API keys, with their limits (docs/quotas.md), on every node with an HTTP
+    replica; read again when it changes."""
+
     allow_no_key: bool = False
     """Whether a host other than loopback may be served without a key."""
 
@@ -429,6 +434,9 @@ class ServiceConfig(Section):
     log_folder: HomePath | None = None
     """Where `eesd serve` without --address keeps the logs of its last ten starts, a folder each;
     None: `$XDG_STATE_HOME/eesd/logs`, or `~/.local/state/eesd/logs`."""
+
+    log_format: LogFormat = "text"
+    """Of the log lines of all processes: `json` is one object a line."""
 
     num_ingresses: PositiveInt = 1
     """HTTP replicas; they hold no state."""
@@ -450,6 +458,7 @@ class ServiceConfig(Section):
         folder, ratio = self.telemetry.trace_folder, self.telemetry.sampler_arg
         return TelemetryOptions(
             model_name=self.served_model_name,
+            log_format=self.log_format,
             tracing=TracingOptions(
                 endpoint=self.telemetry.otlp_endpoint,
                 protocol=self.telemetry.otlp_protocol,
@@ -463,7 +472,13 @@ class ServiceConfig(Section):
 
 
 def require_key(config: ServiceConfig, *, has_key: bool) -> None:
-    """Raises ConfigError if other hosts could use the service without a key."""
+    """Raises ConfigError if other hosts could use the service without a key, or keys of a file were
+    the only ones."""
+    if config.keys_file is not None and not has_key:
+        raise ConfigError(
+            f"keys_file is {config.keys_file}, and {config.api_key_env} is not set: set it to the "
+            "operators' key, with which ids of streams are signed"
+        )
     if not (has_key or config.allow_no_key or _is_loopback(config.host)):
         raise ConfigError(
             f"host is {config.host}, which other machines reach, and {config.api_key_env} is not "

@@ -39,6 +39,8 @@ from eesd_dist.routing.directory import (
 from eesd_dist.routing.fleet.departure import Fleet, FleetState
 from eesd_dist.routing.fleet.size import FleetTargets
 from eesd_dist.routing.ingress_reports import IngressReport, IngressReports
+from eesd_dist.routing.quotas import Quota, QuotaBook, Standing
+from eesd_dist.telemetry.logs import LogFormat
 from eesd_dist.workers.messages import ProcessInfo, RouterAdvice, RouterNews
 from eesd_dist.workers.process import prepare_process, process_info
 from serve_app.actor_classes import actor_class
@@ -53,14 +55,21 @@ _SILENT_S = 600.0
 class Router:
     """Wrapped as an actor by `router_handle`."""
 
-    def __init__(self, config: RouterConfig, speculation: SpeculationConfig) -> None:
-        prepare_process()
+    def __init__(
+        self,
+        config: RouterConfig,
+        speculation: SpeculationConfig,
+        log_format: LogFormat = "text",
+    ) -> None:
+        prepare_process(log_format)
         self._config = config
         self._book = BeliefBook(discount=speculation.discount)
         self._directory = PipelineDirectory(
             clock=time.monotonic, rng=Random(speculation.seed), expiry_s=config.expiry_s
         )
         self._ingresses = IngressReports(expiry_s=config.expiry_s)
+        self._quotas: dict[str, QuotaBook] = {}
+        """By service."""
         self._fleets: dict[str, Fleet] = {}
         """By service, where their number of pipelines is autoscaled."""
         self._membership = 0
@@ -139,6 +148,29 @@ class Router:
     async def ingress_pages(self, app: str) -> dict[str, bytes]:
         """Returns the latest metrics of each ingress of a service, as Prometheus text."""
         return self._ingresses.pages(app, now_s=time.monotonic())
+
+    async def acquire(
+        self, app: str, caller: str, quota: Quota, permit: str, ingress: str
+    ) -> Standing:
+        """Gives a permit for one request of a caller, or refuses it."""
+        return self._quota_book(app).acquire(
+            caller, quota, permit=permit, ingress=ingress, now_s=time.monotonic()
+        )
+
+    async def release(
+        self, app: str, caller: str, permit: str, ingress: str, num_tokens: int
+    ) -> None:
+        """Takes a permit back, and notes the tokens that its request has used."""
+        book = self._quota_book(app)
+        now_s = time.monotonic()
+        book.release(caller, permit=permit, ingress=ingress, num_tokens=num_tokens, now_s=now_s)
+
+    async def hold(self, app: str, ingress: str, held: Mapping[str, Collection[str]]) -> None:
+        """Takes the permits that are in use at an ingress, in place of those known."""
+        self._quota_book(app).hold(ingress, held, now_s=time.monotonic())
+
+    def _quota_book(self, app: str) -> QuotaBook:
+        return self._quotas.setdefault(app, QuotaBook(expiry_s=self._config.expiry_s))
 
     @property
     def _membership_id(self) -> str:
@@ -317,7 +349,7 @@ def router_handle(config: ServiceConfig) -> Any:
             max_concurrency=1000,
             enable_task_events=False,
         )
-        .remote(config.router, config.engine.speculation)
+        .remote(config.router, config.engine.speculation, config.log_format)
     )
 
 
@@ -377,6 +409,25 @@ async def ingress_pages_of(handle: Any, *, app: str, timeout_s: float = 1.0) -> 
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"the router did not return the metrics: {error!r}") from error
     return pages
+
+
+async def acquired(
+    handle: Any,
+    *,
+    app: str,
+    caller: str,
+    quota: Quota,
+    permit: str,
+    ingress: str,
+    timeout_s: float,
+) -> Standing:
+    """Asks the router for a permit. Raises EngineError without an answer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            standing: Standing = await handle.acquire.remote(app, caller, quota, permit, ingress)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        raise EngineError(f"the router gave no permit: {error!r}") from error
+    return standing
 
 
 async def pipelines_of(

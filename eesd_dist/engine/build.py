@@ -4,6 +4,7 @@ The only module that depends on all parts of a pipeline. It starts no process an
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -30,6 +31,7 @@ from eesd_dist.model.heads.exit_head import ExitHead, HeadWeights
 from eesd_dist.model.heads.head_config import HeadConfig
 from eesd_dist.model.loading import OnProgress, give_back, unwatched
 from eesd_dist.model.max_len import within
+from eesd_dist.model.parallel import Shard
 from eesd_dist.model.rank_memory import kv_page_bytes
 from eesd_dist.model.span import SpanWeights
 from eesd_dist.model.spec import ModelSpec
@@ -38,6 +40,7 @@ from eesd_dist.sampling.rule import get_ready
 from eesd_dist.schedule.kv_pages import KvRoom, num_pages_of
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
+from eesd_dist.text import Tokenizer
 from eesd_dist.text.grammars import GrammarCompiler
 from eesd_dist.transport.command_stream import CommandSink
 from eesd_dist.transport.contracts import (
@@ -405,6 +408,32 @@ def _cost_of(
         max_running=config.scheduler.max_running,
         epoch=epoch,
     )
+
+
+def check_model(config: EngineConfig) -> None:
+    """Checks what would end a start otherwise: files of the model and of the head, shapes and types
+    of the model's tensors (headers only), the device, and the degrees of tensor parallelism.
+
+    Raises CheckpointError or ConfigError.
+    """
+    layout = layout_of(config)
+    for size in (
+        config.parallel.draft_tensor_parallel_size,
+        config.parallel.verify_tensor_parallel_size,
+    ):
+        Shard.of(layout.spec, rank=0, size=size)
+    Tokenizer.load(config.model.path)
+
+    def stop(_: LoadProgress) -> None:
+        """Called first after the headers, before any data is read."""
+        raise _Checked
+
+    with suppress(_Checked):
+        _load_span(config, layout, 0, layout.spec.num_layers, group=SingleGroup(), on_progress=stop)
+
+
+class _Checked(Exception):
+    """All headers were read."""
 
 
 def compile_kernels(config: EngineConfig) -> None:

@@ -30,7 +30,11 @@ class EngineLoad:
     free_pages: int
     num_pages: int
     num_preemptions: int = 0
-    """Count since the engine was built."""
+    """Since the engine was built, as the two below."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of requests that have begun."""
+    num_cached_prompt_tokens: int = 0
+    """Of those, found in the prefix cache."""
 
 
 class _Arrival(NamedTuple):
@@ -124,6 +128,8 @@ class EngineRequests:
             free_pages=usage.num_free_pages,
             num_pages=usage.num_pages,
             num_preemptions=usage.num_preemptions,
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_cached_prompt_tokens=usage.num_cached_prompt_tokens,
         )
 
     def committed(

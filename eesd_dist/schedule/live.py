@@ -163,3 +163,8 @@ def _draft_ceiling(request: Request, *, service: int) -> int:
     if speculation.max_draft_tokens is None:
         return service
     return min(service, speculation.max_draft_tokens)
+
+
+def ticket_of(live: LiveRequest) -> int:
+    """Returns what requests are ordered by: their arrival."""
+    return live.ticket

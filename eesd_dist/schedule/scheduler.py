@@ -7,16 +7,16 @@ the youngest request is preempted. Tokens are never lost.
 Independent of tensors, stages, controllers and text. Not thread-safe: one thread owns a scheduler.
 """
 
-from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from eesd_dist.config import SchedulerConfig, TreeConfig
 from eesd_dist.errors import QueueFull, RequestError
 from eesd_dist.page_table import PageTable
+from eesd_dist.schedule.fairness import Fairness, WaitingRequests, last_to_stay
 from eesd_dist.schedule.gate import Gate
-from eesd_dist.schedule.live import LiveRequest, salt_of
+from eesd_dist.schedule.live import LiveRequest, salt_of, ticket_of
 from eesd_dist.schedule.page_leases import LeasedPages, PageLease, PageLeases, PageReservation
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.types import (
@@ -117,7 +117,8 @@ class Scheduler:
         self._overlaps = self._num_microbatches == 2
         # A page table's fair share: the room reserved for a new run to grow.
         self._fair_share = pages.num_pages // config.max_running
-        self._waiting: list[LiveRequest] = []  # by ticket, so a preempted request comes first
+        self._fairness = Fairness()
+        self._waiting = WaitingRequests()
         self._running: dict[RequestId, LiveRequest] = {}
         self._outstanding: list[RoundPlan] = []
         self._preempted: list[RequestId] = []
@@ -161,8 +162,7 @@ class Scheduler:
         running = self._running.get(request_id)
         if running is not None and not running.is_aborted:
             return running
-        waiting = (live for live in self._waiting if live.request_id == request_id)
-        return next(waiting, running)
+        return self._waiting.find(request_id) or running
 
     def usage(self) -> SchedulerUsage:
         return SchedulerUsage(
@@ -189,22 +189,35 @@ class Scheduler:
                 f"request {request.request_id} is being served already: choose another id",
                 param="request_id",
             )
+        callers = {each.request.caller for each in self._running.values()}
+        callers |= {caller for _, caller in self._waiting.classes()}
         # A resumed request was admitted before: the bound is for requests without a token.
-        if not request.generated and len(self._waiting) >= self._config.max_waiting:
-            raise QueueFull(num_waiting=len(self._waiting), limit=self._config.max_waiting)
-        self._waiting.append(
-            LiveRequest(
-                request,
-                ticket=self._num_tickets,
-                arrival_s=self._clock(),
-                max_model_len=self._max_model_len,
-                max_draft_tokens=self._max_draft_tokens,
-                tree=self._tree.shape_of(request.speculation.tree),
-                max_tree_nodes=self._tree.max_nodes,
-                drafter=self._drafter,
-            )
+        if not request.generated:
+            self._check_room(request.caller, callers)
+        live = LiveRequest(
+            request,
+            ticket=self._num_tickets,
+            arrival_s=self._clock(),
+            max_model_len=self._max_model_len,
+            max_draft_tokens=self._max_draft_tokens,
+            tree=self._tree.shape_of(request.speculation.tree),
+            max_tree_nodes=self._tree.max_nodes,
+            drafter=self._drafter,
         )
+        self._fairness.arrived(live, callers)
+        self._waiting.add(live)
         self._num_tickets += 1
+
+    def _check_room(self, caller: str, others: Set[str]) -> None:
+        """Raises QueueFull if the queue is full and this caller has its share of it. Since a caller
+        gets its share of a full queue too, the queue may reach twice its size, and no more."""
+        limit, num_waiting = self._config.max_waiting, len(self._waiting)
+        if num_waiting < limit:
+            return
+        num_callers = len(others | {caller})
+        share = 0 if num_callers == 1 else max(1, limit // num_callers)
+        if self._waiting.num_of(caller) >= share or num_waiting >= 2 * limit:
+            raise QueueFull(num_waiting=num_waiting, limit=limit)
 
     def abort(self, request_id: RequestId) -> bool:
         """Drops a request; one in flight keeps its pages until its round is committed.
@@ -225,9 +238,7 @@ class Scheduler:
         """Returns the next round of a microbatch; None when no request of it can run now."""
         self._balance()
         known = self._choose_decoding(microbatch)
-        budget = self._config.token_budget - len(known)
-        budget = self._choose_prefill(microbatch, known, budget=budget)
-        self._admit(microbatch, known, budget=budget)
+        self._choose_prefill(microbatch, known)
         if not known:
             return None
         return self._depart(microbatch, known)
@@ -264,7 +275,7 @@ class Scheduler:
         victims = [live for live in self._running.values() if not live.is_aborted]
         self._lose_stores()
         for live in victims:
-            insort(self._waiting, live, key=_ticket)
+            self._waiting.add(live)
         return [live.request_id for live in victims]
 
     def change_drafter(self) -> None:
@@ -329,7 +340,7 @@ class Scheduler:
             max(1, self._fair_need(live) - len(live.pages)) for live in self._running.values()
         ) + sum(
             max(self._num_missing(live, ahead=0), self._fair_need(live))
-            for live in self._waiting[:num_entering]
+            for live in islice(self._waiting, num_entering)
         )
 
     def _fair_need(self, live: LiveRequest) -> int:
@@ -395,35 +406,83 @@ class Scheduler:
         # A request that secured its pages may have lost them to an older one after that.
         return {v: 1 for v in ready if v not in stuck and v.request_id in self._running}
 
-    def _choose_prefill(
-        self, microbatch: int, known: dict[LiveRequest, int], *, budget: int
-    ) -> int:
-        """Adds chunks of partly computed prompts, the oldest first; returns the budget left."""
-        for live in self._at_rest(microbatch):
+    def _choose_prefill(self, microbatch: int, known: dict[LiveRequest, int]) -> None:
+        """Adds chunks of partly computed prompts, and of waiting requests, in the order of
+        fairness. Waiting ones start while there are pages and room in the batch, or others have to
+        make room."""
+        partly = [live for live in self._at_rest(microbatch) if not live.is_decoding]
+        evicted: set[LiveRequest] = set()
+        """They do not come back in this round, so that it ends whatever their callers' weights."""
+        newcomer = self._newcomer(evicted)
+        while partly or newcomer is not None:
+            budget = self._config.token_budget - sum(known.values())
             if budget <= 0:
-                break
-            if not live.is_decoding:
+                partly = []
+            live = self._fairness.next_prompt(partly, newcomer)
+            if live is not None and live is not newcomer:
+                partly.remove(live)
                 known[live] = self._chunk(live, budget=budget)
-                budget -= known[live]
-        return budget
-
-    def _admit(self, microbatch: int, known: dict[LiveRequest, int], *, budget: int) -> None:
-        """Starts requests from the head of the queue while there are pages, room in the batch and
-        token budget.
-
-        Skips only requests that wait for an aborted one with the same id to leave.
-        """
-        while self._waiting and len(self._running) < self._config.max_running:
+                continue
             joined = self._smaller_microbatch(prefer=microbatch)
-            if joined == microbatch and budget <= 0:
-                return
-            live = next((v for v in self._waiting if v.request_id not in self._running), None)
-            if live is None or not self._start(live, microbatch=joined):
-                return
-            self._waiting.remove(live)
+            has_room = joined != microbatch or budget > 0
+            if live is None or not has_room or not self._admit(live, joined, known, evicted):
+                newcomer = None
+                continue
+            partly = [each for each in partly if each not in evicted]
             if joined == microbatch:
+                budget = self._config.token_budget - sum(known.values())
                 known[live] = self._chunk(live, budget=budget)
-                budget -= known[live]
+            newcomer = self._newcomer(evicted)
+
+    def _newcomer(self, evicted: Set[LiveRequest]) -> LiveRequest | None:
+        """Returns the waiting request that starts next. Skips those that wait for an aborted one
+        with the same id to leave."""
+        heads = self._waiting.heads(
+            lambda live: live.request_id not in self._running and live not in evicted
+        )
+        return self._fairness.newcomer(heads, running=self._running.values())
+
+    def _admit(
+        self,
+        live: LiveRequest,
+        microbatch: int,
+        known: dict[LiveRequest, int],
+        evicted: set[LiveRequest],
+    ) -> bool:
+        """Starts a waiting request, in the place of others if it may; returns whether it did. The
+        others lose their part in this round; none is preempted unless it starts."""
+        victims = self._victims(live)
+        if victims is None:
+            return False
+        for victim in victims:
+            known.pop(victim, None)
+            evicted.add(victim)
+            self._preempt(victim)
+        if not self._start(live, microbatch=microbatch):
+            return False
+        self._waiting.remove(live)
+        return True
+
+    def _victims(self, live: LiveRequest) -> Sequence[LiveRequest] | None:
+        """Returns the requests that have to make room for one to start, none as a rule; None if
+        there would not be enough of it."""
+        cached, num_lacking = self._lacking(live)
+        running = dict(self._running)
+        victims: list[LiveRequest] = []
+        while len(running) >= self._config.max_running or num_lacking > 0:
+            victim = self._fairness.victim(
+                live,
+                running=running.values(),
+                waiting=(*self._waiting.heads(lambda _: True), *victims),
+            )
+            if victim is None:
+                return None
+            victims.append(victim)
+            del running[victim.request_id]
+            num_lacking -= sum(
+                self._pages.num_owners(page) == 1 and page not in cached for page in victim.pages
+            )
+        return victims
 
     def _at_rest(self, microbatch: int) -> list[LiveRequest]:
         return [v for v in self._running.values() if v.microbatch == microbatch and not v.in_flight]
@@ -434,15 +493,10 @@ class Scheduler:
     # Pages.
 
     def _start(self, live: LiveRequest, *, microbatch: int) -> bool:
-        """Starts a request if its known tokens and one more page fit; returns whether it did."""
-        # Every row is computed where features or log-probabilities of all are returned.
-        if live.request.features is None and not live.wants_prompt_logprobs:
-            live.add_pages(self._pages.match_prefix(live.tokens, salt=live.salt))
+        """Starts a request if its known tokens fit; returns whether it did."""
+        live.add_pages(self._cached(live))
         num_cached = len(live.pages) * self._pages.page_size
-        missing = self._num_missing(live, ahead=0)
-        # With no other running request it may take the last page.
-        num_kept = 1 if self._running else 0
-        if missing + num_kept > self._pages.num_free or not self._grow(live, missing):
+        if not self._grow(live, self._num_missing(live, ahead=0)):
             self._pages.release(live.drop_pages(len(live.pages)))
             return False
         live.num_computed = num_cached
@@ -451,6 +505,23 @@ class Scheduler:
         if live.first_scheduled_s is None:
             self._count_arrival(live)
         return True
+
+    def _cached(self, live: LiveRequest) -> Sequence[PageId]:
+        """Returns cached pages of its known tokens, which it owns from now on."""
+        # Every row is computed where features or log-probabilities of all are returned.
+        if live.request.features is not None or live.wants_prompt_logprobs:
+            return ()
+        return self._pages.match_prefix(live.tokens, salt=live.salt)
+
+    def _lacking(self, live: LiveRequest) -> tuple[Set[PageId], int]:
+        """Returns cached pages of its known tokens, and how many are too few for the others and one
+        more; at most 0 if there are enough. With no other running request it may take the last."""
+        cached = self._cached(live)
+        num_kept = 1 if self._running else 0
+        missing = self._pages.pages_for(live.num_tokens) - len(cached)
+        num_lacking = missing + num_kept - self._pages.num_free
+        self._pages.release(cached)
+        return frozenset(cached), num_lacking
 
     def _count_arrival(self, live: LiveRequest) -> None:
         live.first_scheduled_s = self._clock()
@@ -486,7 +557,7 @@ class Scheduler:
             at_rest = [v for v in self._running.values() if not v.in_flight]
             if len(at_rest) == 1:
                 return False
-            victim = max(at_rest, key=_ticket)
+            victim = last_to_stay(at_rest, running=self._running.values())
             self._preempt(victim)
             if victim is live:
                 return False
@@ -501,7 +572,7 @@ class Scheduler:
 
     def _preempt(self, live: LiveRequest) -> None:
         self._leave(live)
-        insort(self._waiting, live, key=_ticket)
+        self._waiting.add(live)
         self._preempted.append(live.request_id)
         self._num_preemptions += 1
 
@@ -521,7 +592,7 @@ class Scheduler:
         self._pages.forget_cached()
 
     def _in_order(self) -> list[LiveRequest]:
-        return sorted([*self._running.values(), *self._waiting], key=_ticket)
+        return sorted([*self._running.values(), *self._waiting], key=ticket_of)
 
     # Departure and arrival of a round.
 
@@ -541,6 +612,7 @@ class Scheduler:
         is_final = end == live.num_tokens
         max_draft, max_nodes = self._draft_room(live) if is_final else (0, 0)
         live.in_flight = True
+        self._fairness.charge(live, num_known)
         self._num_turns += 1
         live.last_turn = self._num_turns
         return PlanItem(
@@ -584,6 +656,7 @@ class Scheduler:
         before = live.num_tokens
         finish_reason = live.extend(result.tokens)
         num_kept = live.num_tokens - before
+        self._fairness.charge(live, num_kept - 1)
         # The verifier's own token has no key and value yet: it is the next round's known token.
         self._advance(live, num_computed=live.num_tokens - 1)
         if finish_reason is not None:
@@ -613,7 +686,3 @@ def _queue_s(live: LiveRequest) -> float:
     scheduled_s = live.first_scheduled_s
     assert scheduled_s is not None, f"{live.request_id} left without having been scheduled"
     return scheduled_s - live.arrival_s
-
-
-def _ticket(live: LiveRequest) -> int:
-    return live.ticket

@@ -67,6 +67,15 @@ class ServiceMetrics:
         self._running = self._gauge("num_requests_running", "Requests that hold KV pages.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.")
+        self._preemptions = _Total(
+            self._counter("num_preemptions", "Times that a request had to give up its KV pages.")
+        )
+        self._prefix_queries = _Total(
+            self._counter("prefix_cache_queries", "Prompt tokens of requests that have begun.")
+        )
+        self._prefix_hits = _Total(
+            self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._generated_tokens = self._counter("generation_tokens", "Tokens that left.")
         self._finished = self._labelled_counter(
@@ -88,12 +97,17 @@ class ServiceMetrics:
         )
         self._drafts = self._counter("spec_decode_num_drafts", "Drafts verified.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Of those, accepted.")
+        self._accepted = self._counter(
+            "spec_decode_num_accepted_tokens", "Drafted tokens accepted."
+        )
         self._looked_up = self._counter(
             "spec_decode_num_lookup_draft_tokens", "Tokens drafted by prompt lookup."
         )
         self._looked_up_accepted = self._counter(
-            "spec_decode_num_lookup_accepted_tokens", "Of those, accepted."
+            "spec_decode_num_lookup_accepted_tokens", "Of prompt lookup, accepted."
+        )
+        self._drafted_at = self._labelled_counter(
+            "spec_decode_num_draft_tokens_per_pos", "Drafted, by draft position.", "position"
         )
         self._accepted_at = self._labelled_counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted, by draft position.", "position"
@@ -116,10 +130,12 @@ class ServiceMetrics:
             "Waiting for bytes between ranks; draft_to_verify: there and back.",
             "hop",
         )
-        self._refused = self._counter(
-            "refused_connections", "Connections to the drafting actor from outside its pipeline."
+        self._refused = _Total(
+            self._counter(
+                "refused_connections",
+                "Connections to the drafting actor from outside its pipeline.",
+            )
         )
-        self._num_refused = 0
         self._recorded: RecorderCounts | None = None
         """Last counts of the recorder; None where there is no recorder, and so no metrics of it."""
         self._begin_at_zero()
@@ -136,6 +152,8 @@ class ServiceMetrics:
         self._accepted.inc(stats.num_accepted)
         self._looked_up.inc(stats.num_lookup_drafted)
         self._looked_up_accepted.inc(stats.num_lookup_accepted)
+        for position, count in enumerate(stats.drafted_by_position):
+            self._drafted_at.labels(self._model_name, str(position)).inc(count)
         for position, count in enumerate(stats.accepted_by_position):
             self._accepted_at.labels(self._model_name, str(position)).inc(count)
         for stage in STAGES:
@@ -188,8 +206,15 @@ class ServiceMetrics:
 
     def observe_refused(self, num_refused: int) -> None:
         """Takes the total since the process began."""
-        self._refused.inc(num_refused - self._num_refused)
-        self._num_refused = num_refused
+        self._refused.reached(num_refused)
+
+    def observe_totals(
+        self, *, num_preemptions: int, num_prompt_tokens: int, num_cached_tokens: int
+    ) -> None:
+        """Takes totals since the engine was built."""
+        self._preemptions.reached(num_preemptions)
+        self._prefix_queries.reached(num_prompt_tokens)
+        self._prefix_hits.reached(num_cached_tokens)
 
     def render(self) -> bytes:
         """Returns the page that a Prometheus server scrapes, of type CONTENT_TYPE."""
@@ -224,6 +249,18 @@ class ServiceMetrics:
             f"eesd_{name}", text, ("model_name",), buckets=buckets, registry=self.registry
         )
         return histogram.labels(self._model_name)
+
+
+class _Total:
+    """A counter that is told totals, which begin again when an engine is built again."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._last = 0
+
+    def reached(self, total: int) -> None:
+        self._counter.inc(total - self._last if total >= self._last else total)
+        self._last = total
 
 
 def _num_drafts(stats: RoundStats) -> int:

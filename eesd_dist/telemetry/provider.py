@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from base64 import b64decode
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from random import Random
@@ -143,17 +143,17 @@ class KeptTraces(SpanProcessor):
     def __init__(self, process: str, *, max_traces: int) -> None:
         self._process = process
         self._max_traces = max_traces
-        self._traces: OrderedDict[str, list[SpanRecord]] = OrderedDict()
+        self._traces: OrderedDict[str, deque[SpanRecord]] = OrderedDict()
         self._lock = threading.Lock()
 
     def on_end(self, span: ReadableSpan) -> None:
         record = self._record_of(span)
         with self._lock:
-            spans = self._traces.setdefault(record.trace_id, [])
+            # The last spans to end are those of the whole request: the first ones go. A client may
+            # send any number of requests of one trace.
+            newest: deque[SpanRecord] = deque(maxlen=_MAX_SPANS_OF_TRACE)
+            self._traces.setdefault(record.trace_id, newest).append(record)
             self._traces.move_to_end(record.trace_id)
-            # The last spans to end are those of the whole request: they are kept.
-            if len(spans) < _MAX_SPANS_OF_TRACE or record.is_request:
-                spans.append(record)
             if len(self._traces) > self._max_traces:
                 self._traces.popitem(last=False)
 

@@ -95,7 +95,7 @@ class DraftActor(WorkerActor):
         tenure: Callable[[], Tenure] | None = None,
     ) -> None:
         """`tenure` makes its lease; a fallback has none, and ends with its host."""
-        prepare_process()
+        prepare_process(telemetry.log_format)
         self._max_waiting = config.scheduler.max_waiting
         tracing = tracing_of(telemetry, process=name)
         self._leader = stages.draft_leader(config, tracing)

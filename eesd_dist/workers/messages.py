@@ -14,6 +14,7 @@ from eesd_dist.routing.activity import NO_ACTIVITY, Activity
 from eesd_dist.routing.beliefs import DraftPlan, Priors
 from eesd_dist.schedule.kv_pages import KvRoom
 from eesd_dist.schedule.page_leases import Backend
+from eesd_dist.telemetry.logs import LogFormat
 from eesd_dist.telemetry.tracing_options import TracingOptions
 from eesd_dist.transport.authentication.handshake import Address as Address
 from eesd_dist.types import Emission, Outcome, RecorderCounts, RequestId
@@ -253,10 +254,11 @@ class ControlReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryOptions:
-    """Where metrics and spans go, and the model's name in them."""
+    """Where metrics and spans go, the model's name in them, and the form of log lines."""
 
     model_name: str
     tracing: TracingOptions = field(default_factory=TracingOptions)
+    log_format: LogFormat = "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,17 +10,18 @@ import socket
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
+from eesd_dist.telemetry.logs import LogFormat, set_up_logs
 from eesd_dist.telemetry.tracing import Tracing, make_tracing
 from eesd_dist.workers.messages import ProcessInfo, TelemetryOptions
 
 
-def prepare_process() -> None:
+def prepare_process(log_format: LogFormat = "text") -> None:
     """Sets up logging, and keeps libraries from contacting the Hugging Face hub and from starting
     tokenizer threads.
 
     Logs go to stderr, which Ray keeps in a file per process.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs(log_format)
     set_log_level("INFO")
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_OFFLINE"] = "1"

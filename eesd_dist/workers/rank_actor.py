@@ -68,7 +68,7 @@ class RankActor(WorkerActor):
         tenure: Callable[[], Tenure] | None = None,
     ) -> None:
         """`tenure` makes its lease; a fallback has none, and ends with its host."""
-        prepare_process()
+        prepare_process(telemetry.log_format)
         lease = None if tenure is None else tenure()
         self._tracing = tracing_of(telemetry, process=name)
         self._worker_of = partial(_worker_of, stages, config, self._tracing, stage=stage)

@@ -133,6 +133,11 @@ class DraftWatch:
                 num_waiting=load.num_waiting,
                 kv_usage=_kv_use(load),
             )
+            self._metrics.observe_totals(
+                num_preemptions=load.num_preemptions,
+                num_prompt_tokens=load.num_prompt_tokens,
+                num_cached_tokens=load.num_cached_prompt_tokens,
+            )
         if recorder is not None:
             self._metrics.observe_recorder(recorder)
         self._metrics.observe_refused(num_refused)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Argument
 
 from eesd_dist.command_line import given
+from eesd_dist.telemetry.logs import LogFormat
 from eesd_dist.types import Device, DTypeSetting, Numerics, TreeShape
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _KEYS = {
     "allow_no_key": "allow_no_key",
     "pipelines": "pipelines.max_count",
     "log_folder": "log_folder",
+    "log_format": "log_format",
     "otlp_endpoint": "telemetry.otlp_endpoint",
     "trace_folder": "telemetry.trace_folder",
 }
@@ -88,6 +90,7 @@ class ServiceFlags:
         None
     )
     log_folder: Annotated[Path | None, "folder for logs (~/.local/state/eesd/logs)"] = None
+    log_format: Annotated[LogFormat | None, "of log lines: text, or json, one object each"] = None
     trace_folder: Annotated[Path | None, "folder for span files, without a collector"] = None
 
 

@@ -15,13 +15,17 @@ def serve(
     address: Annotated[str | None, "Ray cluster to join; without it, Ray is started here"] = None,
 ) -> None:
     """Serves an OpenAI-compatible API on Ray until interrupted."""
+    from eesd_dist.workers.checking import ModelCheck
+
     config = config_of(engine, service)
     shows_logs: bool = context.find_root().params["verbose"]
+    check = None
     if address is None:
+        check = ModelCheck(config.engine)  # while Ray is imported
         prepare_for_local_ray(shows_logs=shows_logs)
     else:
         prepare_for_cluster(shows_logs=shows_logs)
     # Ray reads the environment when it is imported.
     from serve_app.operations.serving import run_service
 
-    run_service(config, address=address, shows_logs=shows_logs, say=echo)
+    run_service(config, address=address, check=check, shows_logs=shows_logs, say=echo)

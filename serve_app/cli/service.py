@@ -1,6 +1,6 @@
 """Shared by the commands for a running service: options, pages, connection.
 
-Reading goes over HTTP, changes go over Ray: nothing over HTTP changes a service.
+Reading goes over HTTP, changes go over Ray, also where the service has no API key.
 """
 
 import json

@@ -92,11 +92,14 @@ def waterfall(
 ) -> "Iterator[RenderableType]":
     """Yields a line of totals, and a table of this width with a row for each span."""
     from rich.table import Table
+    from rich.text import Text
 
     spans: Sequence[Span] = trace["spans"]
     begin_s = min(span["start"] for span in spans)
     whole_s = max(max(span["end"] for span in spans) - begin_s, 1e-9)
-    yield f"[bold]{trace['request_id'] or 'no id'}[/bold]  {1e3 * whole_s:.1f} ms  {_totals(spans)}"
+    # Ids and names are text of clients: no markup.
+    head = Text(str(trace["request_id"] or "no id"), style="bold")
+    yield head.append(f"  {1e3 * whole_s:.1f} ms  {_totals(spans)}", style="not bold")
     rows = [("  " * depth + span["name"], span) for depth, span in _rows(spans, with_stages)]
     name_chars = max(len(name) for name, _ in rows)
     left = max(width - name_chars - 2 * _TIME_CHARS - 4, 2 * _MIN_CHARS)
@@ -110,11 +113,11 @@ def waterfall(
     for name, span in rows:
         start_s, took_s = span["start"] - begin_s, span["end"] - span["start"]
         table.add_row(
-            name,
+            Text(name),
             _bar(start_s / whole_s, took_s / whole_s, num_chars=bar_chars),
             f"{1e3 * start_s:.1f}",
             f"{1e3 * took_s:.1f}",
-            span["process"],
+            Text(span["process"]),
         )
     yield table
 

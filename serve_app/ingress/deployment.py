@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import zip_longest
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, HTTPException, Query
+from fastapi import FastAPI, HTTPException
 from pydantic import SecretStr
 from ray import serve
 from ray.exceptions import RayError
@@ -33,29 +33,40 @@ from serve_app.config import (
     require_autoscaled,
     require_key,
 )
-from serve_app.ingress.fleet_page import fleet_as_json, fleet_page
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.metrics_page import joined, merged
+from serve_app.ingress.operator_api import SharedState, operator_router
 from serve_app.ingress.pipeline_client import ServiceClient
+from serve_app.ingress.quotas import GlobalQuotas
 from serve_app.ingress.traces import Traces
+from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.api import Degraded, build_api
+from serve_app.openai.errors import NotDrained, UnknownPipeline
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware.http_metrics import HttpMetrics
+from serve_app.pages.beliefs import belief_page
+from serve_app.pages.fleet import fleet_as_json, fleet_page
 from serve_app.pipeline.deployment import PipelineControl, PipelineState
+from serve_app.pipeline.drain import Drained
 from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.router import find_router, fleet_of, ingress_pages_of, router_handle
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 5.0
-_MAX_TRACES = 100
+_BELIEFS_TIMEOUT_S = 1.0
+"""A scraper does not wait long."""
+_REREAD_S = 1.0
+"""How often the file of keys is looked at."""
+_CHANGE_TIMEOUT_S = 3600.0
+"""Pages are copied as long as that makes progress."""
 
 
 class Ingress:
     """One HTTP replica; deployed by `serve_app.app`."""
 
     def __init__(self, config: ServiceConfig, pipelines: Any, api_key: SecretStr | None) -> None:
-        prepare_process()
+        prepare_process(config.log_format)
         self._config = config
         self._api_key = api_key
         self._tracing = tracing_of(config.telemetry_options, process=f"ingress-{os.getpid()}")
@@ -71,13 +82,20 @@ class Ingress:
         )
         self._traces = Traces(
             self._tracing,
-            ingresses=lambda: serve.get_deployment_handle("Ingress", config.app_name),
+            ingresses=lambda: serve.get_deployment_handle(
+                "Ingress", config.app_name, _check_exists=False
+            ),
             pipelines=pipelines,
         )
         self._max_model_len = max_model_len_of(config.engine)
         self._limits = self._limits_of(config.limits)
+        self._state = SharedState(self._health, self.pipelines, self.controllers)
+        self._changing: set[asyncio.Future[Any]] = set()
+        """Pipelines that are being drained, or undrained."""
         self._refused = ""
         """Why `user_config` was not applied; empty if it was."""
+        self._keys: KeyRing | None = None
+        self._rereading: asyncio.Task[None] | None = None
 
     def reconfigure(self, user_config: object) -> None:
         """Called by Serve with `user_config`. A wrong one is reported and changes nothing: an error
@@ -109,6 +127,14 @@ class Ingress:
         leave_out_torch()
         api_key = key_of(config, given=self._api_key)
         require_key(config, has_key=api_key is not None)
+        if api_key is not None:
+            self._keys = KeyRing(operators_key(api_key), file=config.keys_file)
+        if config.keys_file is not None:
+            self._rereading = asyncio.ensure_future(self._reread_keys())
+        quotas = GlobalQuotas(
+            app=config.app_name, ingress=self._name, router=lambda: self._load_balancer.router
+        )
+        self._load_balancer.permits_held = quotas.held
         app = build_api(
             self._client,
             tokenizer=Tokenizer.load(config.engine.model.path, max_tokens=self._max_model_len),
@@ -123,18 +149,26 @@ class Ingress:
             controller=config.engine.speculation.controller,
             workloads_by_temperature=config.router.workloads_by_temperature,
             api_key=api_key,
+            keys=self._keys,
+            quotas=quotas,
             cors_origins=config.cors_origins,
             created_unix_s=int(time.time()),
             resume_window_s=config.recovery.resume_window_s,
+            names_answers=False,
             observe_request=self._http_metrics.observe_request,
             http_metrics=self._http_metrics,
         )
-        app.add_api_route("/debug/rounds", self._rounds, methods=["GET"])
-        app.add_api_route("/debug/pipelines", self._pipelines, methods=["GET"])
-        app.add_api_route("/debug/controllers", self._controllers, methods=["GET"])
-        app.add_api_route("/debug/traces", self._latest_traces, methods=["GET"])
-        app.add_api_route("/debug/traces/{request_id:path}", self._trace, methods=["GET"])
+        app.include_router(operator_router(self, has_key=api_key is not None))
         return app
+
+    async def _reread_keys(self) -> None:
+        assert self._keys is not None, "a file of keys comes with the operators' key"
+        while True:
+            await asyncio.sleep(_REREAD_S)
+            try:
+                await asyncio.to_thread(self._keys.reread)
+            except Exception:  # a bug: without this task no key could be withdrawn
+                logger.exception("keys not read")
 
     async def spans(self) -> tuple[SpanRecord, ...]:
         """Returns the spans that this replica keeps."""
@@ -190,15 +224,32 @@ class Ingress:
             return None
 
     async def _metrics(self) -> bytes:
-        fleet = await self._fleet()
+        fleet, beliefs, ingresses = await asyncio.gather(
+            self._fleet(), self._beliefs(), self._pages_of_ingresses()
+        )
         try:
             pages = merged(await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S))
         except EngineError:
             if fleet is None or fleet.num_ready:
                 raise
             pages = b""  # no pipeline is ready
-        ingresses = joined((page, {}) for page in (await self._pages_of_ingresses()).values())
-        return pages + ingresses + (b"" if fleet is None else fleet_page(fleet))
+        pages += beliefs + joined((page, {}) for page in ingresses.values())
+        return pages + (b"" if fleet is None else fleet_page(fleet))
+
+    async def _beliefs(self) -> bytes:
+        """Returns the router's beliefs; nothing while it is silent."""
+        try:
+            async with asyncio.timeout(_BELIEFS_TIMEOUT_S):
+                return belief_page((await self._described())["workloads"])
+        except (TimeoutError, EngineError, RayError) as error:
+            logger.info("beliefs unknown: error=%r", error)
+            return b""
+
+    async def _described(self) -> dict[str, Any]:
+        # Ray's head is asked for the name, and may be away.
+        router = await asyncio.to_thread(find_router, self._config.router)
+        described: dict[str, Any] = await router.describe.remote()
+        return described
 
     def _page(self) -> bytes:
         return self._load_balancer.page() + self._http_metrics.page()
@@ -214,12 +265,37 @@ class Ingress:
             logger.info("metrics of other ingresses unknown: error=%r", error)
         return {**pages, self._name: self._page()}
 
-    async def _rounds(self) -> dict[str, object]:
+    async def state(self) -> dict[str, object]:
+        return await self._state()
+
+    async def drain(self, name: str) -> dict[str, object]:
+        drained: Drained = await self._changed("drain", name)
+        return asdict(drained)
+
+    async def undrain(self, name: str) -> dict[str, object]:
+        return {"pipeline": await self._changed("undrain", name)}
+
+    async def _changed(self, change: str, name: str) -> Any:
+        """Returns the pipeline's answer. It goes on when the client leaves."""
+        calling = asyncio.ensure_future(
+            self._client.change(change, name, timeout_s=_CHANGE_TIMEOUT_S)
+        )
+        self._changing.add(calling)
+        calling.add_done_callback(self._changing.discard)
+        try:
+            answer = await asyncio.shield(calling)
+        except ConfigError as error:
+            raise NotDrained(str(error)) from error
+        if answer is None:
+            raise UnknownPipeline(name=name)
+        return answer
+
+    async def rounds(self) -> dict[str, object]:
         """Returns where the time of the latest rounds went."""
         rounds = await self._client.rounds(timeout_s=_ANSWER_TIMEOUT_S)
         return {"rounds": [asdict(stats) for stats in rounds]}
 
-    async def _pipelines(self) -> dict[str, object]:
+    async def pipelines(self) -> dict[str, object]:
         """Returns the processes of the pipelines, how often they were interrupted, what those wait
         for that start, and why there are as many."""
         states: tuple[PipelineState, ...] = ()
@@ -237,28 +313,23 @@ class Ingress:
             "starting": starting,
             "fleet": None if fleet is None else fleet_as_json(fleet),
             "refused_settings": self._refused,
+            "refused_keys": "" if self._keys is None else self._keys.refused,
         }
 
-    async def _latest_traces(
-        self, limit: Annotated[int, Query(ge=1, le=_MAX_TRACES)] = 10
-    ) -> dict[str, object]:
-        """Returns the latest traced requests, each with its spans in all processes."""
+    async def traces(self, limit: int) -> dict[str, object]:
         return {"traces": await self._traces.read(limit=limit)}
 
-    async def _trace(self, request_id: str) -> dict[str, object]:
-        """Returns one of them, by X-Request-Id or by the id of the answer."""
+    async def trace(self, request_id: str) -> dict[str, object]:
         found = await self._traces.read(limit=1, request_id=request_id)
         if not found:
             raise HTTPException(404, f"no trace of request {request_id[:128]} is kept")
         return found[0]
 
-    async def _controllers(self) -> dict[str, object]:
+    async def controllers(self) -> dict[str, object]:
         """Returns beliefs about acceptance, by class, and the controllers that use them."""
         parts = await self._client.control(timeout_s=_ANSWER_TIMEOUT_S)
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            # Ray's head is asked for the name, and may be away.
-            handle = await asyncio.to_thread(find_router, self._config.router)
-            router: dict[str, object] = await handle.describe.remote()
+            router = await self._described()
         speculation = self._config.engine.speculation
         return {
             "default": {

@@ -8,6 +8,7 @@ takes part: while the supervisor of a pipeline is being replaced, its streams go
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextvars import Context
 from typing import Any
 from uuid import uuid4
 
@@ -58,7 +59,8 @@ class Link:
             return
         box = self._mail.open(request)
         if self._reading is None:
-            self._reading = asyncio.ensure_future(self._read())
+            # It serves many requests: not in the context of the first one.
+            self._reading = asyncio.get_running_loop().create_task(self._read(), context=Context())
         submitting = asyncio.ensure_future(self._submit(request))
         is_over = False
         try:

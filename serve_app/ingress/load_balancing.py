@@ -8,7 +8,7 @@ makes no call; while the router is silent the pipelines themselves are asked. Th
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -55,7 +55,7 @@ class LoadBalancer:
             rng=Random(),
             expiry_s=config.router.expiry_s,
         )
-        self._counts = _Counts(ingress)
+        self._counts = Counts(ingress)
         self._changed = asyncio.Event()
         """Set at every answer, and then replaced."""
         self.on_answer: Callable[[dict[str, str]], None] = lambda _: None
@@ -69,6 +69,10 @@ class LoadBalancer:
         self._is_silent = False
         self.page_of_ingress: Callable[[], bytes] = self.page
         """What the router is told: all metrics of this ingress."""
+        self.permits_held: Callable[[], Mapping[str, Collection[str]]] = dict
+        """What the router is told: the permits in use at this ingress, by caller."""
+        self.router: Any = None
+        """None while it is silent."""
         self._told_s = 0.0
 
     def start(self) -> None:
@@ -163,9 +167,10 @@ class LoadBalancer:
                 )
                 self._refresh(listed)
                 self._is_silent = False
-                self._tell_metrics(router)
+                self.router = router
+                self._tell(router)
             except (EesdError, RayError) as error:
-                router = None  # it may have been restarted under its name
+                self.router = router = None  # it may have been restarted under its name
                 if not self._is_silent:
                     logger.warning("router silent, pipelines are asked: error=%s", error)
                 self._is_silent = True
@@ -175,13 +180,15 @@ class LoadBalancer:
                 logger.exception("pipelines not listed")
                 await asyncio.sleep(_POLL_S)
 
-    def _tell_metrics(self, router: Any) -> None:
-        """Sends the metrics of this ingress, without waiting for an answer."""
+    def _tell(self, router: Any) -> None:
+        """Sends the metrics and permits of this ingress, without waiting for an answer."""
         now_s = time.monotonic()
-        if now_s - self._told_s >= _TELL_S:
+        # A permit that is not told of in time is taken back.
+        if now_s - self._told_s >= min(_TELL_S, self._config.router.expiry_s / 3):
             self._told_s = now_s
             page = self.page_of_ingress()
             router.note_page.remote(self._config.app_name, self._ingress, page)
+            router.hold.remote(self._config.app_name, self._ingress, self.permits_held())
 
     async def _ask_pipelines(self) -> None:
         try:
@@ -207,7 +214,7 @@ async def _num_kept(address: Any, request_id: RequestId) -> int | None:
     return num_kept
 
 
-class _Counts:
+class Counts:
     """Counters of the requests that came through this ingress."""
 
     def __init__(self, ingress: str) -> None:

@@ -21,7 +21,7 @@ from eesd_dist.workers.streams.outboxes import TAKE_WAIT_S
 from serve_app.config import ServiceConfig
 from serve_app.ingress.links import Links
 from serve_app.ingress.load_balancing import LoadBalancer
-from serve_app.ingress.replicas import of_all
+from serve_app.ingress.replicas import of_all, of_named
 from serve_app.ingress.retry import Attempts
 from serve_app.pipeline.deployment import Health, MetricsPage, PipelineControl, PipelineState
 
@@ -107,6 +107,10 @@ class ServiceClient:
         """Returns every pipeline's latest rounds."""
         parts = await self._of_all("rounds", timeout_s=timeout_s)
         return tuple(stats for part in parts for stats in part)
+
+    async def change(self, method: str, pipeline: str, *, timeout_s: float) -> Any:
+        """Returns what the pipeline of this name answers; None if there is none."""
+        return await of_named(self._pipelines, method, pipeline, timeout_s=timeout_s)
 
     @property
     def _patience_s(self) -> float:

@@ -18,16 +18,9 @@ async def of_all(
     """Calls a method of every replica. Returns the answers that come in time; after the first one
     the others have `rest_s`. Raises EngineError if there is none."""
     deadline_s = time.monotonic() + timeout_s
-    broadcast = pipelines.broadcast(method, *args)
     try:
-        # Ray's `results_async` has one deadline for all answers.
-        async with asyncio.timeout(timeout_s):
-            calls = await broadcast._fetch_replica_results_async()
-        answers = await answered(
-            [call.get_async() for call in calls],
-            timeout_s=deadline_s - time.monotonic(),
-            rest_s=rest_s,
-        )
+        calls = await _called(pipelines, method, *args, timeout_s=timeout_s)
+        answers = await answered(calls, timeout_s=deadline_s - time.monotonic(), rest_s=rest_s)
     except TimeoutError as error:
         raise EngineError(f"no pipeline has answered within {timeout_s:g} s") from error
     except (ray.exceptions.RayError, RayServeException) as error:
@@ -38,6 +31,34 @@ async def of_all(
             f"no pipeline answers: {answers[0]}" if answers else "no pipeline is running"
         )
     return good
+
+
+async def of_named(pipelines: Any, method: str, name: str, *, timeout_s: float) -> Any:
+    """Calls a method of every replica with the name of a pipeline. Returns the answer of that
+    pipeline, None if there is none (the others answer None), or raises its error."""
+    failed: Exception | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            for call in asyncio.as_completed(await _called(pipelines, method, name)):
+                try:
+                    if (answer := await call) is not None:
+                        return answer
+                except (EesdError, ray.exceptions.RayError, RayServeException) as error:
+                    failed = error
+    except TimeoutError as error:
+        raise EngineError(f"{name} has not answered within {timeout_s:g} s") from error
+    if failed is not None:
+        raise _ours(failed)
+    return None
+
+
+async def _called(
+    pipelines: Any, method: str, *arguments: object, timeout_s: float | None = None
+) -> list[Awaitable[Any]]:
+    """Returns the calls; Ray's `results_async` has one deadline for all answers."""
+    broadcast = pipelines.broadcast(method, *arguments)
+    async with asyncio.timeout(timeout_s):
+        return [call.get_async() for call in await broadcast._fetch_replica_results_async()]
 
 
 async def answered(
@@ -57,14 +78,19 @@ async def answered(
             done, silent = await asyncio.wait(
                 silent, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
             )
-            if rest_s is not None and any(task.exception() is None for task in done):
+            if rest_s is not None and any(map(_has_answer, done)):
                 deadline_s = min(deadline_s, loop.time() + rest_s)
     finally:
         for task in silent:
             task.cancel()
     if tasks and len(silent) == len(tasks):
         raise TimeoutError
-    return tuple(task.exception() or task.result() for task in tasks if task not in silent)
+    ended = [task for task in tasks if task not in silent and not task.cancelled()]
+    return tuple(task.exception() or task.result() for task in ended)
+
+
+def _has_answer(task: asyncio.Future[Any]) -> bool:
+    return not task.cancelled() and task.exception() is None
 
 
 def _ours(error: Exception) -> EesdError:

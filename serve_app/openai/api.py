@@ -7,6 +7,7 @@ builds, so that the same application runs under uvicorn and inside Ray Serve.
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
+from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
@@ -21,6 +22,8 @@ from eesd_dist.telemetry.metrics import CONTENT_TYPE
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
 from eesd_dist.types import TokenId
+from serve_app.console.pages import add_pages
+from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.client import EngineClient
 from serve_app.openai.conversation import conversation_of
 from serve_app.openai.errors import (
@@ -40,6 +43,14 @@ from serve_app.openai.middleware.http_metrics import (
     note_refusal,
 )
 from serve_app.openai.middleware.http_spans import TracedRequests, traceparent_inside
+from serve_app.openai.middleware.permits import RATE_LIMIT_HEADERS, Quotas, noted_permit
+from serve_app.openai.middleware.request_ids import (
+    REQUEST_ID_HEADER,
+    NamedRequests,
+    nonce_of,
+    note_request_id,
+    request_id_of,
+)
 from serve_app.openai.openapi import describe_truly
 from serve_app.openai.preparation import Preparation, Prepared
 from serve_app.openai.responses import Event, Json
@@ -69,8 +80,6 @@ Health = Callable[[], Awaitable[str | None]]
 Metrics = Callable[[], Awaitable[bytes]]
 """Returns the Prometheus text."""
 
-REQUEST_ID_HEADER = "x-request-id"
-
 
 def build_api(
     engine: EngineClient,
@@ -89,12 +98,19 @@ def build_api(
     controller: str = "",
     workloads_by_temperature: bool = True,
     api_key: str | None = None,
+    keys: KeyRing | None = None,
+    quotas: Quotas | None = None,
     cors_origins: Sequence[str] = (),
     created_unix_s: int = 0,
     resume_window_s: float = 0.0,
+    names_answers: bool = True,
 ) -> FastAPI:
-    """Builds the OpenAI API of one model. With `api_key` None no key is required. `kv_tokens`
-    returns what the KV pages hold, None while it is not known. `controller`: the default one."""
+    """Builds the OpenAI API of one model. With `api_key` None no key is required; `keys` are others
+    that open it too, and `quotas` keep their limits. `kv_tokens` returns what the KV pages hold,
+    None while it is not known. `controller`: the default one. `names_answers`: whether
+    answers get the header X-Request-Id here."""
+    if keys is None and api_key is not None:
+        keys = KeyRing(operators_key(api_key))
     preparation = Preparation(
         tokenizer,
         model_name=model_name,
@@ -116,14 +132,16 @@ def build_api(
         limits=limits,
         controller=controller,
     )
-    app = FastAPI(title=f"{model_name} behind an OpenAI-compatible API", version=_version())
-    _answer_errors(app)
+    title = f"{model_name} behind an OpenAI-compatible API"
+    app = FastAPI(title=title, version=_version(), docs_url=None, redoc_url=None)
+    add_pages(app)
+    _answer_errors(app, names_answers=names_answers)
     _add_generation(app, service)
     _add_models(app, preparation, model_name=model_name, created_unix_s=created_unix_s)
     _add_tokens(app, tokenizer, preparation, service.threads)
     _add_operations(app, health=health, metrics=metrics)
-    describe_truly(app, has_key=api_key is not None)
-    app.add_middleware(AdmissionGate, limits=limits, api_key=api_key)
+    describe_truly(app, has_key=keys is not None)
+    app.add_middleware(AdmissionGate, limits=limits, keys=keys, quotas=quotas)
     app.add_middleware(HeadRequests)
     if cors_origins:  # outermost: a browser's question about a request has no key
         app.add_middleware(
@@ -131,12 +149,13 @@ def build_api(
             allow_origins=list(cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER, "retry-after"],
+            expose_headers=[REQUEST_ID_HEADER, "retry-after", *RATE_LIMIT_HEADERS],
         )
     if http_metrics is not None:
         app.add_middleware(CountedRequests, metrics=http_metrics, routes=app.routes)
-    if tracing is not None and tracing.is_on:  # outermost: its span has all others in it
+    if tracing is not None and tracing.is_on:  # its span has all others in it
         app.add_middleware(TracedRequests, tracer=tracing.tracer, routes=app.routes)
+    app.add_middleware(NamedRequests, routes=app.routes, names_answers=names_answers)
     return app
 
 
@@ -186,13 +205,17 @@ async def _answered(
 async def _prepared(
     service: Service, fields: CompletionFields | ChatFields, request: HttpRequest
 ) -> Prepared:
-    return await service.prepared(
+    prepared = await service.prepared(
         fields,
         traceparent=traceparent_inside(request.scope),
         workload=checked_workload(request.headers.get(WORKLOAD_HEADER)),
         request_id=request.headers.get(REQUEST_ID_HEADER),
+        nonce=nonce_of(request.scope),
+        permit=noted_permit(request.scope),
         last_event_id=request.headers.get(HEADER),
     )
+    note_request_id(request.scope, prepared.request_id)
+    return prepared
 
 
 async def _sent(
@@ -310,14 +333,18 @@ def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
         return _json({"version": _version()})
 
 
-def _answer_errors(app: FastAPI) -> None:
+def _answer_errors(app: FastAPI, *, names_answers: bool) -> None:
     async def by_table(request: HttpRequest, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
             answer = http_error_of_fields(error.errors())
         else:
             answer = http_error_of(error)
         note_refusal(request.scope, answer)
-        return _refusal(answer)
+        response = _refusal(answer)
+        if names_answers and answer.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            # It is answered outside of the middleware that names the others.
+            response.headers[REQUEST_ID_HEADER] = request_id_of(request.scope)
+        return response
 
     for kind in (RequestValidationError, HTTPException, EesdError, Exception):
         app.add_exception_handler(kind, by_table)

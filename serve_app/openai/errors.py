@@ -53,6 +53,49 @@ class UnknownKey(RequestError):
         super().__init__("missing or wrong API key: send 'Authorization: Bearer <key>'")
 
 
+class NotAnOperator(RequestError):
+    def __init__(self, *, path: str) -> None:
+        super().__init__(
+            f"{path[:_ECHOED_CHARS]} is for operators: send a key with `operator: true`"
+        )
+
+
+class TooManyRequests(CapacityError):
+    def __init__(self, *, key: str, limit: int, wait_s: float) -> None:
+        super().__init__(
+            f"{limit} requests of the key {key!r} are being answered, as many as it may have: "
+            "try again when one has ended"
+        )
+        self.retry_after_s = wait_s
+
+
+class TooManyTokens(CapacityError):
+    def __init__(self, *, key: str, limit: int, wait_s: float) -> None:
+        super().__init__(
+            f"the key {key!r} has used its {limit} tokens per minute: try again in {wait_s:.1f} s"
+        )
+        self.retry_after_s = wait_s
+
+
+class KeyRequired(RequestError):
+    def __init__(self) -> None:
+        super().__init__(
+            "this service has no API key, and without one nothing is changed over HTTP: start it "
+            "with EESD_API_KEY, or use `eesd pipelines` where it runs"
+        )
+
+
+class UnknownPipeline(RequestError):
+    def __init__(self, *, name: str) -> None:
+        super().__init__(
+            f"no pipeline '{name[:_ECHOED_CHARS]}' is running here: GET /debug/pipelines lists them"
+        )
+
+
+class NotDrained(RequestError):
+    """A pipeline stays as it is."""
+
+
 class BodyTooLarge(RequestError):
     def __init__(self, *, limit: int) -> None:
         super().__init__(
@@ -99,6 +142,10 @@ _INVALID = "invalid_request_error"
 
 TABLE: tuple[Row, ...] = (
     Row(error=UnknownKey, status=401, type="authentication_error", code="invalid_api_key"),
+    Row(error=NotAnOperator, status=403, type="permission_error", code="operator_key_needed"),
+    Row(error=KeyRequired, status=403, type="permission_error", code="key_required"),
+    Row(error=UnknownPipeline, status=404, type="not_found_error", code="pipeline_not_found"),
+    Row(error=NotDrained, status=409, type=_INVALID, code="not_drained"),
     Row(error=UnknownModel, status=404, type="not_found_error", code="model_not_found"),
     Row(error=PromptTooLong, status=400, type=_INVALID, code="context_length_exceeded"),
     Row(error=BodyTooLarge, status=413, type=_INVALID, code="request_too_large"),
@@ -108,6 +155,8 @@ TABLE: tuple[Row, ...] = (
     Row(error=RequestError, status=400, type=_INVALID),
     Row(error=ValidationError, status=400, type=_INVALID),
     Row(error=QueueFull, status=429, type="rate_limit_error", code="queue_full"),
+    Row(error=TooManyRequests, status=429, type="rate_limit_error", code="concurrency_limit"),
+    Row(error=TooManyTokens, status=429, type="rate_limit_error", code="token_limit"),
     Row(error=RequestExpired, status=503, type="server_error", code="request_expired"),
     Row(error=CapacityError, status=429, type="rate_limit_error", code="no_capacity"),
     Row(error=PoisonRequest, status=422, type=_INVALID, code="poison_request"),

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from serve_app.openai.errors import TABLE
 from serve_app.openai.event_ids import HEADER
-from serve_app.openai.middleware.gate import OPEN_PATHS
+from serve_app.openai.middleware.gate import OPEN_PATHS, OPERATORS
 from serve_app.openai.schema import REQUEST_ID_PATTERN
 from serve_app.openai.workloads import WORKLOAD_PATTERN
 
@@ -20,6 +20,8 @@ Json = dict[str, Any]
 
 _RESPONSES = "/v1/responses"
 _GENERATION = frozenset({"/v1/completions", "/v1/chat/completions", _RESPONSES})
+_CHANGES = frozenset(f"{OPERATORS}pipelines/{{name}}/{change}" for change in ("drain", "undrain"))
+_OF_CHANGES = frozenset({403, 404, 409})
 _ALWAYS = frozenset({400, 431, 500})
 """Headers that are no text or too long, and bugs."""
 _OF_BODIES = frozenset({404, 408, 413, 429})
@@ -125,7 +127,7 @@ def describe_truly(app: FastAPI, *, has_key: bool) -> None:
 
     def whole() -> Json:
         document = from_routes()
-        schemas = document["components"]["schemas"]
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
         if "Error" in schemas:  # made before
             return document
         for made_up in ("HTTPValidationError", "ValidationError"):
@@ -158,7 +160,7 @@ def _complete(operation: Json, *, path: str, needs_key: bool) -> None:
 
 def _success(path: str) -> Json:
     description = "a chunked stream, or the whole answer" if path in _GENERATION else "success"
-    answer = _ANSWERS.get(path)
+    answer = _ANSWERS.get(path, {"type": "object"} if path.startswith(OPERATORS) else None)
     if answer is None:
         return {"description": description, "content": {"text/plain": {"schema": _TEXT}}}
     content: Json = {"application/json": {"schema": answer}}
@@ -175,9 +177,13 @@ def _failures(operation: Json, path: str, *, needs_key: bool) -> list[int]:
         found |= _OF_BODIES
     if path in _GENERATION:
         found |= _OF_GENERATION
-    if path == "/v1/models/{name}":
+    if needs_key and path.startswith(OPERATORS):
+        found.add(int(HTTPStatus.FORBIDDEN))
+    if path in ("/v1/models/{name}", f"{OPERATORS}traces/{{request_id}}"):
         found.add(int(HTTPStatus.NOT_FOUND))
-    if path in ("/health", "/ready", "/metrics"):
+    if path in _CHANGES:
+        found |= _OF_CHANGES
+    if path in ("/health", "/ready", "/metrics") or path.startswith(OPERATORS):
         found.add(int(HTTPStatus.SERVICE_UNAVAILABLE))
     return sorted(found)
 

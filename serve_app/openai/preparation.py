@@ -4,6 +4,7 @@ Decides everything about a request before any work starts: token ids, limits, se
 what cannot be served, naming the field. Knows neither HTTP nor engines.
 """
 
+import hmac
 import logging
 import secrets
 import time
@@ -15,6 +16,7 @@ from eesd_dist.errors import PromptTooLong, RequestError
 from eesd_dist.text import TextCodec
 from eesd_dist.text.grammars import GrammarCompiler, GrammarProbe
 from eesd_dist.types import Request, RequestId, TokenId
+from serve_app.keys import ANYONE, Permit
 from serve_app.openai.conversation import chat_options, conversation_of
 from serve_app.openai.errors import UnknownModel
 from serve_app.openai.event_ids import (
@@ -114,6 +116,8 @@ class Prepared:
     """Of the answer to its client."""
     shown: tuple[Shown, ...]
     """What the client has of each choice; nothing, unless it resumes a stream."""
+    permit: Permit | None
+    """None outside of HTTP."""
     event_ids: EventIds
 
     @property
@@ -135,6 +139,7 @@ class _Start:
 
     origin: Origin
     shown: tuple[Shown, ...]
+    permit: Permit | None
     digest: bytes
     """Of the body."""
     resumption: int
@@ -189,11 +194,14 @@ class Preparation:
         traceparent: str | None = None,
         workload: str | None = None,
         request_id: str | None = None,
+        nonce: bytes | None = None,
+        permit: Permit | None = None,
         last_event_id: str | None = None,
     ) -> Prepared:
         """`workload`: a class named outside the body, which overrides it. `request_id`: from
-        outside the body, which overrides it. With a `last_event_id` the stream is resumed, with
-        its first request id."""
+        outside the body, which overrides it. `nonce`: random bytes for this request, its id if it
+        has no other; None draws them. With a `last_event_id` the stream is resumed, with its first
+        request id."""
         self._check(fields)
         self._check_choices(len(fields.prompts), n=fields.n)
         start = self._start(
@@ -201,6 +209,8 @@ class Preparation:
             kind="completion",
             num_choices=len(fields.prompts) * fields.n,
             request_id=request_id,
+            nonce=nonce,
+            permit=permit,
             last_event_id=last_event_id,
         )
         prompts = tuple(self._tokens_of(fields, prompt) for prompt in fields.prompts)
@@ -227,6 +237,8 @@ class Preparation:
         traceparent: str | None = None,
         workload: str | None = None,
         request_id: str | None = None,
+        nonce: bytes | None = None,
+        permit: Permit | None = None,
         last_event_id: str | None = None,
     ) -> Prepared:
         self._check(fields)
@@ -236,6 +248,8 @@ class Preparation:
             kind="chat",
             num_choices=fields.n,
             request_id=request_id,
+            nonce=nonce,
+            permit=permit,
             last_event_id=last_event_id,
         )
         if fields.top_logprobs is not None and not fields.logprobs:
@@ -316,6 +330,8 @@ class Preparation:
         kind: Kind,
         num_choices: int,
         request_id: str | None,
+        nonce: bytes | None,
+        permit: Permit | None,
         last_event_id: str | None,
     ) -> _Start:
         """Raises RequestError for an event id that this stream does not have."""
@@ -329,17 +345,33 @@ class Preparation:
         if last_event_id is None:
             origin = Origin(
                 seed=self._draw_seed(),
-                nonce=secrets.token_bytes(NONCE_BYTES),
+                nonce=nonce or secrets.token_bytes(NONCE_BYTES),
                 created_unix_s=int(time.time()),
                 request_id="" if fields.request_id else request_id or "",
             )
             return _Start(
-                origin=origin, shown=(Shown(),) * num_choices, digest=digest, resumption=0
+                origin=origin,
+                shown=(Shown(),) * num_choices,
+                permit=permit,
+                digest=digest,
+                resumption=0,
             )
         origin, shown = opened(
-            last_event_id, key=self._event_key, digest=digest, num_choices=num_choices
+            last_event_id, key=self._event_key_of(permit), digest=digest, num_choices=num_choices
         )
-        return _Start(origin=origin, shown=shown, digest=digest, resumption=time.time_ns())
+        return _Start(
+            origin=origin,
+            shown=shown,
+            permit=permit,
+            digest=digest,
+            resumption=time.time_ns(),
+        )
+
+    def _event_key_of(self, permit: Permit | None) -> bytes:
+        """Callers cannot resume each other's streams."""
+        if permit is None:
+            return self._event_key
+        return hmac.digest(self._event_key, permit.key.name.encode(), "sha256")
 
     def _tokens_of(self, fields: CompletionFields, prompt: str | Sequence[int]) -> Prompt:
         if isinstance(prompt, str):
@@ -400,6 +432,7 @@ class Preparation:
         tool_use: ToolUse | None = None,
     ) -> Prepared:
         asked = self._asked_grammar(fields, tool_use)
+        caller = ANYONE if start.permit is None else start.permit.key
         nonce = start.origin.nonce.hex()
         request_id = fields.request_id or start.origin.request_id or nonce
         response_id = _response_id(kind, request_id)
@@ -427,6 +460,9 @@ class Preparation:
                     traceparent=traceparent,
                     resume_window_s=self._resume_window_s if fields.stream else 0.0,
                     resumption=start.resumption,
+                    caller=caller.name,
+                    weight=caller.weight,
+                    priority=caller.priority + fields.priority,
                 ),
             )
             for j, prompt in enumerate(prompts)
@@ -468,7 +504,13 @@ class Preparation:
                 for name in ignored(fields)[:_MAX_WARNINGS]
             ),
             shown=start.shown,
-            event_ids=EventIds(start.origin, start.shown, key=self._event_key, digest=start.digest),
+            permit=start.permit,
+            event_ids=EventIds(
+                start.origin,
+                start.shown,
+                key=self._event_key_of(start.permit),
+                digest=start.digest,
+            ),
         )
 
     def compile_grammar(self, fields: GenerationFields) -> None:

@@ -155,6 +155,9 @@ class _GrowingChoice:
         self._wants_ids = prepared.return_token_ids
         self._wants_origins = prepared.return_token_origins
         self._origins: list[str] = []
+        self._pieces: list[str] = []
+        self._steps: list[tuple[int, int]] = []
+        """Drafted and accepted tokens of the rounds with a draft that were not sent in a chunk."""
         self._wants_logprobs = choice.request.sampling.top_logprobs is not None
         self._shape = _Logprobs(codec, num_top=choice.request.sampling.top_logprobs or 0)
         self._prompt = prepared.prompts[choice.prompt_index]
@@ -189,7 +192,7 @@ class _GrowingChoice:
         self._text += delta.added.text
         self._tokens += delta.added.tokens
         if self._wants_origins:
-            self._origins += _origins(delta.emission)[: len(delta.added.tokens)]
+            self._take_origins(delta)
         if self._wants_logprobs:
             self._take_logprobs(delta)
         self._finish_reason = delta.added.finish_reason
@@ -253,6 +256,7 @@ class _GrowingChoice:
             rest["logprobs"] = self._shape.of_text([*self._prompt_entries(), *self._entries])
         self._num_shown = len(self._tokens)
         self._entries.clear()
+        self._steps.clear()
         if self._is_chat:
             return {"index": self._index, "delta": message, **rest}
         return {"index": self._index, "text": text, **rest}
@@ -338,6 +342,9 @@ class _GrowingChoice:
             rest |= {"prompt_token_ids": list(self._prompt)} if start == 0 else {}
         if self._wants_origins:
             rest["token_origins"] = self._origins[start:]
+            rest["token_texts"] = self._pieces[start:]
+            rest["per_step_drafted"] = [num_drafted for num_drafted, _ in self._steps]
+            rest["per_step_accepted"] = [num_accepted for _, num_accepted in self._steps]
         return rest
 
     def _logprobs(self, num_last: int) -> Json | None:
@@ -346,6 +353,14 @@ class _GrowingChoice:
             return None
         entries = self._entries[len(self._entries) - num_last :]
         return self._shape.of_chat(entries) if self._is_chat else self._shape.of_text(entries)
+
+    def _take_origins(self, delta: Delta) -> None:
+        emission = delta.emission
+        self._origins += _origins(emission)[: len(delta.added.tokens)]
+        self._pieces += delta.added.pieces
+        # Before a resumed stream continues, it makes again what was sent.
+        if emission.num_drafted > 0 and len(self._tokens) > self._num_shown:
+            self._steps.append((emission.num_drafted, emission.num_accepted))
 
     def _take_logprobs(self, delta: Delta) -> None:
         for token, piece, logprobs in zip(

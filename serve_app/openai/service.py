@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from opentelemetry.trace import Span
 
@@ -17,6 +17,7 @@ from eesd_dist.telemetry.metrics import RequestTimings
 from eesd_dist.telemetry.request_spans import request_span, traceparent_of
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
+from serve_app.keys import Permit
 from serve_app.openai.client import EngineClient
 from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
@@ -79,12 +80,16 @@ class Service:
         traceparent: str | None = None,
         workload: str | None = None,
         request_id: str | None = None,
+        nonce: bytes | None = None,
+        permit: Permit | None = None,
         last_event_id: str | None = None,
     ) -> Prepared:
-        options = {
+        options: dict[str, Any] = {
             "traceparent": traceparent,
             "workload": workload,
             "request_id": request_id,
+            "nonce": nonce,
+            "permit": permit,
             "last_event_id": last_event_id,
         }
 
@@ -159,6 +164,7 @@ class Service:
             # Those without a token say nothing about how fast others end.
             num_served = sum(tally.num_tokens > 0 for tally in tallies)
             self._throughput.ended(num_served, num_refused=len(tallies) - num_served)
+            _charge(prepared, tallies)
             self._report(prepared, tallies)
 
     async def _in_time(
@@ -236,6 +242,15 @@ class Service:
                     inter_token_s=tuple(tally.inter_token_s),
                 )
             )
+
+
+def _charge(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> None:
+    """Counts the tokens of a request that was computed: one without a round was refused, or waited
+    until its client left."""
+    permit = prepared.permit
+    if permit is not None and any(tally.rounds for tally in tallies):
+        permit.num_prompt_tokens += sum(map(len, prepared.prompts))
+        permit.num_generated_tokens += sum(tally.num_tokens for tally in tallies)
 
 
 def _new_tallies(prepared: Prepared) -> list[ChoiceTally]:

@@ -7,6 +7,7 @@ and do not wait for the long texts of other requests.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TypeVar
 
 from eesd_dist.errors import CapacityError
@@ -40,4 +41,5 @@ class TextThreads:
 
     async def finish(self, work: Callable[[], T]) -> T:
         """Runs what is never refused: an answer that was generated."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        run = copy_context().run  # its log lines are about this request
+        return await asyncio.get_running_loop().run_in_executor(self._pool, run, work)

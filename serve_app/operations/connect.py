@@ -1,7 +1,8 @@
 """An operator's access to a running service: its router and its pipelines, over Ray.
 
-Access to a cluster's Ray is full access to the cluster, so these are the service's admin rights;
-nothing over HTTP changes anything. Ray's exceptions are converted to this project's.
+Access to a cluster's Ray is full access to the cluster, so these are the service's admin rights.
+Over HTTP, a holder of the API key can drain pipelines, and change nothing else. Ray's exceptions
+are converted to this project's.
 """
 
 import logging

@@ -26,9 +26,11 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Loggi
 
 from cluster.ray_compat import ServeStatus, is_serve_running, serve_status
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
+from eesd_dist.workers.checking import ModelCheck
 from eesd_dist.workers.compiling import start_compiling
 from serve_app.app import application_of
 from serve_app.config import RouterConfig, ServiceConfig, require_key
+from serve_app.keys import KeyRing, operators_key
 from serve_app.operations.waiting import ChangedReason
 from serve_app.pipeline.assembly import require_room_here
 from serve_app.pipeline.held_room import waiting_for_room
@@ -74,12 +76,22 @@ class Stopping:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def run_service(config: ServiceConfig, *, address: str | None, shows_logs: bool, say: Say) -> None:
-    """Serves until a signal; `shows_logs` prints the logs of the actors.
+def run_service(
+    config: ServiceConfig,
+    *,
+    address: str | None,
+    check: ModelCheck | None,
+    shows_logs: bool,
+    say: Say,
+) -> None:
+    """Serves until a signal; `shows_logs` prints the logs of the actors. `check`: of the model, if
+    this machine computes it.
 
     Raises ConfigError when the service cannot be started with this configuration.
     """
     _check_early(config, is_ours=address is None)
+    if check is not None:
+        check.finish()
     stopping = Stopping()
     stopping.listen()
     try:
@@ -184,7 +196,10 @@ def _serve_on_cluster(
 
 def _check_early(config: ServiceConfig, *, is_ours: bool) -> None:
     """Reports the most likely mistakes before Ray is started."""
-    require_key(config, has_key=_api_key(config) is not None)
+    api_key = _api_key(config)
+    require_key(config, has_key=api_key is not None)
+    if api_key is not None:
+        KeyRing(operators_key(api_key.get_secret_value()), file=config.keys_file)
     folder = config.engine.model.path
     if not (folder / "config.json").is_file():
         raise CheckpointError(

@@ -32,11 +32,11 @@ from eesd_dist.workers.messages import (
 from eesd_dist.workers.process import prepare_process, process_info, set_log_level
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig, live_config
+from serve_app.pages.state import state_page
 from serve_app.pipeline.agreement import KvCapacity
 from serve_app.pipeline.assembly import Assembly
 from serve_app.pipeline.claim import orphans_of
 from serve_app.pipeline.drain import Drained, Draining
-from serve_app.pipeline.fallback import degraded_page
 from serve_app.pipeline.kv_migration import Contacts, KvMigration
 from serve_app.pipeline.relative_speed import SpeedOf
 from serve_app.pipeline.supervisor import DEGRADED, Supervisor
@@ -143,7 +143,7 @@ class Pipeline:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ServiceConfig, stages: StageFactory
     ) -> None:
-        prepare_process()
+        prepare_process(config.log_format)
         self._config = config
         self._router = router_handle(config)
         owner = ray.get_runtime_context().get_actor_id() or ""
@@ -235,16 +235,20 @@ class Pipeline:
         return Health(pipeline=self._name, is_healthy=not reason, reason=reason, degraded=degraded)
 
     async def metrics(self) -> MetricsPage:
-        """The drafting actor's metrics; an empty page while there is none."""
+        """The drafting actor's metrics, as long as there is one, and the state of the pipeline."""
         try:
             text = await self._of_leader("metrics")
         except EesdError as error:
             logger.warning("no metrics: pipeline=%s error=%s", self._name, error)
             text = b""
-        if self._config.engine.parallel.fallback:
-            text += degraded_page(
-                is_degraded=self._supervisor.is_degraded, seconds=self._supervisor.degraded_s
-            )
+        supervisor = self._supervisor
+        text += state_page(
+            is_ready=supervisor.is_ready,
+            num_interruptions=supervisor.num_interruptions,
+            recovery_s=supervisor.recovery_s,
+            is_degraded=supervisor.is_degraded if self._config.engine.parallel.fallback else None,
+            degraded_s=supervisor.degraded_s,
+        )
         return MetricsPage(pipeline=self._name, text=text)
 
     async def rounds(self) -> tuple[RoundStats, ...]:

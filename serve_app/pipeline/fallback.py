@@ -1,7 +1,7 @@
 """A fallback, as a pipeline reaches it: an actor without a separate process.
 
 It answers the calls of a drafting actor or of a draft rank, through the verify rank that it lives
-in. The worker group decides when it is used; how long it was is on its metrics page.
+in. The worker group decides when it is used.
 """
 
 from collections.abc import Callable
@@ -32,15 +32,3 @@ class _Method:
     @property
     def remote(self) -> Callable[..., Any]:
         return lambda *arguments: self.call.remote(self.name, *arguments)
-
-
-def degraded_page(*, is_degraded: bool, seconds: float) -> bytes:
-    """Returns the degraded metrics of a pipeline, as Prometheus text."""
-    return (
-        "# HELP eesd_degraded Whether fallbacks take the draft stage's part: plain decoding.\n"
-        "# TYPE eesd_degraded gauge\n"
-        f"eesd_degraded {int(is_degraded)}\n"
-        "# HELP eesd_degraded_seconds_total Seconds in which they did.\n"
-        "# TYPE eesd_degraded_seconds_total counter\n"
-        f"eesd_degraded_seconds_total {seconds:.3f}\n"
-    ).encode()

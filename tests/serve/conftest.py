@@ -38,7 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.serve)
-            item.add_marker(pytest.mark.timeout(240))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(240))
 
 
 @pytest.fixture(scope="package")

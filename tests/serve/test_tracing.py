@@ -58,6 +58,9 @@ class Traced:
             is_whole = sum(span.parent_id not in known for span in spans) == 1
             has_rounds = any(span.name == names.SPAN_VERIFY_RANK for span in spans)
             processes = {span.process for span in spans}
+            wanted = [s.attributes["eesd.rounds"] for s in spans if "eesd.rounds" in s.attributes]
+            emitted = [s for s in spans if s.attributes.get("eesd.emitted.tokens")]
+            has_rounds = has_rounds and wanted == [len(emitted)]
             is_there = is_whole and has_rounds and len(processes) >= num_processes
             return spans if is_there and not _missing(spans) else None
 
@@ -174,7 +177,7 @@ def _expect_totals(answer: dict[str, Any], spans: list[WrittenSpan]) -> None:
     assert of["eesd.request.controller"] == "goodput"
     (queue,) = [span for span in spans if span.name == names.SPAN_QUEUE]
     waited_s = of["eesd.request.queue_seconds"]
-    assert waited_s == pytest.approx((queue.end_us - queue.start_us) / 1e6, abs=0.05)
+    assert waited_s == pytest.approx((queue.end_us - queue.start_us) / 1e6, abs=0.5)
 
 
 def test_texts_do_not_depend_on_tracing(traced: Traced) -> None:
@@ -203,6 +206,7 @@ def test_a_refused_request_arrives_and_one_that_is_not_sampled_does_not(traced: 
 def test_the_service_shows_the_same_trace_without_a_receiver(
     traced: Traced, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    traced.ask()
     answer, trace_id, _ = traced.ask()
     sent = {span.span_id for span in traced.trace(trace_id)}
     url, request_id = traced.running.url, f"r-{trace_id[:8]}"

@@ -106,6 +106,9 @@ class ToyLoad:
     num_running: int
     num_waiting: int = 0
     free_pages: int
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
     num_pages: int = 100
 
 

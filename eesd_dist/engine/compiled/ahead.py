@@ -8,6 +8,7 @@ whole round when they are there (`compiled.Later`).
 
 import fcntl
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +58,7 @@ def wait_for_layers() -> None:
     """Waits until the kernel of layers is kept, or no process on this machine compiles any."""
     from eesd_dist.model.layers.compiled_layers import is_layers_kernel_kept
 
-    _wait_for(is_layers_kernel_kept)
+    _wait_for(is_layers_kernel_kept, longest_s=_LONGEST_S)
 
 
 def when_kept(
@@ -66,17 +67,19 @@ def when_kept(
     """Returns what `make` makes with a kernel: now if it is kept or `is_needed`, else later."""
 
     def make_later() -> T | None:
-        _wait_for(is_kept)
+        # Compiling here would hold the interpreter's lock for seconds: work goes on without it.
+        _wait_for(is_kept, longest_s=_LONGEST_S)
+        _wait_for(is_kept, longest_s=math.inf)  # the log has been told
         return make()
 
     is_ready = is_needed or is_kept()
     return Later(make if is_ready else make_later, is_ready=is_ready)
 
 
-def _wait_for(is_kept: Callable[[], bool]) -> None:
+def _wait_for(is_kept: Callable[[], bool], *, longest_s: float) -> None:
     began = time.monotonic()
     while is_at_work() and not is_kept():
-        if time.monotonic() > began + _LONGEST_S:
-            logger.warning("kernels not waited for: seconds=%.0f", _LONGEST_S)
+        if time.monotonic() > began + longest_s:
+            logger.warning("kernels not waited for: seconds=%.0f", longest_s)
             return
         time.sleep(_POLL_S)

@@ -1,31 +1,42 @@
 """The admission gate: what a request must pass before anything parses it.
 
-Headers are checked first, then the API key, then the body: its size, the time it takes to arrive,
-and the nesting of its JSON. A refusal costs one line in the log, and closes the connection, since
-the rest of the body may still be under way.
+Headers are checked first, then the API key and its limits, then the body: its size, the time it
+takes to arrive, and the nesting of its JSON. A refusal costs one line in the log, and closes the
+connection, since the rest of the body may still be under way.
 """
 
 import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack, suppress
 from itertools import chain
 
+from starlette._utils import get_route_path
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eesd_dist.errors import CapacityError, EesdError, RequestError
+from eesd_dist.routing.quotas import Standing
+from serve_app.console.pages import PATHS as PAGES
+from serve_app.keys import ANYONE, ApiKey, KeyRing, Permit
 from serve_app.openai.errors import (
     BodyTooLarge,
     HeadTooLarge,
+    NotAnOperator,
     TooSlow,
     UnknownKey,
     http_error_of,
 )
 from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.http_metrics import note_refusal
+from serve_app.openai.middleware.permits import (
+    Quotas,
+    check_standing,
+    note_permit,
+    rate_limit_headers,
+)
 from serve_app.openai.schema import REQUEST_ID_PATTERN, check_json
 from serve_app.openai.sse import encoded
 
@@ -39,8 +50,10 @@ _SMALL_BODY_BYTES = 64 * 2**10
 _DISCARD_BYTES = 64 * 2**20
 _DISCARD_S = 2.0
 _LOGGED_CHARS = 120
-OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/ready", "/version"})
-"""Paths for probes and scrapers, which send no key."""
+OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/ready", "/version"}) | PAGES
+"""Paths for probes, scrapers and browsers that open a page, which send no key."""
+OPERATORS = "/debug/"
+"""Paths that need an operator's key."""
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN.encode())
 
@@ -68,12 +81,16 @@ class HeadGate:
 
 
 class AdmissionGate:
-    """ASGI middleware around the whole API. With `api_key` None no key is required."""
+    """ASGI middleware around the whole API. With `keys` None no key is required."""
 
-    def __init__(self, app: ASGIApp, *, limits: Limits, api_key: str | None) -> None:
+    def __init__(
+        self, app: ASGIApp, *, limits: Limits, keys: KeyRing | None, quotas: Quotas | None = None
+    ) -> None:
+        """`quotas` None: the keys have no limits."""
         self._app = app
         self._limits = limits
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._keys = keys
+        self._quotas = quotas
         self._num_bytes = 0
         """Of all bodies that are incomplete."""
 
@@ -82,24 +99,46 @@ class AdmissionGate:
             await self._app(scope, receive, send)
             return
         body = _Body(receive)
-        try:
-            check_head(scope)
-            if not _is_open(scope):  # else it has no use for a body
-                self._check_key(scope)
-                receive = await self._with_body_read(scope, body)
-        except EesdError as error:
-            if not isinstance(error, TooSlow):
-                await body.discard()
-            await refusal(error, scope)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        async with AsyncExitStack() as stack:
+            try:
+                check_head(scope)
+                if not _is_open(scope):  # else it has no use for a body
+                    key = self._key_of(scope)
+                    note_permit(scope, permit := Permit(key=key, name=secrets.token_hex(8)))
+                    if _path_of(scope).startswith(OPERATORS) and not key.operator:
+                        raise NotAnOperator(path=scope["path"])
+                    standing = await self._standing(scope, permit, stack)
+                    if standing is not None:
+                        send = _with_headers(send, rate_limit_headers(standing, key))
+                        check_standing(standing, key)
+                    receive = await self._with_body_read(scope, body)
+            except EesdError as error:
+                if not isinstance(error, TooSlow):
+                    await body.discard()
+                await refusal(error, scope)(scope, receive, send)
+                return
+            await self._app(scope, receive, send)
 
-    def _check_key(self, scope: Scope) -> None:
-        if self._expected is None:
-            return
-        given = _header(scope, b"authorization") or b""
-        if not secrets.compare_digest(given, self._expected):
+    def _key_of(self, scope: Scope) -> ApiKey:
+        if self._keys is None:
+            return ANYONE
+        scheme, _, given = (_header(scope, b"authorization") or b"").partition(b" ")
+        key = self._keys.find(given) if scheme == b"Bearer" else None
+        if key is None:
             raise UnknownKey
+        return key
+
+    async def _standing(
+        self, scope: Scope, permit: Permit, stack: AsyncExitStack
+    ) -> Standing | None:
+        """Returns how a key with limits stands after it has asked for this work; `stack` returns
+        the permit that it got."""
+        if self._quotas is None or not permit.key.has_limits or scope["method"] != "POST":
+            return None
+        standing = await self._quotas.acquire(permit.key, permit.name)
+        if standing.refused is None:
+            stack.callback(self._quotas.release, permit)
+        return standing
 
     async def _with_body_read(self, scope: Scope, receive: Receive) -> Receive:
         """Returns a `receive` that begins with the whole body. Raises an EesdError."""
@@ -206,7 +245,23 @@ class _Body:
 
 
 def _is_open(scope: Scope) -> bool:
-    return scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS
+    return _path_of(scope) in OPEN_PATHS
+
+
+def _path_of(scope: Scope) -> str:
+    """Returns the path as routes see it."""
+    return get_route_path(scope)
+
+
+def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
+    more = [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    async def with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *more]
+        await send(message)
+
+    return with_headers
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

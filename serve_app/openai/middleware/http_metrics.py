@@ -14,7 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eesd_dist.telemetry.metrics import FIRST_TOKEN_S, REQUEST_S, RequestTimings
 from eesd_dist.types import FinishReason
+from serve_app.keys import Permit
 from serve_app.openai.errors import HttpError
+from serve_app.openai.middleware.permits import noted_permit
 
 CLIENT_CLOSED_REQUEST = 499
 _REASON = "eesd.refused"
@@ -53,6 +55,18 @@ class HttpMetrics:
             ("ingress", "finished_reason"),
             registry=self.registry,
         )
+        self._of_keys = Counter(
+            "eesd_key_requests",
+            "Answers to requests of an API key, by status.",
+            ("ingress", "key", "status"),
+            registry=self.registry,
+        )
+        self._tokens_of_keys = Counter(
+            "eesd_key_tokens",
+            "Tokens of prompts and answers of an API key.",
+            ("ingress", "key", "kind"),
+            registry=self.registry,
+        )
         self._first_token = self._histogram(
             "eesd_client_time_to_first_token_seconds",
             "Arrival at the ingress to first token.",
@@ -80,6 +94,15 @@ class HttpMetrics:
         self._requests.labels(self._ingress, path, str(status)).inc()
         if status >= HTTPStatus.BAD_REQUEST and status != CLIENT_CLOSED_REQUEST:
             self._refused.labels(self._ingress, reason or str(status)).inc()
+
+    def note_key(self, permit: Permit, *, status: int) -> None:
+        key = permit.key.name
+        self._of_keys.labels(self._ingress, key, str(status)).inc()
+        for kind, number in (
+            ("prompt", permit.num_prompt_tokens),
+            ("generated", permit.num_generated_tokens),
+        ):
+            self._tokens_of_keys.labels(self._ingress, key, kind).inc(number)
 
     def page(self) -> bytes:
         """Returns the metrics as Prometheus text."""
@@ -126,6 +149,8 @@ class CountedRequests:
         finally:
             path = path_format_of(scope, self._routes)
             self._metrics.end(path=path, status=status, reason=reason_of(scope))
+            if (permit := noted_permit(scope)) is not None:
+                self._metrics.note_key(permit, status=status)
 
 
 def path_format_of(scope: Scope, routes: Sequence[BaseRoute]) -> str:

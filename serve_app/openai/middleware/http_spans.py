@@ -14,20 +14,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eesd_dist.telemetry import names
 from eesd_dist.telemetry.request_spans import Attributes, context_of, server_span, traceparent_of
-from serve_app.openai.middleware.gate import OPEN_PATHS
+from serve_app.openai.middleware.gate import OPEN_PATHS, OPERATORS
 from serve_app.openai.middleware.http_metrics import (
     CLIENT_CLOSED_REQUEST,
     OTHER_PATH,
     path_format_of,
     reason_of,
 )
+from serve_app.openai.middleware.request_ids import request_id_of
 
 _TRACEPARENT = "eesd.traceparent"
 """Key of a request's scope: the traceparent for spans inside this one."""
 _METHODS = frozenset(
     {"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"}
 )
-_OPERATORS = "/debug/"
+_MAX_TRACEPARENT_CHARS = 64
 _MAX_CHARS = 256
 """Of an attribute with a text of the client's."""
 
@@ -61,14 +62,15 @@ class TracedRequests:
             span.set_attribute(names.ERROR_TYPE, type(error).__name__)
             raise
         finally:
+            span.set_attribute(names.REQUEST_ID, request_id_of(scope))
             answer.describe(span, reason=reason_of(scope))
             span.end()
 
     def _begin(self, scope: Scope) -> Span:
         headers = {
-            name: value.decode("latin-1")[:_MAX_CHARS]
+            name: value.decode("utf-8", "replace")[: _MAX_CHARS if name != b"tracestate" else 512]
             for name, value in scope["headers"]
-            if name in (b"traceparent", b"tracestate", b"user-agent", b"x-request-id")
+            if name in (b"traceparent", b"tracestate", b"user-agent")
         }
         method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
         route = path_format_of(scope, self._routes)
@@ -84,12 +86,8 @@ class TracedRequests:
             attributes[names.CLIENT_ADDRESS] = scope["client"][0]
         if route != OTHER_PATH:
             attributes[names.HTTP_ROUTE] = route
-        for header, name in (
-            (b"user-agent", names.USER_AGENT),
-            (b"x-request-id", names.REQUEST_ID),
-        ):
-            if header in headers:
-                attributes[name] = headers[header]
+        if b"user-agent" in headers:
+            attributes[names.USER_AGENT] = headers[b"user-agent"]
         return server_span(
             self._tracer,
             method if route == OTHER_PATH else f"{method} {route}",
@@ -105,7 +103,7 @@ def traceparent_inside(scope: Scope) -> str | None:
         inside: str | None = scope[_TRACEPARENT]
         return inside
     sent = (value for name, value in scope["headers"] if name == b"traceparent")
-    return next((value.decode("latin-1") for value in sent), None)
+    return next((value.decode("latin-1")[:_MAX_TRACEPARENT_CHARS] for value in sent), None)
 
 
 class _Answer:
@@ -148,4 +146,4 @@ class _Answer:
 
 def _is_operators(scope: Scope) -> bool:
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path in OPEN_PATHS or path.startswith(_OPERATORS)
+    return path in OPEN_PATHS or path.startswith(OPERATORS)

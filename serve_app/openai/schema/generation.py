@@ -19,6 +19,7 @@ from pydantic_core import core_schema
 
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.types import TreeShape
+from serve_app.keys import MAX_PRIORITY
 from serve_app.openai.schema.base import MAX_ENTRIES, Fields, check_number
 from serve_app.openai.schema.structured_output import StructuredFields
 from serve_app.openai.schema.tools import ToolFields
@@ -138,13 +139,16 @@ class GenerationFields(Fields, StructuredFields):
     return_token_origins: bool = False
     """Whether the answer says of each token where it came from: `accepted` from the draft,
     `recovered` after a rejection, `bonus` after a draft that was right to its end, or `target`
-    where nothing was drafted."""
+    where nothing was drafted; with its text, and the drafted and accepted tokens of each draft."""
     stream: bool = False
     """Whether the answer comes as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
     """Options of streams."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
     """Becomes part of the response's id."""
+    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] = 0
+    """Added to that of the API key: requests of a lower number come first, and take the place of
+    running ones of a higher number."""
     speculation: SpeculationFields = SpeculationFields()
     """How to draft; never changes the text."""
 

@@ -65,7 +65,6 @@ IGNORED = frozenset(
         "kv_transfer_params",
         "metadata",
         "prediction",
-        "priority",
         "prompt_cache_key",
         "reasoning",
         "reasoning_effort",

@@ -23,6 +23,10 @@ NAMES = {
     "eesd_spec_decode_num_lookup_draft_tokens_total",
     "eesd_spec_decode_num_lookup_accepted_tokens_total",
     "eesd_spec_decode_num_accepted_tokens_per_pos_total",
+    "eesd_spec_decode_num_draft_tokens_per_pos_total",
+    "eesd_num_preemptions_total",
+    "eesd_prefix_cache_queries_total",
+    "eesd_prefix_cache_hits_total",
     "eesd_round_stage_seconds_bucket",
     "eesd_hop_bytes_total",
     "eesd_hop_seconds_total",
@@ -49,6 +53,18 @@ def test_every_name_is_there_and_carries_the_model() -> None:
     page = samples(metrics)
     assert {name for name, _ in page} >= NAMES
     assert all(("model_name", "demo") in labels for _, labels in page)
+
+
+def test_totals_that_begin_again_with_an_engine_go_on() -> None:
+    metrics = ServiceMetrics(model_name="demo")
+    for total in (3, 5, 5, 2):
+        metrics.observe_totals(
+            num_preemptions=total, num_prompt_tokens=10 * total, num_cached_tokens=total
+        )
+    page = samples(metrics)
+    assert value(page, "eesd_num_preemptions_total") == 7
+    assert value(page, "eesd_prefix_cache_queries_total") == 70
+    assert value(page, "eesd_prefix_cache_hits_total") == 7
 
 
 def test_rounds_add_up() -> None:

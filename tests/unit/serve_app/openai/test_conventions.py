@@ -61,12 +61,16 @@ def test_every_token_says_where_it_came_from(api: Api) -> None:
         *("accepted", "recovered"),
     ]
     assert len(choice["token_ids"]) == 8
+    assert "".join(choice["token_texts"]) == choice["text"]
+    assert (choice["per_step_drafted"], choice["per_step_accepted"]) == ([2, 2, 2], [2, 2, 1])
     streamed = chunks_of(api.post("/v1/completions", asked | {"stream": True}))
     chunks = [chunk["choices"][0] for chunk in streamed]
-    assert [each for chunk in chunks for each in chunk["token_origins"]] == choice["token_origins"]
+    for field in ("token_origins", "token_texts", "per_step_drafted", "per_step_accepted"):
+        assert [each for chunk in chunks for each in chunk[field]] == choice[field], field
     off = asked | {"speculation": {"mode": "off"}}
     (choice,) = api.post("/v1/completions", off).json()["choices"]
     assert choice["token_origins"] == ["target"] * 8
+    assert choice["per_step_drafted"] == []
     (choice,) = api.post("/v1/completions", BODY).json()["choices"]
     assert "token_origins" not in choice
 

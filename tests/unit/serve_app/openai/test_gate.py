@@ -16,6 +16,7 @@ from starlette.types import Message
 from eesd_dist.errors import CapacityError, QueueFull, RequestError
 from eesd_dist.text import Tokenizer
 from serve_app.config import LimitsConfig, service_config
+from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.errors import HeadTooLarge
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware import gate
@@ -142,7 +143,7 @@ class _Sent:
             self.status, self.headers = message["status"], dict(message["headers"])
 
     def through(self, admission: AdmissionGate | None = None) -> "_Sent":
-        admission = admission or AdmissionGate(self.app, limits=LIMITS, api_key=None)
+        admission = admission or AdmissionGate(self.app, limits=LIMITS, keys=None)
         asyncio.run(admission(self.scope, self.receive, self.send))
         return self
 
@@ -170,10 +171,10 @@ def test_a_body_that_does_not_end_is_refused_after_the_deadline() -> None:
 
 def test_the_key_comes_before_the_body() -> None:
     sent = _Sent(b"wait", key=b"wrong")
-    sent.through(AdmissionGate(sent.app, limits=LIMITS, api_key="right"))
+    sent.through(AdmissionGate(sent.app, limits=LIMITS, keys=KeyRing(operators_key("right"))))
     assert sent.status == 401
     sent = _Sent(b"{}", key=b"right")
-    sent.through(AdmissionGate(sent.app, limits=LIMITS, api_key="right"))
+    sent.through(AdmissionGate(sent.app, limits=LIMITS, keys=KeyRing(operators_key("right"))))
     assert sent.bodies == [b"{}"]
 
 
@@ -185,7 +186,7 @@ def test_a_body_is_not_read_where_no_key_is_needed() -> None:
 
     sent = _Sent(b"wait")
     sent.scope["path"] = "/health"
-    sent.through(AdmissionGate(app, limits=LIMITS, api_key="right"))
+    sent.through(AdmissionGate(app, limits=LIMITS, keys=KeyRing(operators_key("right"))))
     assert (sent.status, reached) == (None, [True])
 
 
@@ -193,7 +194,7 @@ def test_bodies_that_arrive_together_share_a_bound(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gate, "_MAX_BODIES_IN_MEMORY", 2)
     monkeypatch.setattr(gate, "_SMALL_BODY_BYTES", 100)
     first = _Sent(b" " * 900, b"wait")
-    admission = AdmissionGate(first.app, limits=LIMITS, api_key=None)
+    admission = AdmissionGate(first.app, limits=LIMITS, keys=None)
 
     async def all_of_them() -> tuple[int | None, ...]:
         sent = [first, _Sent(b" " * 900, b"wait"), _Sent(b" " * 900, b"wait"), _Sent(b" " * 100)]

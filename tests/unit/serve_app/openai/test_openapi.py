@@ -1,5 +1,6 @@
 """The OpenAPI document says what the API does."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,10 +8,12 @@ import httpx
 import jsonschema
 import pytest
 
+from serve_app.ingress.operator_api import operator_router
 from serve_app.openai.errors import TABLE
 from tests.support.live_server import serving
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
+from tests.support.toy_operated import ToyOperated
 
 OPEN = {"/health", "/ready", "/ping", "/metrics", "/version"}
 REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
@@ -37,12 +40,23 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
     ("get", "/metrics", {"headers": {"X-Request-Id": "a b"}}),
     ("get", "/version", {}),
     ("get", "/version", {"headers": {"X-Long": "x" * 70_000}}),
+    ("get", "/debug/state", {}),
+    ("get", "/debug/state", {"headers": {"Authorization": "Bearer l"}}),
+    ("get", "/debug/pipelines", {}),
+    ("get", "/debug/controllers", {}),
+    ("get", "/debug/rounds", {}),
+    ("post", "/debug/pipelines/other/drain", {}),
+    ("post", "/debug/pipelines/one/drain", {"headers": {"Authorization": "Bearer l"}}),
+    ("post", "/debug/pipelines/one/drain", {}),
+    ("post", "/debug/pipelines/two/drain", {}),
+    ("post", "/debug/pipelines/one/undrain", {}),
 ]
 
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
     app = toy_api(ToyEngine(), max_model_len=100, api_key="k")
+    app.include_router(operator_router(ToyOperated(), has_key=True))
     headers = {"Authorization": "Bearer k"}
     with serving(app) as url, httpx.Client(base_url=url, headers=headers, timeout=20) as client:
         yield client
@@ -60,7 +74,7 @@ def test_an_answer_is_one_that_the_document_has(
 ) -> None:
     method, path, options = REQUESTS[number]
     answer = http.request(method, path, **options)
-    named = "/v1/models/{name}" if path.startswith("/v1/models/") else path
+    named = re.sub("(/v1/models|/pipelines)/[a-z]+", r"\1/{name}", path)
     response = document["paths"][named][method]["responses"][str(answer.status_code)]
     kind = answer.headers.get("content-type", "text/plain").partition(";")[0]
     schema = response["content"][kind]["schema"]

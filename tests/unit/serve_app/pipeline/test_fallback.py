@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from eesd_dist.config import ParallelConfig
 from eesd_dist.errors import EngineError, Migrated, PeerLost
 from eesd_dist.types import Emission
-from serve_app.pipeline.fallback import FallbackHandle, degraded_page
+from serve_app.pipeline.fallback import FallbackHandle
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.worker import Worker
@@ -326,12 +325,6 @@ class _Echo:
 
     def remote(self, *arguments: object) -> object:
         return self.name, self.method, arguments
-
-
-def test_the_degraded_page_is_prometheus_text() -> None:
-    page = degraded_page(is_degraded=True, seconds=1.25).decode()
-    samples = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples}
-    assert samples == {"eesd_degraded": 1.0, "eesd_degraded_seconds_total": 1.25}
 
 
 def test_a_fallback_wants_a_verify_rank_for_each_draft_rank() -> None:

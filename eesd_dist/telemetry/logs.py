@@ -1,0 +1,78 @@
+"""Log lines: as text, or as one JSON object each; with the id of the request that they are about.
+
+Messages have the form `event: key=%s key=%d`; in JSON the event and each key are fields, with the
+values that were given and not their text.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+
+current_request: ContextVar[str] = ContextVar("current_request", default="")
+"""Id of the request that this task serves; empty outside of requests."""
+
+_PLACEHOLDER = re.compile(r"%[-\d.]*[a-z]")
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class TextLines(logging.Formatter):
+    """Adds the request to lines that do not name it."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
+        line = super().formatMessage(record)
+        request = current_request.get()
+        return f"{line} request={request}" if request and " request=" not in line else line
+
+
+class JsonLines(logging.Formatter):
+    """Writes `time` (UTC), `level`, `logger`, `pid`, `event`, `message`, `request` where there is
+    one, `error` with the traceback of an exception, and the keys of the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        line: dict[str, object] = _fields_of(record) | {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "pid": os.getpid(),
+            "event": str(record.msg).partition(":")[0] if record.args else message,
+            "message": message,
+        }
+        if request := current_request.get():
+            line.setdefault("request", request)
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up_logs(form: LogFormat, *, level: int = logging.WARNING) -> None:
+    """Sends the log lines of this process to stderr, unless that was set up before."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def _fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """Returns the keys of the message with the values given for them."""
+    template, args = str(record.msg), record.args
+    if not isinstance(args, tuple) or len(_PLACEHOLDER.findall(template)) != len(args):
+        return {}
+    values = iter(args)
+    found: dict[str, object] = {}
+    for match in re.finditer(rf"(?:(\w+)=)?{_PLACEHOLDER.pattern}", template):
+        value = next(values)
+        if match[1]:
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            found[match[1]] = value if is_number else str(value)
+    return found

@@ -1,0 +1,1 @@
+"""Prometheus pages of states that are not counted where they are shown."""

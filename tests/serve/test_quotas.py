@@ -1,0 +1,281 @@
+"""Keys with limits at two ingresses of a running service, and what a greedy one does to others."""
+
+import asyncio
+import hashlib
+import logging
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import count, pairwise
+from pathlib import Path
+from threading import Event
+
+import httpx
+import pytest
+import ray
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import SecretStr
+from ray import serve
+
+from serve_app.app import application_of
+from serve_app.config import service_config
+from serve_app.operations.serving import deploy
+from tests.support.running import Running, until
+
+logger = logging.getLogger(__name__)
+
+NAME = "quotas"
+MAX_RUNNING = 8
+SLOTS = {
+    "few": {"max_concurrent_requests": 3},
+    "greedy": {},
+    "modest": {},
+    "urgent": {"priority": 0},
+}
+
+
+def _write(file: Path, **keys: dict[str, object]) -> None:
+    entries = [
+        {"name": name, "sha256": hashlib.sha256(f"of {name}".encode()).hexdigest(), **limits}
+        for name, limits in keys.items()
+    ]
+    new = file.with_suffix(".new")
+    new.write_text(yaml.safe_dump({"keys": entries}))
+    os.replace(new, file)
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    _write(file, **SLOTS)
+    return file
+
+
+@pytest.fixture(scope="module")
+def shared(ray_port: int, tiny_service: Path, keys_file: Path) -> Iterator[Running]:
+    config = service_config(
+        {
+            "engine": {
+                "model": {"path": str(tiny_service), "dtype": "float32", "device": "cpu"},
+                "cache": {"num_pages": 512},
+                "scheduler": {"max_running": MAX_RUNNING},
+                "parallel": {"verify_tensor_parallel_size": 1},
+            },
+            "app_name": NAME,
+            "model_name": "tiny",
+            "num_ingresses": 2,
+            "keys_file": str(keys_file),
+            "router": {"name": f"{NAME}-router"},
+            "recovery": {"stream_pause_s": 120.0},
+        }
+    )
+    application = application_of(config, api_key=SecretStr("root"))
+    deploy(application, name=NAME, route_prefix=f"/{NAME}", wait=Event().wait)
+    yield Running(
+        url=f"http://127.0.0.1:{ray_port}/{NAME}",
+        config=config,
+        pipelines=serve.get_deployment_handle("Pipeline", NAME),
+    )
+    serve.delete(NAME)
+    ray.kill(ray.get_actor(f"{NAME}-router", namespace=config.router.namespace))
+
+
+@asynccontextmanager
+async def _client(service: Running) -> AsyncIterator[httpx.AsyncClient]:
+    # A new connection for each request, so that both ingresses get some.
+    limits = httpx.Limits(max_connections=200, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=service.url, limits=limits, timeout=120) as client:
+        yield client
+
+
+class Stream:
+    """One streamed completion of a key."""
+
+    def __init__(self, client: httpx.AsyncClient, key: str, **fields: object) -> None:
+        self.status = 0
+        self.first_s = 0.0
+        self.num_events = 0
+        self.begun = asyncio.Event()
+        body = {"prompt": [5, 6, 7], "max_tokens": 40, "seed": 1, "stream": True, **fields}
+        self._request = client.build_request(
+            "POST",
+            "/v1/completions",
+            json=body,
+            headers={"Authorization": f"Bearer of {key}"},
+        )
+        self._client = client
+        self.task = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        began_s = time.monotonic()
+        answer = await self._client.send(self._request, stream=True)
+        try:
+            self.status = answer.status_code
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    self.first_s = self.first_s or time.monotonic() - began_s
+                    self.num_events += 1
+                    self.begun.set()
+        finally:
+            self.begun.set()
+            await answer.aclose()
+
+
+def _counts(service: Running, key: str) -> dict[tuple[str, str], float]:
+    """Returns the number of answers to a key, by ingress and status."""
+    page = httpx.get(f"{service.url}/metrics", timeout=30).text
+    return {
+        (sample.labels["ingress"], sample.labels["status"]): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "eesd_key_requests_total" and sample.labels["key"] == key
+    }
+
+
+def test_a_limit_of_requests_holds_over_both_ingresses(shared: Running) -> None:
+    async def run() -> list[int]:
+        async with _client(shared) as client:
+            long = [Stream(client, "few", max_tokens=3800) for _ in range(3)]
+            for each in long:
+                await each.begun.wait()
+            refused = [Stream(client, "few") for _ in range(30)]
+            await asyncio.gather(*(each.task for each in refused))
+            for each in long:
+                each.task.cancel()
+            assert [each.status for each in long] == [200] * 3
+            return [each.status for each in refused]
+
+    assert asyncio.run(run()) == [429] * 30
+    counts = until(
+        lambda: (
+            (found := _counts(shared, "few"))
+            and len({ingress for ingress, status in found if status == "429"}) == 2
+            and found
+        ),
+        timeout_s=30,
+    )
+    assert sum(number for (_, status), number in counts.items() if status == "429") == 30
+
+    async def again() -> int:
+        async with _client(shared) as client:
+            one = Stream(client, "few")
+            await one.task
+            return one.status
+
+    until(lambda: asyncio.run(again()) == 200, timeout_s=30)
+
+
+@pytest.mark.slow
+def test_while_the_router_is_dead_requests_are_served_and_then_limits_hold_again(
+    shared: Running,
+) -> None:
+    router = ray.get_actor(f"{NAME}-router", namespace=shared.config.router.namespace)
+    pid = ray.get(router.process_info.remote()).pid
+
+    async def run() -> None:
+        async with _client(shared) as client:
+            long = [Stream(client, "few", max_tokens=3800, ignore_eos=True) for _ in range(3)]
+            for each in long:
+                await each.begun.wait()
+            os.kill(pid, 9)
+            others = [Stream(client, "greedy") for _ in range(6)]
+            await asyncio.gather(*(each.task for each in others))
+            assert [each.status for each in others] == [200] * 6
+            # It is restarted, and both ingresses tell it what they hold.
+            num_refused = 0
+            while num_refused < 8:
+                one = Stream(client, "few", max_tokens=1)
+                await one.task
+                num_refused = num_refused + 1 if one.status == 429 else 0
+                assert not any(each.task.done() for each in long), "no limit held in time"
+            again = await asyncio.to_thread(ray.get, router.process_info.remote(), timeout=30)
+            assert again.pid != pid
+            for each in long:
+                each.task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_changed_file_of_keys_reaches_both_ingresses(shared: Running, keys_file: Path) -> None:
+    def status(key: str) -> int:
+        answer = httpx.get(
+            f"{shared.url}/v1/models", headers={"Authorization": f"Bearer of {key}"}, timeout=30
+        )
+        return answer.status_code
+
+    assert status("newcomer") == 401
+    _write(keys_file, **SLOTS, newcomer={})
+    until(lambda: all(status("newcomer") == 200 for _ in range(12)), timeout_s=30)
+    _write(keys_file, **SLOTS)
+    until(lambda: all(status("newcomer") == 401 for _ in range(12)), timeout_s=30)
+
+
+def _p95(values: list[float]) -> float:
+    return statistics.quantiles(values, n=20)[-1]
+
+
+async def _first_tokens(client: httpx.AsyncClient, key: str, *, number: int = 40) -> list[float]:
+    """Returns the times to first token of requests that one caller sends one after the other."""
+    found = []
+    for at in range(number):
+        one = Stream(client, key, prompt=[9, 8, 7, 1 + at], max_tokens=3)
+        await one.task
+        assert one.status == 200
+        found.append(one.first_s)
+    return found
+
+
+async def _round_s(client: httpx.AsyncClient) -> float:
+    """Returns the p95 of the times from one round to the next, of the latest ones."""
+    answer = await client.get("/debug/rounds", headers={"Authorization": "Bearer root"})
+    begun = [each["started_unix_s"] for each in answer.json()["rounds"][-100:]]
+    return _p95([after - before for before, after in pairwise(begun)])
+
+
+@asynccontextmanager
+async def _load(client: httpx.AsyncClient, key: str, *, number: int) -> AsyncIterator[None]:
+    """Keeps so many long requests of a key going."""
+    running: set[asyncio.Task[None]] = set()
+
+    async def one_after_the_other(first: int) -> None:
+        for at in count(first, number):
+            one = Stream(client, key, max_tokens=3800, prompt=[1 + at % 300] * 20)
+            running.add(one.task)
+            await one.task
+
+    loads = [asyncio.ensure_future(one_after_the_other(at)) for at in range(number)]
+    try:
+        await asyncio.sleep(3.0)
+        assert not any(load.done() for load in loads)
+        yield
+    finally:
+        for task in (*loads, *running):
+            task.cancel()
+        await asyncio.gather(*loads, *running, return_exceptions=True)
+
+
+def test_a_greedy_key_costs_another_at_most_a_round_for_each_of_its_texts_in_the_batch(
+    shared: Running,
+) -> None:
+    async def run() -> tuple[list[float], list[float], list[float], float]:
+        async with _client(shared) as client:
+            await _first_tokens(client, "modest", number=5)
+            alone = await _first_tokens(client, "modest")
+            async with _load(client, "greedy", number=4 * MAX_RUNNING):
+                against = await _first_tokens(client, "modest")
+                round_s = await _round_s(client)
+                within = await _first_tokens(client, "greedy", number=2)
+            return alone, against, within, round_s
+
+    alone, against, within, round_s = asyncio.run(run())
+    logger.warning(
+        "%s",
+        f"p95 of the first token: alone {_p95(alone):.3f} s, against a greedy key "
+        f"{_p95(against):.3f} s; least within the greedy key {min(within):.3f} s; "
+        f"p95 of a round {round_s:.4f} s",
+    )
+    assert _p95(against) - _p95(alone) <= MAX_RUNNING * round_s
+    assert min(within) > _p95(against), "the queue was full"

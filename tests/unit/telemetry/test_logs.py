@@ -1,0 +1,71 @@
+"""Log lines as text and as JSON."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from eesd_dist.telemetry.logs import JsonLines, TextLines, current_request
+
+
+def record(message: str, *args: object, error: bool = False) -> logging.LogRecord:
+    found = sys.exc_info() if error else None
+    return logging.LogRecord("eesd_dist.x", logging.INFO, "x.py", 1, message, args, found)
+
+
+def test_keys_of_a_message_are_fields_with_their_values() -> None:
+    line = json.loads(
+        JsonLines().format(
+            record(
+                "joined: pipeline=%s epoch=%d after_s=%.2f reason=%r", "p 1", 3, 0.5, OSError("x")
+            )
+        )
+    )
+    assert line["event"] == "joined"
+    assert (line["pipeline"], line["epoch"], line["after_s"]) == ("p 1", 3, 0.5)
+    assert line["reason"] == "x"
+    assert line["message"] == "joined: pipeline=p 1 epoch=3 after_s=0.50 reason=OSError('x')"
+    assert (line["level"], line["logger"]) == ("INFO", "eesd_dist.x")
+    assert line["time"].endswith("+00:00")
+    assert "request" not in line
+    assert json.loads(JsonLines().format(record("a: x=%f", float("nan"))))["x"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("message", "args"),
+    [("nothing to fill in: a=b", ()), ("%s", ("text",)), ("%(a)s", ({"a": 1},)), ("100 %", ())],
+)
+def test_other_messages_stay_readable(message: str, args: tuple[object, ...]) -> None:
+    made = record(message, *args)
+    line = json.loads(JsonLines().format(made))
+    assert line["message"] == made.getMessage()
+
+
+def test_a_value_cannot_forge_a_line_or_a_field() -> None:
+    text = 'x level=ERROR\n{"level": "ERROR"}'
+    written = JsonLines().format(record("request refused: reason=%s", text))
+    assert "\n" not in written
+    assert json.loads(written)["level"] == "INFO"
+    assert json.loads(JsonLines().format(record("a: level=%s", "HIGH")))["level"] == "INFO"
+
+
+def test_lines_name_the_request_of_their_task() -> None:
+    token = current_request.set("r-1")
+    try:
+        assert json.loads(JsonLines().format(record("client left a stream")))["request"] == "r-1"
+        assert TextLines().format(record("client left a stream")).endswith(" request=r-1")
+        other = record("stream resumed: request=%s kept_by=%s", "r-2", "p")
+        assert json.loads(JsonLines().format(other))["request"] == "r-2"
+        assert "r-1" not in TextLines().format(other)
+    finally:
+        current_request.reset(token)
+    assert "request=" not in TextLines().format(record("client left a stream"))
+
+
+def test_an_error_has_its_traceback() -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        line = json.loads(JsonLines().format(record("loop broke: loop=%s", "a", error=True)))
+    assert line["error"].endswith("ValueError: broken")
