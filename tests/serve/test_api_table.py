@@ -432,7 +432,7 @@ CHATS: Mapping[str, Check] = {
     "logprobs": _is(lambda a, _: len(a.choice["logprobs"]["content"]) == 12, logprobs=True),
     "max_completion_tokens": _is(lambda a, _: len(a.ids) == 3, max_completion_tokens=3),
     "max_tokens": _is(lambda a, _: len(a.ids) == 3, max_tokens=3),
-    "messages": _refuses(400, messages=[{"role": "nobody's", "content": "x"}]),
+    "messages": _refuses(400, messages=[{"role": "unheard-of", "content": "x"}]),
     "parallel_tool_calls": _calls,
     "tool_choice": _calls,
     "tools": _calls,

@@ -47,6 +47,19 @@ def step(made: Scheduler, stages: ToyStages, ledger: Ledger) -> None:
         made.check()
 
 
+def planned(made: Scheduler, *, rounds: int) -> Counter[str]:
+    """Runs so many rounds; returns the rows of each request, and of each caller."""
+    rows: Counter[str] = Counter()
+    for _ in range(rounds):
+        plan = made.plan(0)
+        assert plan is not None
+        for item in plan.items:
+            rows[item.live.request_id] += item.num_known
+            rows[item.live.request.caller] += item.num_known
+        made.commit(plan, {i.live.request_id: says(9) for i in plan.items if i.is_final})
+    return rows
+
+
 def callers(made: Scheduler) -> Counter[str]:
     return Counter(live.request.caller for live in made.running())
 
@@ -142,13 +155,7 @@ def test_prompts_of_a_caller_that_was_served_less_are_computed_first() -> None:
     for at in range(SLOTS // 2):
         made.add(request(f"greedy {at}", "greedy", prompt=[at + 1, *range(1, 48)]))
     made.add(request("modest", "modest", prompt=list(range(2, 50))))
-    rows: Counter[str] = Counter()
-    for _ in range(6):
-        plan = made.plan(0)
-        assert plan is not None
-        for item in plan.items:
-            rows[item.live.request.caller] += item.num_known
-        made.commit(plan, {i.live.request_id: says(9) for i in plan.items if i.is_final})
+    rows = planned(made, rounds=6)
     assert rows["modest"] >= 40
     assert rows["greedy"] >= 40, "it is served in between"
 
@@ -167,13 +174,7 @@ def test_a_caller_that_took_more_than_the_others_still_has_when_it_comes_back() 
     made.add(request("b again", "b", prompt=list(range(5, 40))))
     decode_once(made)  # both have a slot
     decode_once(made)
-    rows: Counter[str] = Counter()
-    for _ in range(3):
-        plan = made.plan(0)
-        assert plan is not None
-        for item in plan.items:
-            rows[item.live.request_id] += item.num_known
-        made.commit(plan, {i.live.request_id: says(9) for i in plan.items if i.is_final})
+    rows = planned(made, rounds=3)
     assert rows["a again"] > 15
     assert rows["b again"] == 0
 
@@ -189,13 +190,7 @@ def test_a_caller_that_was_alone_owes_nothing_to_one_that_comes_later() -> None:
     made.abort(RequestId("alone"))
     made.add(request("of b", "b", prompt=list(range(2, 40))))
     made.add(request("of a", "a", prompt=list(range(3, 40))))
-    rows: Counter[str] = Counter()
-    for _ in range(4):
-        plan = made.plan(0)
-        assert plan is not None
-        for item in plan.items:
-            rows[item.live.request.caller] += item.num_known
-        made.commit(plan, {i.live.request_id: says(9) for i in plan.items if i.is_final})
+    rows = planned(made, rounds=4)
     assert rows["a"] >= 8
 
 
@@ -209,13 +204,7 @@ def test_a_new_caller_has_saved_nothing() -> None:
         decode_once(made)
     made.add(request("of b", "b", prompt=list(range(2, 49))))
     made.add(request("of a", "a", prompt=list(range(3, 49))))
-    rows: Counter[str] = Counter()
-    for _ in range(6):
-        plan = made.plan(0)
-        assert plan is not None
-        for item in plan.items:
-            rows[item.live.request_id] += item.num_known
-        made.commit(plan, {i.live.request_id: says(9) for i in plan.items if i.is_final})
+    rows = planned(made, rounds=6)
     assert rows["of a"] >= 8, "it is served in between"
 
 
