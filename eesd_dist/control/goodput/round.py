@@ -31,6 +31,8 @@ from eesd_dist.types import Outcome, RequestId
 _LOOK_AHEAD = 16
 """Maximum possible tokens considered at a level, including later levels: a small batch needs the
 look-ahead to get past steps of the cost table, a large one has enough rows of other requests."""
+_GOING_ON = 0.5
+"""Beyond the common length, the part of the requests that could go on that do: by their guesses."""
 _LOOKUP_STEPS, _LOOKUP_ROW_STEPS = 0.2, 0.1
 """What a lookup and each of its tokens cost to draft, in draft steps: its rows run through the
 layers together, without the exit head."""
@@ -109,7 +111,7 @@ class GoodputRound:
         plain = load.num_requests / plain_s
         self._theta = sum(draft.mean for draft in drafts.values()) / len(drafts)
         """Acceptance of the mean request."""
-        self._promise = self._best_promise(plain, seconds)
+        self._promise, self._common_length = self._best_promise(plain, seconds)
         self._rate = max(self._promise * promise_ratio, plain)
         """Value of a second, in tokens."""
         self._probe_price = self._rate * (with_probe_s - plain_s)
@@ -246,22 +248,34 @@ class GoodputRound:
         return self._rate * np.array(self._shares_s(longest, sharing=sharing))
 
     def _shares_s(self, longest: int, *, sharing: int) -> list[float]:
-        """Returns one request's share of a round's seconds, by the length of its draft from 0: each
-        token is paid in equal parts by the requests that are expected to draft as far, those with
-        their earlier tokens accepted."""
-        costs, load = self._costs, self._load
-        drafting_s, rows = costs.known(load.num_known), load.num_known + self._num_looked_up
-        before_s = self._both(drafting_s, costs.verify(rows, load.num_requests))
-        expected = float(sharing)
-        shares_s = [0.0]
-        for _ in range(longest):
-            count = max(round(expected), 1)
-            drafting_s += costs.step(count)
+        """Returns one request's share of a round's seconds, by the length of its draft from 0.
+
+        Up to the length that pays for all of them together, a level is there anyway if another of
+        the `sharing` requests gets that far: a token then costs what one more in the level costs,
+        little on a GPU, and otherwise the level. Beyond that length the requests that go on pay in
+        equal parts.
+        """
+        load, step = self._load, self._costs.step
+        rows = load.num_known + self._num_looked_up
+
+        def round_s(tokens: int) -> float:
+            """Returns the seconds with this level's tokens, `sharing` at most."""
+            verify_s = self._costs.verify(rows + tokens, load.num_requests)
+            return self._both(drafting_s + step(tokens), verify_s)
+
+        drafting_s, reached, shares_s = self._costs.known(load.num_known), 1.0, [0.0]
+        for level in range(longest):
+            count = max(round(sharing * reached), 1)
+            if level < self._common_length:
+                one_more_s = round_s(max(count, 2)) - round_s(max(count, 2) - 1)
+                alone = (1.0 - reached) ** (sharing - 1)
+                share_s = alone * (round_s(1) - round_s(0)) + (1.0 - alone) * one_more_s
+            else:
+                share_s = (round_s(count) - round_s(0)) / max(_GOING_ON * count, 1.0)
+            shares_s.append(shares_s[-1] + share_s)
+            drafting_s += step(count)
             rows += count
-            seconds = self._both(drafting_s, costs.verify(rows, load.num_requests))
-            shares_s.append(shares_s[-1] + (seconds - before_s) / count)
-            before_s = seconds
-            expected *= self._theta
+            reached *= self._theta
         return shares_s
 
     @property
@@ -310,15 +324,18 @@ class GoodputRound:
             return max(drafting_s, verifying_s)
         return drafting_s + verifying_s
 
-    def _best_promise(self, plain: float, seconds: Sequence[float]) -> float:
+    def _best_promise(self, plain: float, seconds: Sequence[float]) -> tuple[float, int]:
         """Returns tokens per second of the mean request at the best common length, so that the
-        value of a second follows the load immediately. `seconds`: by that length, from 0."""
-        best, tokens, survival = plain, float(self._load.num_requests), 1.0
-        for round_s in seconds[1:]:
+        value of a second follows the load immediately, and that length. `seconds`: by it, from
+        0."""
+        best, best_length = plain, 0
+        tokens, survival = float(self._load.num_requests), 1.0
+        for length, round_s in enumerate(seconds[1:], start=1):
             survival *= self._theta
             tokens += self._num_ours * survival
-            best = max(best, tokens / round_s)
-        return best
+            if tokens / round_s > best:
+                best, best_length = tokens / round_s, length
+        return best, best_length
 
     def _looks_that_pay(self, looked: frozenset[RequestId]) -> frozenset[RequestId]:
         """Returns guesses that are not expected to pay: none if looks have not been profitable and

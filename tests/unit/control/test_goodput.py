@@ -36,8 +36,20 @@ LINEAR = CostModel(
     draft_step_s=0.1, verify_s=tuple(1.0 * i for i in range(1, 10)), round_s=0.05, guess_s=0.06
 )
 """The verifier is busy: every row costs as much as a full pass."""
+FLAT = CostModel(
+    draft_step_s=1.3,
+    verify_s=tuple(6.3 + 0.02 * i for i in range(9)),
+    round_s=2.6,
+    guess_s=0.8,
+    verify_rows_s=((18, 6.6), (36, 7.3), (144, 8.5), (288, 11.5)),
+    draft_rows_s=((2, 1.3), (16, 1.35), (32, 1.5)),
+    known_rows_s=((2, 2.7), (16, 3.1), (32, 3.7)),
+)
+"""A model of 8B parameters on a GPU, in milliseconds: a level costs the same for any batch."""
 
 BY_GAP = Calibrator(log_gap=1.0, logit_top1=0.0)
+BY_TRUE_GAP = Calibrator(bias=-4.0, log_gap=3.0, logit_top1=0.0)
+"""Of the gaps in these worlds."""
 
 
 @cache
@@ -349,13 +361,22 @@ def test_guesses_that_looked_good_and_failed_for_long_do_not_end_all_drafting() 
     assert rounds(200, accepts=True) > 200
 
 
-def test_a_level_is_paid_by_those_that_are_expected_to_reach_it() -> None:
-    cost = CostModel(
-        draft_step_s=1.0,
-        verify_s=(10.0,) * 9,
-        draft_rows_s=((4, 1.0),),
-        verify_rows_s=((99, 10.0),),
-    )
+@pytest.mark.parametrize("cost", [MEASURED, FLAT], ids=["measured", "flat"])
+@pytest.mark.parametrize("ease", [3, 1])
+@pytest.mark.parametrize("max_running", [2, 8, 32])
+def test_by_rules_a_batch_keeps_up_with_the_best_fixed_length(
+    cost: CostModel, ease: float, max_running: int
+) -> None:
+    texts = _texts(ease, max(4 * max_running, 16))
+    policy = DraftPolicy(speculation=SpeculationConfig(), cost=cost, calibrator=BY_TRUE_GAP)
+    mine = serve(policy, texts, cost=cost, max_running=max_running, by_rules=True)
+    # Of two requests, each often drafts alone, without knowing what the other's guesses are.
+    least = 0.95 if max_running == 2 else 0.98
+    assert mine.rate > least * _best_fixed(cost, texts, max_running)
+
+
+def _prices(cost: CostModel) -> tuple[list[float], float]:
+    """Returns the prices of each token of the drafts of four requests, and its acceptance."""
     names = [RequestId(str(number)) for number in range(4)]
     policy = DraftPolicy(
         speculation=SpeculationConfig(max_draft_tokens=4), cost=cost, calibrator=BY_GAP
@@ -365,12 +386,37 @@ def test_a_level_is_paid_by_those_that_are_expected_to_reach_it() -> None:
     policy.begin_round(names)
     rules = policy.chain_rules(dict.fromkeys(names, 0.0))
     assert rules is not None
-    prices, theta = rules[names[0]].prices, rules[names[0]].mean
-    shares = [1 / max(round(4 * theta**depth), 1) for depth in range(4)]
-    assert shares[0] == 0.25
-    assert shares[3] == 1.0
-    assert list(prices / prices[1]) == pytest.approx([0, *(np.cumsum(shares) / 0.25)])
     assert {rule.guess_price for rule in rules.values()} == {0.0}
+    return np.diff(rules[names[0]].prices).tolist(), rules[names[0]].mean
+
+
+def _flat(draft_step_s: float) -> CostModel:
+    return CostModel(
+        draft_step_s=draft_step_s,
+        verify_s=(10.0,) * 9,
+        draft_rows_s=((4, draft_step_s),),
+        verify_rows_s=((99, 10.0),),
+    )
+
+
+def test_a_level_that_is_there_anyway_costs_as_much_as_one_more_token_in_it() -> None:
+    prices, theta = _prices(_flat(1.0))
+    assert prices[0] == pytest.approx(0.0)
+    # The whole level, where none of the others gets as far.
+    alone = [(1.0 - theta**level) ** 3 for level in range(1, 4)]
+    assert [price / prices[1] for price in prices[1:]] == pytest.approx(
+        [each / alone[0] for each in alone]
+    )
+
+
+def test_a_level_beyond_the_common_length_is_paid_by_those_that_are_expected_to_go_on() -> None:
+    prices, theta = _prices(_flat(6.0))
+    assert prices[0] == pytest.approx(0.0)  # one token pays for all of them together
+    going_on = [max(round(4 * theta**level), 1) / 2 for level in range(1, 4)]
+    shares = [1.0 / max(each, 1.0) for each in going_on]
+    assert [price / prices[1] for price in prices[1:]] == pytest.approx(
+        [share / shares[0] for share in shares]
+    )
 
 
 def test_what_draws_have_cost_is_paid_once() -> None:

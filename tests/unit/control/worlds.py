@@ -1,7 +1,7 @@
 """Simulated texts with known acceptance probabilities, for testing controllers."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, CostModel
 from eesd_dist.control.base import Controller
+from eesd_dist.control.chain_rule import ChainReport, follow
 from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.types import Evidence, Outcome, RequestId
@@ -132,9 +133,10 @@ def serve(
     ceiling: int = 8,
     belief: Belief | None = None,
     name: str | None = None,
+    by_rules: bool = False,
 ) -> Served:
-    """Asks the policy level by level, answers with verdicts from the texts, and adds up the seconds
-    of the cost model, including guesses that were computed but not drafted."""
+    """Asks the policy level by level or for its rules, answers with verdicts from the texts, and
+    adds up the seconds of the cost model, including guesses that were computed but not drafted."""
     served, waiting = Served(), list(enumerate(texts))
     live: dict[RequestId, tuple[Text, int]] = {}
     share = cost.guess_batch(1) / cost.draft_step_s
@@ -146,39 +148,70 @@ def serve(
             policy.admit(request_id, name, belief or Belief())
         drafts: dict[RequestId, list[Evidence]] = {request_id: [] for request_id in live}
         served.seconds += cost.known_batch(len(live))
-        policy.begin_round(list(live))
-        active = list(live)
-        while active := _wanted(policy, active, drafts, live, ceiling):
-            offers = [
-                Offer(
-                    request_id=request_id,
-                    evidence=evidence(
-                        live[request_id][0][live[request_id][1] + len(drafts[request_id])][1],
-                        depth=len(drafts[request_id]),
-                    ),
-                    parent=len(drafts[request_id]) - 1,
-                )
-                for request_id in active
-            ]
-            taken = policy.choose(offers)
-            for offer, is_taken in zip(offers, taken, strict=True):
-                if is_taken:
-                    drafts[offer.request_id].append(offer.evidence)
-            served.num_guesses += len(active)
-            served.seconds += share * cost.draft_batch(len(active))
-            served.seconds += (1.0 - share) * cost.draft_batch(sum(taken))
-            active = [o.request_id for o, is_taken in zip(offers, taken, strict=True) if is_taken]
+        awake = policy.begin_round(list(live))
+        draft = _draft_by_rules if by_rules else _draft_by_levels
+        asked = {request_id: live[request_id] for request_id in live if request_id in awake}
+        for num_guessed, num_taken in draft(policy, drafts, asked, ceiling):
+            served.num_guesses += num_guessed
+            served.seconds += share * cost.draft_batch(num_guessed)
+            served.seconds += (1.0 - share) * cost.draft_batch(num_taken)
         rows = len(live) + sum(map(len, drafts.values()))
         served.seconds += cost.verify_batch(rows, len(live))
         _judge(policy, drafts, live, served)
     return served
 
 
+_Live = dict[RequestId, tuple[Text, int]]
+_Drafts = dict[RequestId, list[Evidence]]
+
+
+def _draft_by_levels(
+    policy: DraftPolicy, drafts: _Drafts, live: _Live, ceiling: int
+) -> Iterator[tuple[int, int]]:
+    """Yields the guesses of each level, and how many of them were taken."""
+    active = list(live)
+    while active := _wanted(policy, active, drafts, live, ceiling):
+        offers = [
+            Offer(
+                request_id=request_id,
+                evidence=evidence(
+                    live[request_id][0][live[request_id][1] + len(drafts[request_id])][1],
+                    depth=len(drafts[request_id]),
+                ),
+                parent=len(drafts[request_id]) - 1,
+            )
+            for request_id in active
+        ]
+        taken = policy.choose(offers)
+        for offer, is_taken in zip(offers, taken, strict=True):
+            if is_taken:
+                drafts[offer.request_id].append(offer.evidence)
+        yield len(active), sum(taken)
+        active = [o.request_id for o, is_taken in zip(offers, taken, strict=True) if is_taken]
+
+
+def _draft_by_rules(
+    policy: DraftPolicy, drafts: _Drafts, live: _Live, ceiling: int
+) -> Iterator[tuple[int, int]]:
+    rules = policy.chain_rules(dict.fromkeys(live, 0.0))
+    assert rules is not None
+    reports: dict[RequestId, ChainReport] = {}
+    for request_id, (tokens, at) in live.items():
+        ahead = enumerate(tokens[at : at + ceiling])
+        seen = [evidence(prob, depth=depth) for depth, (_, prob) in ahead]
+        reports[request_id] = follow(rules[request_id], [each.gap for each in seen])
+        drafts[request_id] = seen[: reports[request_id].num_drafted]
+    policy.report(reports)
+    for depth in range(max((len(report.means) for report in reports.values()), default=0)):
+        guessed = sum(len(report.means) > depth for report in reports.values())
+        yield guessed, sum(report.num_drafted > depth for report in reports.values())
+
+
 def _wanted(
     policy: DraftPolicy,
     active: list[RequestId],
-    drafts: dict[RequestId, list[Evidence]],
-    live: dict[RequestId, tuple[Text, int]],
+    drafts: _Drafts,
+    live: _Live,
     ceiling: int,
 ) -> list[RequestId]:
     room = [
@@ -193,8 +226,8 @@ def _wanted(
 
 def _judge(
     policy: DraftPolicy,
-    drafts: dict[RequestId, list[Evidence]],
-    live: dict[RequestId, tuple[Text, int]],
+    drafts: _Drafts,
+    live: _Live,
     served: Served,
 ) -> None:
     outcomes = []
