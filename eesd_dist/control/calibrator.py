@@ -9,8 +9,8 @@ The evidence is what the choice of the draft has found anyway: the gap between t
 noise included, the depth and the temperature. On 52 thousand judged tokens of the bundled model,
 each forecast without its own prompt, the log-loss is 0.506. Six features, with the head's top-1
 probability, margin and entropy but without the temperature, took a pass over the logits, had 0.511
-and missed by 0.11 at temperature 0 (0.02 here). A head without a file is believed: its forecast is
-the top-1 probability.
+and missed by 0.11 at temperature 0 (0.02 here). A head without a file gets `UNFITTED`: a gap in
+logits means much the same for any head, and what it does not is learnt from verdicts.
 """
 
 import json
@@ -134,16 +134,29 @@ class Calibrator:
 
     @staticmethod
     def load(folder: Path) -> "Calibrator":
-        """Returns the calibrator in the head's folder, or the default one if there is none."""
+        """Returns the calibrator in the head's folder, or `UNFITTED` if there is none."""
         file = folder / CALIBRATION_FILE
         if not file.exists():
-            return Calibrator()
+            return UNFITTED
         return _parse(file)
 
 
 @cache
 def _array(curve: tuple[tuple[float, float], ...]) -> Doubles:
     return np.array(curve, np.float64).reshape(-1, 2)
+
+
+UNFITTED = Calibrator(
+    log_gap=-0.2,
+    log_gap_squared=0.6,
+    temperature=-0.4,
+    temperature_log_gap=1.4,
+    greedy=-0.4,
+    greedy_log_gap=2.4,
+    bias=-0.6,
+    logit_top1=0.0,
+)
+"""Without data: the weights of the bundled head, rounded, and the prior of every fit."""
 
 
 def features(evidence: Evidence) -> tuple[float, ...]:
@@ -267,12 +280,12 @@ def _parse(file: Path) -> Calibrator:
     )
     if numbers.get("version") in _EARLIER_VERSIONS:
         logger.warning(
-            "calibration not used: file=%s version=%d; the head's own probability takes its place: "
+            "calibration not used: file=%s version=%d; that of the bundled head takes its place: "
             "calibrate the head again with eesd distill calibrate",
             file,
             numbers["version"],
         )
-        return Calibrator()
+        return UNFITTED
     is_whole = all(math.isfinite(numbers.get(name, math.nan)) for name in FEATURES)
     if numbers.get("version") != _VERSION or not is_whole:
         raise CheckpointError(file=file, found=str(data)[:80], expected=expected)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from eesd_dist.control.calibrator import FEATURES, Calibrator, features
+from eesd_dist.control.calibrator import FEATURES, UNFITTED, Calibrator, features
 from eesd_dist.control.fits.isotonic import isotonic
 from eesd_dist.types import Evidence
 
@@ -23,16 +23,6 @@ Judged = Sequence[tuple[Evidence, bool]]
 
 # Shapes: `rows` [judged tokens, features]; every other array has one of these two lengths.
 
-PRIOR = dict.fromkeys(FEATURES, 0.0) | {
-    "log_gap": -0.2,
-    "log_gap_squared": 0.6,
-    "temperature": -0.4,
-    "temperature_log_gap": 1.4,
-    "greedy": -0.4,
-    "greedy_log_gap": 2.4,
-    "bias": -0.6,
-}
-"""Weights without data: those of the bundled head, rounded."""
 _BLOCK = 64
 """Tokens per held-out block: neighbouring tokens of one text are alike."""
 _KNOTS = 20
@@ -71,8 +61,8 @@ def _fit_curve(line: Calibrator, judged: Judged) -> tuple[tuple[float, float], .
 
 def _fit_line(judged: Judged, *, ridge: float, max_steps: int) -> Calibrator:
     if not judged:
-        return Calibrator()
-    start = np.array([PRIOR[name] for name in FEATURES])
+        return UNFITTED
+    start = np.array(UNFITTED.weights)
     rows = np.array([features(evidence) for evidence, _ in judged])
     accepted = np.array([was_accepted for _, was_accepted in judged], dtype=np.float64)
     # In units of each feature's spread, so that one ridge has the same effect on all. A feature

@@ -11,6 +11,7 @@ from msgspec import structs
 from eesd_dist.control.calibrator import (
     CALIBRATION_FILE,
     FEATURES,
+    UNFITTED,
     Calibrator,
     equal_mass_calibration_error,
     equal_mass_table,
@@ -121,7 +122,7 @@ def test_a_file_of_an_earlier_version_is_passed_over_and_a_line_says_what_to_do(
 ) -> None:
     weights = {"logit_top1": 0.5, "margin": 0.1, "entropy": -0.2, "depth": 0.0, "bias": 0.3}
     (tmp_path / CALIBRATION_FILE).write_text(json.dumps({"version": 2, **weights}))
-    assert Calibrator.load(tmp_path) == Calibrator()
+    assert Calibrator.load(tmp_path) == UNFITTED
     assert "version=2" in caplog.text
     assert "eesd distill calibrate" in caplog.text
 
@@ -158,8 +159,11 @@ def test_a_handful_of_tokens_changes_little_and_one_sided_ones_do_not_run_away()
     assert many.probability(seen) > 0.95
 
 
-def test_with_nothing_to_learn_from_the_exit_head_is_believed() -> None:
-    assert fit_calibrator([]) == Calibrator()
+def test_with_nothing_to_learn_from_the_fit_is_its_prior() -> None:
+    assert fit_calibrator([]) == UNFITTED
+
+
+def test_the_heads_own_probability_is_a_forecast_within_its_bounds() -> None:
     assert Calibrator().probability(evidence(0.42)) == pytest.approx(0.42)
     assert 0.0 < Calibrator().probability(evidence(0.0)) < 0.01
     assert 0.99 < Calibrator().probability(evidence(1.0)) < 1.0
@@ -192,8 +196,8 @@ def test_a_calibrator_survives_its_file(tmp_path: Path) -> None:
         assert Calibrator.load(tmp_path) == fitted
 
 
-def test_a_head_without_a_calibration_file_gets_the_default(tmp_path: Path) -> None:
-    assert Calibrator.load(tmp_path) == Calibrator()
+def test_a_head_without_a_calibration_file_gets_that_of_the_bundled_one(tmp_path: Path) -> None:
+    assert Calibrator.load(tmp_path) == UNFITTED
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"version": 3}', '{"version": 4, "bias": 0}'])

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
+from eesd_dist.control.calibrator import UNFITTED
 from eesd_dist.control.chain_rule import ChainReport, acceptance, follow
 from eesd_dist.control.fits.fitting import fit_calibrator
 from eesd_dist.control.offers import Offer
@@ -373,6 +374,14 @@ def test_by_rules_a_batch_keeps_up_with_the_best_fixed_length(
     # Of two requests, each often drafts alone, without knowing what the other's guesses are.
     least = 0.95 if max_running == 2 else 0.98
     assert mine.rate > least * _best_fixed(cost, texts, max_running)
+
+
+@pytest.mark.parametrize("max_running", [1, 8])
+def test_a_head_without_a_calibration_drafts_by_rules_and_gains(max_running: int) -> None:
+    texts = _texts(1, 4 * max_running + 12)
+    policy = DraftPolicy(speculation=SpeculationConfig(), cost=FLAT, calibrator=UNFITTED)
+    mine = serve(policy, texts, cost=FLAT, max_running=max_running, by_rules=True)
+    assert mine.rate > 0.95 * _best_fixed(FLAT, texts, max_running)
 
 
 def _prices(cost: CostModel) -> tuple[list[float], float]:
