@@ -2,6 +2,9 @@
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+NOTES = "eesd."
+"""Keys of a request's scope that begin so are notes of the middlewares for each other."""
+
 
 class HeadRequests:
     """ASGI middleware."""
@@ -19,4 +22,9 @@ class HeadRequests:
                 message = {**message, "body": b""}
             await send(message)
 
-        await self._app({**scope, "method": "GET"}, receive, send_head)
+        # A copy: the server writes no body where its own scope says HEAD.
+        inside = {**scope, "method": "GET"}
+        try:
+            await self._app(inside, receive, send_head)
+        finally:
+            scope.update({key: inside[key] for key in inside if key.startswith(NOTES)})

@@ -1,6 +1,7 @@
 """Keys and their limits as a client sees them: statuses, headers, metrics."""
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from serve_app.ingress.quotas import GlobalQuotas
 from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.middleware.http_metrics import HttpMetrics
 from tests.support.live_server import serving
+from tests.support.running import until
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
 
@@ -170,6 +172,33 @@ def test_metrics_say_what_each_key_uses(site: Site) -> None:
         'eesd_key_tokens_total{ingress="i",key="search",kind="generated"} 6.0',
     ):
         assert line in page
+
+
+def test_head_counts_as_get_does(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    headers = {"Authorization": "Bearer secret of search"}
+    for path, status in (("/v1/models", 200), ("/v1/models/none", 404), ("/debug/state", 403)):
+        assert httpx.head(site.url + path, headers=headers).status_code == status
+        assert site.get("search", path).status_code == status
+    expected = [
+        *[
+            f'eesd_key_requests_total{{ingress="i",key="search",status="{status}"}} 2.0'
+            for status in (200, 404, 403)
+        ],
+        *[
+            f'eesd_http_refused_requests_total{{ingress="i",reason="{reason}"}} 2.0'
+            for reason in ("operator_key_needed", "model_not_found")
+        ],
+    ]
+
+    def is_counted() -> bool:  # after the answer
+        page = site.metrics.page().decode()
+        return all(line in page for line in expected)
+
+    until(is_counted)
+    lines = [r.getMessage() for r in caplog.records if "method=HEAD" in r.getMessage()]
+    assert len(lines) == 3
+    assert all("key=search" in line for line in lines)
 
 
 def test_a_caller_cannot_resume_the_stream_of_another(site: Site) -> None:
