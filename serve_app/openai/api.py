@@ -7,7 +7,6 @@ builds, so that the same application runs under uvicorn and inside Ray Serve.
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
-from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
@@ -49,8 +48,8 @@ from serve_app.openai.middleware.request_ids import (
     NamedRequests,
     nonce_of,
     note_request_id,
-    request_id_of,
 )
+from serve_app.openai.middleware.unexpected_errors import UnexpectedErrors
 from serve_app.openai.openapi import describe_truly
 from serve_app.openai.preparation import Preparation, Prepared
 from serve_app.openai.responses import Event, Json
@@ -135,13 +134,14 @@ def build_api(
     title = f"{model_name} behind an OpenAI-compatible API"
     app = FastAPI(title=title, version=_version(), docs_url=None, redoc_url=None)
     add_pages(app)
-    _answer_errors(app, names_answers=names_answers)
+    _answer_errors(app)
     _add_generation(app, service)
     _add_models(app, preparation, model_name=model_name, created_unix_s=created_unix_s)
     _add_tokens(app, tokenizer, preparation, service.threads)
     _add_operations(app, health=health, metrics=metrics)
     describe_truly(app, has_key=keys is not None)
     app.add_middleware(AdmissionGate, limits=limits, keys=keys, quotas=quotas)
+    app.add_middleware(UnexpectedErrors, answer=_answer_of)
     app.add_middleware(HeadRequests)
     if cors_origins:  # outermost: a browser's question about a request has no key
         app.add_middleware(
@@ -333,21 +333,21 @@ def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
         return _json({"version": _version()})
 
 
-def _answer_errors(app: FastAPI, *, names_answers: bool) -> None:
+def _answer_errors(app: FastAPI) -> None:
     async def by_table(request: HttpRequest, error: Exception) -> Response:
-        if isinstance(error, RequestValidationError):
-            answer = http_error_of_fields(error.errors())
-        else:
-            answer = http_error_of(error)
-        note_refusal(request.scope, answer)
-        response = _refusal(answer)
-        if names_answers and answer.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            # It is answered outside of the middleware that names the others.
-            response.headers[REQUEST_ID_HEADER] = request_id_of(request.scope)
-        return response
+        return _answer_of(request, error)
 
     for kind in (RequestValidationError, HTTPException, EesdError, Exception):
         app.add_exception_handler(kind, by_table)
+
+
+def _answer_of(request: HttpRequest, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        answer = http_error_of_fields(error.errors())
+    else:
+        answer = http_error_of(error)
+    note_refusal(request.scope, answer)
+    return _refusal(answer)
 
 
 def _json(content: Json) -> Response:

@@ -181,6 +181,21 @@ def test_pages_of_the_named_origins_may_call() -> None:
         assert json.loads(refused.text)["error"]["code"] == "invalid_api_key"
 
 
+def test_a_page_of_a_named_origin_can_read_an_unexpected_error() -> None:
+    engine = ToyEngine()
+    engine.refusal = RuntimeError("a bug")
+    origin = "https://app.example"
+    app = toy_api(engine, max_model_len=100, cors_origins=[origin])
+    limits = httpx.Limits(max_keepalive_connections=0)  # a bug ends its connection
+    with serving(app) as url, httpx.Client(base_url=url, limits=limits) as http:
+        for path, body in (("/v1/completions", BODY), ("/v1/completions", BODY | {"stream": True})):
+            answer = http.post(path, json=body, headers={"Origin": origin, "X-Request-Id": "mine"})
+            assert answer.status_code == 500
+            assert answer.json()["error"]["code"] == "internal_error"
+            assert answer.headers.get_list("access-control-allow-origin") == [origin]
+            assert answer.headers.get_list("x-request-id") == ["mine"]
+
+
 def test_without_named_origins_no_page_may_call(api: Api) -> None:
     answer = api.http.post(
         "/v1/completions", json=BODY | {"model": MODEL}, headers={"Origin": "https://app.example"}
