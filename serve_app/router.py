@@ -45,6 +45,7 @@ from eesd_dist.workers.messages import ProcessInfo, RouterAdvice, RouterNews
 from eesd_dist.workers.process import prepare_process, process_info
 from serve_app.actor_classes import actor_class
 from serve_app.config import RouterConfig, ServiceConfig
+from serve_app.pages.beliefs import FirstNames
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class Router:
         """Set at every such change, and then replaced."""
         self._born = uuid4().hex[:8]
         """Tells version numbers of this router from those of an earlier one."""
+        self._named = FirstNames()
+        """Workload classes with a label of their own in metrics."""
         self._turned_s = time.monotonic()
         self._saved_s = time.monotonic()
         self._saving: asyncio.Task[None] | None = None
@@ -244,6 +247,7 @@ class Router:
         """Returns the router's state for operators, as plain JSON."""
         live, pools = self._book.live_by_workload(), self._book.pools()
         return {
+            "named": self._named.note((*pools, *live)),
             "pinned": self._book.is_pinned,
             "checkpoint": str(self._config.checkpoint) if self._config.checkpoint else None,
             "pipelines": self._directory.describe(),

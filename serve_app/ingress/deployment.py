@@ -44,6 +44,7 @@ from serve_app.openai.api import Degraded, build_api
 from serve_app.openai.errors import NotDrained, UnknownPipeline
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware.http_metrics import HttpMetrics
+from serve_app.openai.workloads import UNNAMED_CLASSES
 from serve_app.pages.beliefs import belief_page
 from serve_app.pages.fleet import fleet_as_json, fleet_page
 from serve_app.pipeline.deployment import PipelineControl, PipelineState
@@ -240,7 +241,9 @@ class Ingress:
         """Returns the router's beliefs; nothing while it is silent."""
         try:
             async with asyncio.timeout(_BELIEFS_TIMEOUT_S):
-                return belief_page((await self._described())["workloads"])
+                described = await self._described()
+                named = UNNAMED_CLASSES.union(described.get("named", ()))  # of an older router
+                return belief_page(described["workloads"], named=named)
         except (TimeoutError, EngineError, RayError) as error:
             logger.info("beliefs unknown: error=%r", error)
             return b""

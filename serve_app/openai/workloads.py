@@ -6,6 +6,7 @@ text takes, never the text.
 """
 
 import re
+from itertools import product
 from typing import Literal
 
 from eesd_dist.errors import RequestError
@@ -16,6 +17,15 @@ _NAME = re.compile(WORKLOAD_PATTERN)
 _GREEDY_BELOW = 1e-5
 _BANDS = ((0.5, "t0.5"), (1.0, "t1"))
 """Upper limit and name of each band; temperatures above the last limit are `hot`."""
+_GREEDY, _HOT = "t0", "hot"
+_KINDS = ("chat", "completion")
+UNNAMED_CLASSES = frozenset(
+    {
+        *_KINDS,
+        *map("/".join, product(_KINDS, (_GREEDY, *(name for _, name in _BANDS), _HOT))),
+    }
+)
+"""Classes of requests that name none."""
 
 
 def workload_of(
@@ -43,5 +53,5 @@ def checked_workload(header: str | None) -> str | None:
 
 def _band(temperature: float) -> str:
     if temperature < _GREEDY_BELOW:
-        return "t0"
-    return next((name for limit, name in _BANDS if temperature <= limit), "hot")
+        return _GREEDY
+    return next((name for limit, name in _BANDS if temperature <= limit), _HOT)

@@ -1,21 +1,66 @@
-"""What the router has learnt about acceptance, as Prometheus text."""
+"""What the router has learnt about acceptance, as Prometheus text.
 
-from collections.abc import Mapping
+Clients name workload classes, any number of them over time, and a time series lives on in
+Prometheus after its class is forgotten here. So only the first names get a label of their own.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+MAX_NAMES = 100
+OTHER = "other"
+"""Label of all further classes together."""
 
-def belief_page(workloads: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Returns gauges of the pooled belief of each class, from `describe` of the router. The router
-    keeps at most 256 classes, so there are no more labels."""
+
+class FirstNames:
+    """The first names of those that were ever noted: they do not change any more when they are
+    `limit`."""
+
+    def __init__(self, *, limit: int = MAX_NAMES) -> None:
+        self._limit = limit
+        self._names: dict[str, None] = {}
+
+    def note(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Adds names while there is room; returns all that have been added so far."""
+        for name in names:
+            if len(self._names) >= self._limit:
+                break
+            self._names[name] = None
+        return tuple(self._names)
+
+
+def belief_page(workloads: Mapping[str, Mapping[str, Any]], *, named: Collection[str]) -> bytes:
+    """Returns gauges of the pooled belief of each class, from `describe` of the router; those
+    without a label of their own (`named`) are added up."""
+    grouped: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for workload, belief in workloads.items():
+        grouped[workload if workload in named else OTHER].append(belief)
     registry = CollectorRegistry()
-    for name, key, text in (
-        ("acceptance", "mean", "Expected acceptance of a drafted token."),
-        ("weight", "weight", "Judged tokens that it rests on, discounted."),
-        ("live_requests", "num_live", "Live requests that use it."),
+    for name, value_of, text in (
+        ("acceptance", _mean, "Expected acceptance of a drafted token."),
+        ("weight", _weight, "Judged tokens that it rests on, discounted."),
+        ("live_requests", _num_live, "Live requests that use it."),
     ):
         gauge = Gauge(f"eesd_belief_{name}", text, ("workload",), registry=registry)
-        for workload, belief in workloads.items():
-            gauge.labels(workload).set(belief[key])
+        for label, beliefs in grouped.items():
+            gauge.labels(label).set(value_of(beliefs))
     return generate_latest(registry)
+
+
+def _mean(beliefs: Collection[Mapping[str, Any]]) -> float:
+    """Weighs each class by what is known about it; equally where nothing is."""
+    weight = _weight(beliefs)
+    if not weight:
+        return sum(float(belief["mean"]) for belief in beliefs) / len(beliefs)
+    return sum(float(belief["mean"] * belief["weight"]) for belief in beliefs) / weight
+
+
+def _weight(beliefs: Collection[Mapping[str, Any]]) -> float:
+    return sum(float(belief["weight"]) for belief in beliefs)
+
+
+def _num_live(beliefs: Collection[Mapping[str, Any]]) -> float:
+    return sum(float(belief["num_live"]) for belief in beliefs)

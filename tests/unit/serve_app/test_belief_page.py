@@ -1,0 +1,79 @@
+"""Labels of workload classes in metrics, which clients name."""
+
+import asyncio
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from eesd_dist.config import SpeculationConfig
+from eesd_dist.types import RequestId
+from eesd_dist.workers.messages import RouterNews
+from serve_app.config import RouterConfig
+from serve_app.openai.workloads import UNNAMED_CLASSES, workload_of
+from serve_app.pages.beliefs import MAX_NAMES, OTHER, FirstNames, belief_page
+from serve_app.router import Router
+
+
+def _news(
+    *, admitted: tuple[tuple[RequestId, str], ...] = (), finished: tuple[RequestId, ...] = ()
+) -> RouterNews:
+    return RouterNews(pipeline="p", admitted=admitted, outcomes=(), finished=finished)
+
+
+def _samples(page: bytes) -> dict[str, dict[str, float]]:
+    """Returns the values by metric and label."""
+    return {
+        family.name: {sample.labels["workload"]: sample.value for sample in family.samples}
+        for family in text_string_to_metric_families(page.decode())
+    }
+
+
+def test_the_first_names_stay() -> None:
+    names = FirstNames(limit=2)
+    assert names.note(["a"]) == ("a",)
+    assert names.note(["a", "b", "c"]) == ("a", "b")
+    assert names.note(["d"]) == ("a", "b")
+
+
+def test_classes_without_a_label_are_added_up() -> None:
+    def belief(mean: float, weight: float, num_live: int) -> dict[str, float]:
+        return {"mean": mean, "weight": weight, "num_live": num_live}
+
+    workloads = {"a": belief(0.5, 4.0, 1), "b": belief(0.2, 1.0, 2), "c": belief(0.8, 3.0, 4)}
+    found = _samples(belief_page(workloads, named=["a"]))
+    assert found["eesd_belief_live_requests"] == {"a": 1.0, OTHER: 6.0}
+    assert found["eesd_belief_weight"] == {"a": 4.0, OTHER: 4.0}
+    assert found["eesd_belief_acceptance"] == {"a": 0.5, OTHER: pytest.approx(0.65)}
+    unknown = {"b": belief(0.4, 0.0, 0), "c": belief(0.6, 0.0, 0)}
+    found = _samples(belief_page(unknown, named=[]))
+    assert found["eesd_belief_acceptance"] == {OTHER: pytest.approx(0.5)}
+
+
+def test_every_class_of_requests_that_name_none_is_listed() -> None:
+    found = {
+        workload_of(None, kind=kind, temperature=temperature, by_temperature=by_temperature)
+        for kind in ("chat", "completion")
+        for temperature in (0.0, 0.3, 0.7, 1.0, 1.5)
+        for by_temperature in (False, True)
+    }
+    assert found == UNNAMED_CLASSES
+
+
+def test_a_client_that_names_ten_thousand_classes_makes_few_time_series() -> None:
+    async def run() -> set[str]:
+        router = Router(RouterConfig(), SpeculationConfig())
+        labels: set[str] = set()
+        for first in range(0, 10_000, 500):
+            ids = [RequestId(f"r{number}") for number in range(first, first + 500)]
+            admitted = [(each, f"hostile/{each}") for each in ids] + [(RequestId("mine"), "chat")]
+            await router.advise(_news(admitted=tuple(admitted)))
+            described = await router.describe()
+            named = UNNAMED_CLASSES.union(described["named"])  # type: ignore[arg-type]
+            page = belief_page(described["workloads"], named=named)  # type: ignore[arg-type]
+            labels |= _samples(page)["eesd_belief_live_requests"].keys()
+            await router.advise(_news(finished=tuple(ids)))
+        return labels
+
+    labels = asyncio.run(run())
+    assert {"chat", OTHER} <= labels
+    assert len(labels) <= MAX_NAMES + len(UNNAMED_CLASSES) + 1
