@@ -25,6 +25,7 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_KEYS = 1000
 _MAX_FILE_BYTES = 2**20
 MAX_PRIORITY = 100
+_NONE_KNOWN = "only the operators' key is known, others are answered with 503 until this is mended"
 
 
 class ApiKey(Section):
@@ -130,37 +131,45 @@ class KeyRing:
     """The keys that are valid now: the operators', and those of a file that is read again when it
     changes."""
 
-    def __init__(self, operators: ApiKey, *, file: Path | None = None) -> None:
-        """Raises ConfigError for a file that cannot be used."""
+    def __init__(
+        self, operators: ApiKey, *, file: Path | None = None, must_be_right: bool = True
+    ) -> None:
+        """Raises ConfigError for a file that cannot be used; unless it `must_be_right`: then only
+        the operators' key is known until it can be."""
         self._operators = operators
         self._file = file
         self._stamp: tuple[int, ...] = ()
         self.keys: Sequence[ApiKey] = (operators,)
+        self.is_complete = file is None
+        """Whether a key that is not found is a wrong one: False before the file was ever read."""
         self.refused = ""
         """Why the file, as it is now, is not in use; empty if it is."""
-        if file is not None:
-            self._stamp = _stamp_of(file)
-            self.keys = (operators, *_without(operators, read_keys(file), file))
+        if must_be_right:
+            self._read()
+        else:
+            self.reread()
 
     def find(self, given: bytes) -> ApiKey | None:
         return find_key(self.keys, given)
 
     def reread(self) -> None:
         """Reads the file if it has changed. A wrong one is reported, and the keys stay."""
-        if self._file is None:
-            return
         try:
-            stamp = _stamp_of(self._file)
-            if stamp != self._stamp:
-                keys = _without(self._operators, read_keys(self._file), self._file)
-                self.keys = (self._operators, *keys)
-                self._stamp = stamp
-                logger.info("keys read: file=%s num_keys=%d", self._file, len(keys))
+            self._read()
             self.refused = ""
         except ConfigError as error:
             if self.refused != str(error):
-                logger.error("keys stay as they were: %s", error)
+                said = "keys stay as they were" if self.is_complete else _NONE_KNOWN
+                logger.error("%s: %s", said, error)
             self.refused = str(error)
+
+    def _read(self) -> None:
+        if self._file is None or (stamp := _stamp_of(self._file)) == self._stamp:
+            return
+        keys = _without(self._operators, read_keys(self._file), self._file)
+        self.keys = (self._operators, *keys)
+        self._stamp, self.is_complete = stamp, True
+        logger.info("keys read: file=%s num_keys=%d", self._file, len(keys))
 
 
 def _without(operators: ApiKey, keys: tuple[ApiKey, ...], file: Path) -> tuple[ApiKey, ...]:

@@ -59,6 +59,7 @@ _BELIEFS_TIMEOUT_S = 1.0
 """A scraper does not wait long."""
 _REREAD_S = 1.0
 """How often the file of keys is looked at."""
+_KEYS_UNKNOWN = "the file of keys of this ingress is wrong or missing: its log says what is wrong"
 _CHANGE_TIMEOUT_S = 3600.0
 """Pages are copied as long as that makes progress."""
 
@@ -129,7 +130,9 @@ class Ingress:
         api_key = key_of(config, given=self._api_key)
         require_key(config, has_key=api_key is not None)
         if api_key is not None:
-            self._keys = KeyRing(operators_key(api_key), file=config.keys_file)
+            # A wrong file would end this replica again and again, and the log would not say why.
+            operators = operators_key(api_key)
+            self._keys = KeyRing(operators, file=config.keys_file, must_be_right=False)
         if config.keys_file is not None:
             self._rereading = asyncio.ensure_future(self._reread_keys())
         quotas = GlobalQuotas(
@@ -180,7 +183,10 @@ class Ingress:
         await asyncio.to_thread(self._tracing.flush)
 
     async def _health(self) -> str | None:
-        """Healthy if one pipeline is healthy; degraded if all healthy ones are degraded."""
+        """Healthy if one pipeline is healthy; degraded if all healthy ones are degraded. Unhealthy
+        where the keys are not known: those of other ingresses may be."""
+        if self._keys is not None and not self._keys.is_complete:
+            return _KEYS_UNKNOWN
         try:
             answers = await self._client.health(timeout_s=_ANSWER_TIMEOUT_S)
         except EngineError as error:

@@ -53,6 +53,17 @@ class UnknownKey(RequestError):
         super().__init__("missing or wrong API key: send 'Authorization: Bearer <key>'")
 
 
+class KeysUnknown(EngineError):
+    """A key that may be in the file of keys, which cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "API keys cannot be checked now, since the service's file of keys is wrong or missing: "
+            "try again later; for operators, the log and `refused_keys` of /debug/pipelines say "
+            "what is wrong"
+        )
+
+
 class NotAnOperator(RequestError):
     def __init__(self, *, path: str) -> None:
         super().__init__(
@@ -161,6 +172,7 @@ TABLE: tuple[Row, ...] = (
     Row(error=CapacityError, status=429, type="rate_limit_error", code="no_capacity"),
     Row(error=PoisonRequest, status=422, type=_INVALID, code="poison_request"),
     Row(error=NotReady, status=503, type="server_error", code="not_ready"),
+    Row(error=KeysUnknown, status=503, type="server_error", code="keys_unknown"),
     Row(error=EngineError, status=503, type="server_error", code="engine_error"),
 )
 _OURS = Row(error=Exception, status=500, type="server_error", code="internal_error")

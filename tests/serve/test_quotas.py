@@ -213,6 +213,44 @@ def test_a_changed_file_of_keys_reaches_both_ingresses(shared: Running, keys_fil
     until(lambda: all(status("newcomer") == 401 for _ in range(12)), timeout_s=30)
 
 
+def _ingresses() -> dict[str, str]:
+    """Returns name and namespace of the HTTP replicas."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return {each["name"]: each["namespace"] for each in named if f"{NAME}#Ingress#" in each["name"]}
+
+
+def test_an_ingress_that_starts_with_a_wrong_file_refuses_keys_until_it_is_mended(
+    shared: Running, keys_file: Path
+) -> None:
+    def answers(key: str, path: str = "/v1/models") -> set[tuple[int, str | None]]:
+        found = set()
+        for _ in range(12):
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = httpx.get(f"{shared.url}{path}", headers=headers, timeout=30)
+            error = answer.json().get("error", {}) if answer.content else {}
+            found.add((answer.status_code, error.get("code")))
+        return found
+
+    before = _ingresses()
+    assert len(before) == 2
+    keys_file.write_text("keys: 3")
+    victim = next(iter(before))
+    ray.kill(ray.get_actor(victim, namespace=before[victim]))
+    mixed = {(200, None), (503, "keys_unknown")}
+    try:
+        until(lambda: answers("of modest") == mixed, timeout_s=60)
+        assert answers("root") == {(200, None)}
+        assert answers("of modest", "/health") == {(200, None), (503, "not_ready")}
+        page = httpx.get(
+            f"{shared.url}/debug/pipelines", headers={"Authorization": "Bearer root"}, timeout=30
+        )
+        assert "keys: Input should be a valid tuple" in page.json()["refused_keys"]
+    finally:
+        _write(keys_file, **SLOTS)
+    until(lambda: answers("of modest") == {(200, None)}, timeout_s=30)
+    assert answers("of none") == {(401, "invalid_api_key")}
+
+
 def _p95(values: list[float]) -> float:
     return statistics.quantiles(values, n=20)[-1]
 

@@ -24,6 +24,7 @@ from serve_app.keys import ANYONE, ApiKey, KeyRing, Permit
 from serve_app.openai.errors import (
     BodyTooLarge,
     HeadTooLarge,
+    KeysUnknown,
     NotAnOperator,
     TooSlow,
     UnknownKey,
@@ -123,9 +124,11 @@ class AdmissionGate:
         if self._keys is None:
             return ANYONE
         scheme, _, given = (_header(scope, b"authorization") or b"").partition(b" ")
-        key = self._keys.find(given) if scheme == b"Bearer" else None
-        if key is None:
+        if scheme != b"Bearer":
             raise UnknownKey
+        key = self._keys.find(given)
+        if key is None:
+            raise UnknownKey if self._keys.is_complete else KeysUnknown
         return key
 
     async def _standing(

@@ -119,6 +119,30 @@ def test_a_wrong_file_changes_nothing_until_it_is_mended(
     assert (found.weight, ring.refused) == (3.0, "")
 
 
+def test_a_file_that_is_wrong_from_the_start_leaves_the_operators_key_until_it_is_mended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("keys: 3")
+    with pytest.raises(ConfigError, match="keys: Input should be a valid tuple"):
+        KeyRing(operators_key("root"), file=file)
+    ring = KeyRing(operators_key("root"), file=file, must_be_right=False)
+    ring.reread()
+    assert (ring.is_complete, ring.find(SECRET.encode())) == (False, None)
+    assert ring.find(b"root") is not None
+    assert "keys: Input should be a valid tuple" in ring.refused
+    said = [r.getMessage() for r in caplog.records if "until this is mended" in r.getMessage()]
+    assert len(said) == 1
+    write(file, entry())
+    ring.reread()
+    assert (ring.is_complete, ring.refused) == (True, "")
+    assert ring.find(SECRET.encode()) is not None
+    file.write_text("keys: 3")
+    ring.reread()
+    assert ring.is_complete, "those of before hold"
+    assert ring.find(SECRET.encode()) is not None
+
+
 def test_a_change_that_could_not_be_read_is_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

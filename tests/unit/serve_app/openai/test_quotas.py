@@ -83,6 +83,32 @@ def test_each_key_opens_the_api_and_only_operators_the_rest(site: Site) -> None:
     assert httpx.get(f"{site.url}/debug/state", headers={}).status_code == 401
 
 
+def test_with_a_file_that_is_wrong_from_the_start_keys_are_refused_until_it_is_mended(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: [")
+    ring = KeyRing(operators_key("root"), file=file, must_be_right=False)
+    app = toy_api(ToyEngine(), max_model_len=200, api_key="root", keys=ring)
+    with serving(app) as url:
+
+        def status(authorization: str) -> tuple[int, str | None]:
+            headers = {"Authorization": authorization} if authorization else {}
+            answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=20)
+            return answer.status_code, answer.json().get("error", {}).get("code")
+
+        assert status("Bearer secret of search") == (503, "keys_unknown")
+        assert status("Bearer root") == (200, None)
+        for wrong in ("", "Basic secret"):
+            assert status(wrong) == (401, "invalid_api_key")
+        assert httpx.get(f"{url}/health").status_code == 200
+        digest = hashlib.sha256(b"secret of search").hexdigest()
+        file.write_text(yaml.safe_dump({"keys": [{"name": "search", "sha256": digest}]}))
+        ring.reread()
+        assert status("Bearer secret of search") == (200, None)
+        assert status("Bearer other") == (401, "invalid_api_key")
+
+
 def test_the_engine_is_told_whose_request_it_is(site: Site) -> None:
     site.post("search")
     site.post("nightly", priority=4)

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from ray.serve import Application
@@ -75,6 +76,24 @@ def test_other_hosts_are_not_served_without_a_key_unless_this_is_said(
         require_key(_config(host).model_copy(update={"allow_no_key": True}), has_key=False)
     for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
         require_key(_config(host), has_key=False)
+
+
+def test_a_wrong_file_of_keys_is_refused_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys.yaml"
+    config = _config().model_copy(update={"keys_file": file})
+    monkeypatch.delenv("EESD_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"keys_file is .*, and EESD_API_KEY is not set"):
+        serving._check_early(config, is_ours=False)
+    monkeypatch.setenv("EESD_API_KEY", "s3cret")
+    with pytest.raises(ConfigError, match=r"keys\.yaml: No such file"):
+        serving._check_early(config, is_ours=False)
+    file.write_text("keys: 3")
+    with pytest.raises(ConfigError, match=r"keys\.yaml: keys: Input should be a valid tuple"):
+        serving._check_early(config, is_ours=False)
+    file.write_text("keys: []")
+    serving._check_early(config, is_ours=False)
 
 
 def test_a_serve_without_http_is_not_asked_to_serve() -> None:
