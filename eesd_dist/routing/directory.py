@@ -30,6 +30,28 @@ class Promotion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoad:
+    """How much of its weights a rank has in memory."""
+
+    rank: str
+    bytes_done: int
+    bytes_total: int
+    """Size in the files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartReport:
+    """How far the start of a pipeline is."""
+
+    num_workers: int
+    """Of its slots, those with a process."""
+    num_slots: int
+    """0 before they are placed."""
+    loads: tuple[RankLoad, ...] = ()
+    """Of the ranks that have begun to load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineReport:
     """A pipeline's heartbeat."""
 
@@ -53,6 +75,8 @@ class PipelineReport:
     """Why it is not ready, for how long, and what it waits for; empty if it is ready."""
     is_starting: bool = False
     """It has never been ready: for Serve its replica does not run yet."""
+    start: StartReport | None = None
+    """None: it is ready, or waits for room."""
     start_s: float | None = None
     """Seconds that its start took, weights included; None before it was ready."""
     kv_tokens: int | None = None
@@ -213,8 +237,9 @@ def _as_json(report: PipelineReport) -> dict[str, object]:
     """Returns a report without its address, which is no JSON."""
     content = {each.name: getattr(report, each.name) for each in fields(report)}
     del content["address"], content["ranks"], content["cost"]
-    promotion = report.promotion
+    promotion, start = report.promotion, report.start
     return content | {
+        "start": None if start is None else asdict(start),
         "activity": asdict(report.activity),
         "promotion": None if promotion is None else asdict(promotion),
     }

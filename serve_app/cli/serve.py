@@ -1,10 +1,12 @@
 """`eesd serve`."""
 
+import sys
 from typing import Annotated
 
 from typer import Context, echo
 
 from serve_app.cli.configuration import EngineFlags, ServiceFlags, config_of
+from serve_app.operations.start_line import start_line
 from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
 
 
@@ -25,7 +27,10 @@ def serve(
         prepare_for_local_ray(shows_logs=shows_logs)
     else:
         prepare_for_cluster(shows_logs=shows_logs)
-    # Ray reads the environment when it is imported.
-    from serve_app.operations.serving import run_service
+    # The logs of the actors would tear the line.
+    with start_line(sys.stdout, say=echo, is_wanted=not shows_logs) as line:
+        line.stage("importing Ray")
+        # Ray reads the environment when it is imported.
+        from serve_app.operations.serving import run_service
 
-    run_service(config, address=address, check=check, shows_logs=shows_logs, say=echo)
+        run_service(config, address=address, check=check, shows_logs=shows_logs, line=line)

@@ -25,12 +25,14 @@ from ray.serve.config import ProxyLocation
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
 from cluster.ray_compat import ServeStatus, is_serve_running, serve_status
+from eesd_dist.engine.compiled.ahead import is_at_work
 from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
 from eesd_dist.workers.checking import ModelCheck
 from eesd_dist.workers.compiling import start_compiling
 from serve_app.app import application_of
 from serve_app.config import RouterConfig, ServiceConfig, require_key
 from serve_app.keys import KeyRing, operators_key
+from serve_app.operations.start_line import StartLine, shown_of
 from serve_app.operations.waiting import ChangedReason
 from serve_app.pipeline.assembly import require_room_here
 from serve_app.pipeline.held_room import waiting_for_room
@@ -47,6 +49,7 @@ _QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 _POLL_S = 0.25
 _FLUSH_TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 3.0
+_DRAW_EVERY_S = 0.5
 _MAX_MISSED_LOOKS = 20
 _OURS = re.compile(r"eesd_dist\.errors\.(\w+): (.*)")
 
@@ -82,27 +85,28 @@ def run_service(
     address: str | None,
     check: ModelCheck | None,
     shows_logs: bool,
-    say: Say,
+    line: StartLine,
 ) -> None:
     """Serves until a signal; `shows_logs` prints the logs of the actors. `check`: of the model, if
-    this machine computes it.
+    this machine computes it. `line` takes what there is to say, and ends when the service runs.
 
     Raises ConfigError when the service cannot be started with this configuration.
     """
     _check_early(config, is_ours=address is None)
     if check is not None:
+        line.stage("checking the model")
         check.finish()
     stopping = Stopping()
     stopping.listen()
     try:
         if address is None:
-            _serve_here(config, stopping, shows_logs=shows_logs, say=say)
+            _serve_here(config, stopping, shows_logs=shows_logs, line=line)
         else:
-            _serve_on_cluster(config, stopping, address=address, shows_logs=shows_logs, say=say)
+            _serve_on_cluster(config, stopping, address=address, shows_logs=shows_logs, line=line)
     except SystemExit:  # Ray's own handler answers a signal while Ray starts
         logger.info("stopped while starting")
     if address is None:
-        say("stopped: no process is left")
+        line.say("stopped: no process is left")
 
 
 @contextmanager
@@ -117,7 +121,7 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
     with where:
         _start_serve(config, updates=False)
         try:
-            _bring_up(config, Stopping(), say=logger.warning)
+            _bring_up(config, Stopping(), line=StartLine(logger.warning))
             yield
         finally:
             _take_down(config, is_ours=address is None)
@@ -144,47 +148,56 @@ def remove_application(app_name: str, router: RouterConfig) -> None:
         ray.kill(ray.get_actor(router.name, namespace=router.namespace))
 
 
-def _serve_here(config: ServiceConfig, stopping: Stopping, *, shows_logs: bool, say: Say) -> None:
+def _serve_here(
+    config: ServiceConfig, stopping: Stopping, *, shows_logs: bool, line: StartLine
+) -> None:
     """Serves on a Ray that is started here, and ends with it."""
-    began_s = time.monotonic()
+    began_s, say = time.monotonic(), line.say
     logs = new_log_folder(config.log_folder, port=config.port)
     say(f"starting {config.served_model_name} (logs: {logs}) ...")
+    line.stage("starting Ray")
     start_compiling(config.engine)  # while Ray starts
     with service_ray(config, shows_logs=shows_logs, logs=logs):
         stopping.listen()
+        line.stage("starting Serve")
         require_room_here(config)
         router_handle(config)  # starts while Serve does, instead of when a pipeline asks for it
         url = _start_serve(config, updates=False)
         watch = _ray_watch(say, patience_s=config.recovery.drain_s)
         try:
-            _bring_up(config, stopping, say=say)
+            _bring_up(config, stopping, line=line)
+            line.end()
             if not stopping.is_set:
                 say(_welcome(config, where=url, url=url, began_s=began_s, end="Ctrl-C stops them"))
                 _stay(config, stopping, watch=watch, say=say)
         finally:
+            line.end()
             if watch.answers:
                 say("stopping (live streams have a moment to end; Ctrl-C again to cut them off)")
                 _take_down(config, is_ours=True)
 
 
 def _serve_on_cluster(
-    config: ServiceConfig, stopping: Stopping, *, address: str, shows_logs: bool, say: Say
+    config: ServiceConfig, stopping: Stopping, *, address: str, shows_logs: bool, line: StartLine
 ) -> None:
     """Deploys the service or updates it, and reports its interruptions. The service stays."""
-    began_s = time.monotonic()
+    began_s, say = time.monotonic(), line.say
     say(f"starting {config.served_model_name} ...")
+    line.stage("connecting to Ray")
     with connected_ray(address, shows_logs=shows_logs):
         stopping.listen()
+        line.stage("starting Serve")
         is_update = config.app_name in serve.status().applications
         url = _start_serve(config, updates=True)
         if is_update:
             say(f"updating {config.app_name}, which runs there: Serve replaces its replicas ...")
         try:
-            _bring_up(config, stopping, say=say)
+            _bring_up(config, stopping, line=line)
         except EesdError:
             if not is_update:
                 remove_application(config.app_name, config.router)
             raise
+        line.end()
         stop = _stop_command(config, address)
         if not stopping.is_set:
             where = f"{url} of the cluster's head"
@@ -286,45 +299,48 @@ def require_place(config: ServiceConfig, running: ServeStatus, *, updates: bool)
             )
 
 
-def _bring_up(config: ServiceConfig, stopping: Stopping, *, say: Say) -> None:
+def _bring_up(config: ServiceConfig, stopping: Stopping, *, line: StartLine) -> None:
     application = application_of(config, api_key=_api_key(config))
     deploy(
         application,
         name=config.app_name,
         route_prefix="/",
         wait=stopping.wait,
-        while_deploying=WaitingLine(config, say),
+        while_deploying=WaitingLine(config, line),
     )
 
 
 class WaitingLine:
-    """Says, whenever it has changed, what a service that is being deployed waits for."""
+    """Shows what a service that is being deployed waits for, and says it whenever it has changed;
+    not both, of ranks that start."""
 
-    def __init__(self, config: ServiceConfig, say: Say) -> None:
+    def __init__(self, config: ServiceConfig, line: StartLine) -> None:
         self._config = config
-        self._next_s = time.monotonic() + _LOOK_EVERY_S
-        self._tell = ChangedReason(say)
+        self._line = line
+        self._every_s = _DRAW_EVERY_S if line.is_drawn else _LOOK_EVERY_S
+        self._next_s = time.monotonic() + self._every_s
+        self._tell = ChangedReason(line.say)
 
     def __call__(self) -> None:
         if time.monotonic() < self._next_s:
             return
         with suppress(RayError, EesdError):
-            self._tell("; ".join(asyncio.run(self._reasons())))
-        self._next_s = time.monotonic() + _LOOK_EVERY_S
+            asyncio.run(self._look())
+        self._next_s = time.monotonic() + self._every_s
 
-    async def _reasons(self) -> list[str]:
+    async def _look(self) -> None:
         config = self._config
         app, router = config.app_name, find_router(config.router)
         _, listed = await pipelines_of(router, app=app, known="", wait_s=0.0)
+        reports = [each.report for each in listed]
         leases = await waiting_for_room(app, namespace=config.router.namespace)
-        return [
-            *[
-                f"pipeline {each.report.pipeline_id}: {each.report.unavailable}"
-                for each in listed
-                if not each.report.is_ready
-            ],
-            *([leases] if leases else []),
+        self._line.show(shown_of(reports, compiles=is_at_work()))
+        reasons = [
+            f"pipeline {report.pipeline_id}: {report.unavailable}"
+            for report in reports
+            if not report.is_ready and not (self._line.is_drawn and report.start is not None)
         ]
+        self._tell("; ".join([*reasons, *([leases] if leases else [])]))
 
 
 def _api_key(config: ServiceConfig) -> SecretStr | None:

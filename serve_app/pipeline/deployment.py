@@ -416,6 +416,7 @@ class Pipeline:
             is_ready=not unavailable,
             unavailable=unavailable,
             is_starting=not supervisor.has_started,
+            start=supervisor.start_report() if unavailable else None,
             start_s=supervisor.start_s,
             kv_tokens=None if capacity is None else capacity.num_tokens,
             draining=bool(self._draining.reason),

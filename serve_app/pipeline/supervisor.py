@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eesd_dist.errors import ConfigError, EesdError, EngineError, LeaseLost, Migrated, PeerLost
-from eesd_dist.routing.directory import Promotion
+from eesd_dist.routing.directory import Promotion, RankLoad, StartReport
 from eesd_dist.workers.messages import HeadReport
 from serve_app.pipeline.lifecycle import Action, EpochKind, SupervisedState, next_action
 from serve_app.pipeline.timings import Timings
@@ -153,6 +153,22 @@ class Supervisor:
         """Returns which workers still load weights, and their progress; empty if none does."""
         loads = [(w.slot.name, w.status.load) for w in (self.group.workers if self.group else ())]
         return ", ".join(f"{name} {load.told}" for name, load in loads if load and not load.is_over)
+
+    def start_report(self) -> StartReport | None:
+        """Returns how far the workers are; None while there is no room for them."""
+        if self.group is None:
+            return None if self._waiting_for() else StartReport(num_workers=0, num_slots=0)
+        workers = self.group.workers
+        loads = [(worker.slot.name, worker.status.load) for worker in workers]
+        return StartReport(
+            num_workers=len(loads),
+            num_slots=len(workers.slots),
+            loads=tuple(
+                RankLoad(rank=name, bytes_done=load.bytes_done, bytes_total=load.bytes_total)
+                for name, load in loads
+                if load is not None
+            ),
+        )
 
     async def check(self) -> None:
         """Waits for the first start; raises when this pipeline will not be ready again."""

@@ -28,6 +28,7 @@ from eesd_dist.workers.tenure import LAST_WAIT_S, placement_groups_named, worker
 from serve_app.app import application_of
 from serve_app.config import service_config
 from serve_app.operations.serving import WaitingLine, deploy
+from serve_app.operations.start_line import StartLine
 from serve_app.pipeline.deployment import Health, Pipeline, PipelineState
 from tests.support.event_stream import folded, parsed
 from tests.support.running import Running, descendants, tokens_of, until
@@ -253,7 +254,7 @@ def _toy_pipeline(
         name=name,
         route_prefix=None,
         wait=wait or Event().wait,
-        while_deploying=WaitingLine(config, say),
+        while_deploying=WaitingLine(config, StartLine(say)),
     )
     return Running(url="", config=config, pipelines=serve.get_deployment_handle("Pipeline", name))
 

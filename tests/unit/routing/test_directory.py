@@ -10,6 +10,7 @@ import pytest
 
 from eesd_dist.errors import CapacityError
 from eesd_dist.routing import PipelineDirectory, PipelineId, PipelineReport, Promotion
+from eesd_dist.routing.directory import RankLoad, StartReport
 
 
 class Clock:
@@ -105,12 +106,16 @@ def test_without_pipelines_it_says_so() -> None:
 def test_what_an_operator_sees_is_plain_json() -> None:
     clock = Clock()
     book = directory(clock)
-    book.heartbeat(report("a", running=2))
+    start = StartReport(
+        num_workers=1, num_slots=2, loads=(RankLoad(rank="r", bytes_done=1, bytes_total=2),)
+    )
+    book.heartbeat(dataclasses.replace(report("a", running=2), start=start))
     book.choose()
     clock.now_s += 1
     (described,) = json.loads(json.dumps(book.describe()))
     assert described["load"] == 3
     assert described["silent_s"] == 1.0
+    assert described["start"]["loads"] == [{"rank": "r", "bytes_done": 1, "bytes_total": 2}]
     assert described["leader"] == "leader of a"
     assert not {"address", "ranks"} & described.keys(), "handles are no JSON"
 

@@ -14,6 +14,7 @@ from eesd_dist.errors import ConfigError
 from serve_app.config import BUNDLED_MODEL, ServiceConfig, require_key, service_config
 from serve_app.operations import serving
 from serve_app.operations.serving import require_place
+from serve_app.operations.start_line import StartLine
 
 
 def _config(host: str = "127.0.0.1", port: int = 8000) -> ServiceConfig:
@@ -120,9 +121,9 @@ def test_the_key_of_the_starting_process_goes_along(monkeypatch: pytest.MonkeyPa
     deployed: list[Application] = []
     monkeypatch.setattr(serving, "deploy", lambda application, **_: deployed.append(application))
     monkeypatch.setenv("EESD_API_KEY", "s3cret")
-    serving._bring_up(_config(), serving.Stopping(), say=print)
+    serving._bring_up(_config(), serving.Stopping(), line=StartLine(print))
     monkeypatch.setenv("EESD_API_KEY", "")
-    serving._bring_up(_config(), serving.Stopping(), say=print)
+    serving._bring_up(_config(), serving.Stopping(), line=StartLine(print))
     with_key, without = [each._bound_deployment.init_args[-1] for each in deployed]
     assert with_key.get_secret_value() == "s3cret"
     assert without is None

@@ -21,8 +21,9 @@ from eesd_dist.errors import (
     PeerLost,
     PoisonRequest,
 )
-from eesd_dist.routing.directory import Promotion
+from eesd_dist.routing.directory import Promotion, RankLoad, StartReport
 from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.types import LoadProgress
 from eesd_dist.workers.messages import Epoch, Lease, LoadedRank
 from eesd_dist.workers.roles import DraftLeader, RankWorker
 from serve_app.pipeline.placement import placement_groups
@@ -540,6 +541,7 @@ def test_a_pipeline_that_waits_for_room_is_taken_down_at_once() -> None:
         await asyncio.sleep(0.01)
         why = supervisor.why_unavailable()
         assert re.fullmatch(r"starting for 0\.\d s: verify rank 0 needs GPU 1", why)
+        assert supervisor.start_report() is None
         await asyncio.wait_for(supervisor.stop(), 5.0)
 
     asyncio.run(run())
@@ -629,6 +631,48 @@ def test_a_pipeline_whose_worker_makes_no_progress_gets_no_new_requests_before_i
         stall_s=0.2,
         published=lambda: published.extend(each.is_ready for each in told),
     )
+
+
+class _LoadsPartly(_Waits):
+    def join(self, epoch: Epoch) -> ToyRank:
+        progress = LoadProgress(bytes_done=30, bytes_total=100, piece="layer 1", seconds=0.1)
+        self.loading.of(f"verify rank {self._rank}")(progress)
+        return super().join(epoch)
+
+
+class _LoadPartly(_JoinsWhenTold):
+    def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:
+        return _LoadsPartly(config, rank=rank, may_join=self.may_join)
+
+
+def test_a_start_says_how_many_workers_there_are_and_how_much_they_have_loaded(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    stages = _LoadPartly()
+    stages.may_join.clear()
+
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        assert supervisor.start_report() == StartReport(num_workers=0, num_slots=0)
+        await until(lambda: len(_started(supervisor).loads) == 2)
+        assert _started(supervisor) == StartReport(
+            num_workers=3,
+            num_slots=3,
+            loads=tuple(
+                RankLoad(rank=f"verify rank {rank}", bytes_done=30, bytes_total=100)
+                for rank in range(2)
+            ),
+        )
+        assert "verify rank 1 30 % (0.0 of 0.0 GB)" in supervisor.loading()
+        stages.may_join.set()
+        await supervisor.check()
+
+    _story(story, lambda: ToyWorkers(cluster, tmp_path, fallback=False, stages=stages), waits=False)
+
+
+def _started(supervisor: Supervisor) -> StartReport:
+    report = supervisor.start_report()
+    assert report is not None
+    return report
 
 
 def test_the_longest_start_is_kept_and_goes_into_the_leases(
