@@ -1,5 +1,6 @@
 """The console in Chromium, on a real service with a key, two pipelines, and a prefix."""
 
+import hashlib
 import json
 import logging
 import re
@@ -8,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import jsonschema
 import pytest
 import ray
+import yaml
 from playwright.sync_api import Browser, expect
 from pydantic import SecretStr
 from ray import serve
@@ -32,6 +35,8 @@ pytestmark = [
 NAME = "seen"
 KEY = "kéy"
 HEADERS = {"Authorization": f"Bearer {KEY}".encode()}
+TENANT = "key of a tenant"
+FORBIDDEN = "Failed to load resource: the server responded with a status of 403 (Forbidden)"
 UNAUTHORIZED = "Failed to load resource: the server responded with a status of 401 (Unauthorized)"
 LETTERS = "[a-z]{3000}"
 """An answer that does not end by itself for a while."""
@@ -44,7 +49,15 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def seen(ray_port: int, tiny_service: Path) -> Iterator[Running]:
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    entry = {"name": "tenant", "sha256": hashlib.sha256(TENANT.encode()).hexdigest()}
+    file.write_text(yaml.safe_dump({"keys": [entry]}))
+    return file
+
+
+@pytest.fixture(scope="module")
+def seen(ray_port: int, tiny_service: Path, keys_file: Path) -> Iterator[Running]:
     config = service_config(
         {
             "engine": {
@@ -53,6 +66,7 @@ def seen(ray_port: int, tiny_service: Path) -> Iterator[Running]:
             },
             "model_name": "tiny",
             "app_name": NAME,
+            "keys_file": str(keys_file),
             "router": {"name": f"{NAME}-router"},
             "pipelines": {"min_count": 2, "max_count": 2},
             "recovery": {"stream_pause_s": 120.0},
@@ -267,6 +281,34 @@ def test_a_wrong_key_is_refused_and_a_key_stays_in_its_tab(browser: Browser, see
         visit.page.reload()
         visit.until_status("ready")
         assert set(visit.complaints) == {UNAUTHORIZED}
+
+
+def test_a_tenants_key_generates_and_is_told_what_it_does_not_open(
+    browser: Browser, seen: Running
+) -> None:
+    with visiting(browser, f"{seen.url}/console") as visit:
+        page = visit.page
+        visit.until_status("locked")
+        visit.use_key(TENANT)
+        visit.until_status("ready")
+        expect(page.locator("#model")).to_have_text("tiny")
+        visit.send("the quick", max_tokens="20", controller="beta")
+        visit.until_ended()
+        assert visit.tokens() > 0
+        expect(page.locator("#waterfall .hint")).to_contain_text("as this page measured it")
+        page.get_by_role("link", name="Operations").click()
+        view = page.locator("#operations-view")
+        expect(view).to_contain_text("Pipelines and controllers are shown with an operator's key")
+        expect(view.locator("h2 .pill")).to_have_text("ready")
+        assert page.locator("#operations-error *").count() == 0
+        assert page.locator(".pipeline").count() == 0
+        asked = [urlsplit(r.url).path.removeprefix(f"/{NAME}") for r in visit.requests]
+        assert asked.count("/health") > 0
+        assert visit.complaints.count(FORBIDDEN) == 1, "asked once"
+        assert set(visit.complaints) <= {UNAUTHORIZED, FORBIDDEN}
+        visit.use_key(KEY)
+        page.locator(".pipeline").first.wait_for()
+        expect(page.locator("[name=controller] option").first).to_contain_text("default: ")
 
 
 def test_pipelines_are_shown_and_drained_while_their_streams_go_on(

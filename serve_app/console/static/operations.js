@@ -11,6 +11,7 @@ export function showOperations({ state, error, changed }) {
   if (error?.status === 401) replaceContent(byId("operations-view"));
   if (error) return;
   if (byId("operations-view").querySelector(":active")) return; // a press must find its button again
+  if (!state.controllers) return replaceContent(byId("operations-view"), forOperators(state));
   const pipelines = state.pipelines ?? [];
   replaceContent(
     byId("operations-view"),
@@ -41,6 +42,15 @@ function table(caption, head, rows, of = "") {
     ),
   );
 }
+
+const forOperators = ({ health }) =>
+  el(
+    "section",
+    { class: "panel" },
+    el("h2", {}, "Service", pill(health.status)),
+    health.reason && el("p", {}, health.reason),
+    el("p", { class: "hint" }, "Pipelines and controllers are shown with an operator's key, which this one is not."),
+  );
 
 const facts = (pairs) =>
   el("dl", { class: "figures" }, pairs.map(([name, value, more]) =>

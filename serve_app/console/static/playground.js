@@ -173,9 +173,9 @@ export function startPlayground() {
   chooseStructure();
 
   return {
-    // What the service's description of its API offers.
-    offer(api, byDefault) {
-      hasTraces = "/debug/traces" in api.paths;
+    // What the service's description of its API offers; traces are for operators.
+    offer(api, { byDefault, isOperator }) {
+      hasTraces = isOperator && "/debug/traces" in api.paths;
       const { controller } = api.components.schemas.SpeculationFields.properties;
       const names = controller.anyOf.find((type) => type.enum).enum;
       const select = form.elements.controller;
