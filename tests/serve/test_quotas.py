@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "quotas"
 MAX_RUNNING = 8
+GREEDY_TOKENS = 400
+"""Of each text of the greedy key: the eight that run end one after the other all the time."""
 SLOTS = {
     "few": {"max_concurrent_requests": 3},
     "greedy": {},
@@ -138,7 +140,7 @@ def _counts(service: Running, key: str) -> dict[tuple[str, str], float]:
 def test_a_limit_of_requests_holds_over_both_ingresses(shared: Running) -> None:
     async def run() -> list[int]:
         async with _client(shared) as client:
-            long = [Stream(client, "few", max_tokens=3800) for _ in range(3)]
+            long = [Stream(client, "few", max_tokens=3800, ignore_eos=True) for _ in range(3)]
             for each in long:
                 await each.begun.wait()
             refused = [Stream(client, "few") for _ in range(30)]
@@ -177,7 +179,11 @@ def test_while_the_router_is_dead_requests_are_served_and_then_limits_hold_again
 
     async def run() -> None:
         async with _client(shared) as client:
-            long = [Stream(client, "few", max_tokens=3800, ignore_eos=True) for _ in range(3)]
+            off = {"mode": "off"}  # a token a round: they outlast the restart
+            long = [
+                Stream(client, "few", max_tokens=3800, ignore_eos=True, speculation=off)
+                for _ in range(3)
+            ]
             for each in long:
                 await each.begun.wait()
             os.kill(pid, 9)
@@ -280,7 +286,8 @@ async def _load(client: httpx.AsyncClient, key: str, *, number: int) -> AsyncIte
 
     async def one_after_the_other(first: int) -> None:
         for at in count(first, number):
-            one = Stream(client, key, max_tokens=3800, prompt=[1 + at % 300] * 20)
+            prompt = [1 + at % 300] * 20
+            one = Stream(client, key, max_tokens=GREEDY_TOKENS, prompt=prompt, ignore_eos=True)
             running.add(one.task)
             await one.task
 
