@@ -150,7 +150,7 @@ def engine_config(model: Path, head: Path | None, case: Case) -> EngineConfig:
         parallel=ParallelConfig(
             verify_tensor_parallel_size=max(1, case.verify_ranks),
             draft_tensor_parallel_size=case.draft_ranks,
-            timeout_s=60.0,
+            timeout_s=45.0,
         ),
     )
 
