@@ -312,7 +312,7 @@ def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
         if isinstance(reason, Degraded):
             return Response(reason, media_type="text/plain")
         if reason is None:
-            return Response()
+            return _well()
         answer = http_error_of(NotReady(reason))
         note_refusal(request.scope, answer)
         return _refusal(answer)
@@ -320,7 +320,7 @@ def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:
     @app.get("/ping", response_model=None)
     async def alive() -> Response:
         """Returns 200 as long as this process answers."""
-        return Response()
+        return _well()
 
     @app.get("/metrics", response_model=None)
     async def prometheus() -> Response:
@@ -348,6 +348,11 @@ def _answer_of(request: HttpRequest, error: Exception) -> Response:
         answer = http_error_of(error)
     note_refusal(request.scope, answer)
     return _refusal(answer)
+
+
+def _well() -> Response:
+    """A probe's answer: no text, with the type that the document has."""
+    return Response(media_type="text/plain")
 
 
 def _json(content: Json) -> Response:

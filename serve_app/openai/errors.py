@@ -188,6 +188,8 @@ class HttpError:
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
+    allow: str | None = None
+    """The methods of a path, of a request with another one."""
 
     @property
     def body(self) -> dict[str, object]:
@@ -202,9 +204,12 @@ class HttpError:
 
     @property
     def headers(self) -> dict[str, str]:
-        if self.retry_after_s is None:
-            return {}
-        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        found: dict[str, str] = {}
+        if self.retry_after_s is not None:
+            found["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.allow is not None:
+            found["Allow"] = self.allow
+        return found
 
 
 def http_error_of(error: Exception) -> HttpError:
@@ -283,4 +288,9 @@ def _param_of(location: object) -> str | None:
 
 def _of_routing(error: HTTPException) -> HttpError:
     kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else _INVALID
-    return HttpError(status=error.status_code, message=str(error.detail), type=kind)
+    methods = (error.headers or {}).get("Allow")
+    if methods == "GET":
+        methods = "GET, HEAD"  # routes do not know that `HeadRequests` answers it
+    return HttpError(
+        status=error.status_code, message=str(error.detail), type=kind, allow=methods
+    )

@@ -102,11 +102,14 @@ _ANSWERS: Mapping[str, Json] = {
 }
 """JSON of the answers with status 200; other paths answer with text, or nothing."""
 _EVENTS: Json = {
-    "schema": {
-        "type": "string",
+    "itemSchema": {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": _TEXT, "event": _TEXT, "id": _TEXT},
         "description": "with `stream`: server-sent events, each a chunk or a named event",
     }
 }
+"""`itemSchema` describes one event, as FastAPI's own documents do."""
 _HEADERS: Mapping[str, tuple[str, Json]] = {
     "X-Request-Id": (
         "becomes the answer's id, unless the body has one",

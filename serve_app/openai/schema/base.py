@@ -1,8 +1,11 @@
 """What all JSON objects of requests have in common."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 MAX_ENTRIES = 1024
 """Fields of an object, entries of `logit_bias`, `stop_token_ids` and choices."""
@@ -34,3 +37,30 @@ class Fields(BaseModel):
         if not isinstance(data, Mapping):
             return data
         return {name: value for name, value in data.items() if value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Says of every field that may be left out that it may be null."""
+        schema = handler(core_schema)
+        found = handler.resolve_ref_schema(schema)
+        required = found.get("required", ())
+        found["properties"] = {
+            name: field if name in required else _or_null(field)
+            for name, field in found.get("properties", {}).items()
+        }
+        return schema
+
+
+_OF_FIELDS = ("title", "description", "default")
+_NULL = {"type": "null"}
+
+
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    kinds = field.get("anyOf", ())
+    if _NULL in kinds:
+        return field
+    outer = {name: field[name] for name in _OF_FIELDS if name in field}
+    inner = {name: value for name, value in field.items() if name not in _OF_FIELDS}
+    return {"anyOf": [*(kinds or [inner]), _NULL], **outer}

@@ -76,11 +76,15 @@ def test_an_answer_is_one_that_the_document_has(
     answer = http.request(method, path, **options)
     named = re.sub("(/v1/models|/pipelines)/[a-z]+", r"\1/{name}", path)
     response = document["paths"][named][method]["responses"][str(answer.status_code)]
-    kind = answer.headers.get("content-type", "text/plain").partition(";")[0]
-    schema = response["content"][kind]["schema"]
+    kind = answer.headers["content-type"].partition(";")[0]
+    content = response["content"][kind]
     if kind == "application/json":
-        whole = {**schema, "components": document["components"]}
+        whole = {**content["schema"], "components": document["components"]}
         jsonschema.validate(answer.json(), whole)
+    if kind == "text/event-stream":
+        for event in answer.text.strip().split("\n\n"):
+            fields = dict(line.split(": ", 1) for line in event.splitlines())
+            jsonschema.validate(fields, content["itemSchema"])
 
 
 def test_every_path_says_which_key_it_needs_and_every_error_is_somewhere(
@@ -104,3 +108,38 @@ def test_without_a_key_the_document_asks_for_none() -> None:
     assert all(
         "401" not in op["responses"] for ops in document["paths"].values() for op in ops.values()
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "body"),
+    [
+        ("/v1/completions", "CompletionFields", {"prompt": "x", "max_tokens": 2}),
+        (
+            "/v1/chat/completions",
+            "ChatFields",
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+        ),
+        ("/v1/responses", "ResponsesFields", {"input": "x", "max_output_tokens": 2}),
+        ("/tokenize", "TokenizeFields", {"prompt": "x"}),
+        ("/detokenize", "DetokenizeFields", {"tokens": [104]}),
+    ],
+)
+def test_a_field_may_be_null_where_the_document_says_so(
+    path: str, name: str, body: dict[str, Any], http: httpx.Client, document: dict[str, Any]
+) -> None:
+    schema = document["components"]["schemas"][name]
+    for field, described in schema["properties"].items():
+        may_be_null = {"type": "null"} in described.get("anyOf", ())
+        assert may_be_null == (field not in schema.get("required", ()))
+        if field not in body:
+            assert http.post(path, json=body | {field: None}).status_code == 200, field
+
+
+def test_a_wrong_method_is_told_the_right_ones(http: httpx.Client) -> None:
+    for method, path, allowed in (
+        ("TRACE", "/v1/completions", {"POST"}),
+        ("DELETE", "/v1/models", {"GET", "HEAD"}),
+    ):
+        answer = http.request(method, path)
+        assert answer.status_code == 405
+        assert set(answer.headers["allow"].split(", ")) == allowed
