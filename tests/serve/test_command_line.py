@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,51 +21,10 @@ from psutil import Process
 from serve_app.session.local_ray import _LONGEST_FOLDER
 from serve_app.session.processes import running_after
 from tests.support.running import descendants, free_port
-
-
-@contextmanager
-def _started(
-    *words: str, env: Mapping[str, str] | None = None
-) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
-    """The process, and its lines as they come."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "serve_app.cli.main", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=None if env is None else {**os.environ, **env},
-    )
-    lines: list[str] = []
-
-    def collect() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-
-    reader = threading.Thread(target=collect, daemon=True)
-    reader.start()
-    try:
-        yield process, lines
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait(30)
-        reader.join(10)
-        if process.stdout is not None:
-            process.stdout.close()
-
+from tests.support.served import command, wait_for_line
 
 _ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """A local Ray is at 127.0.0.1 for its own drivers too."""
-
-
-def _wait_for_line(lines: list[str], word: str, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 200
-    while not any(word in line for line in lines):
-        assert process.poll() is None, f"ended with {process.returncode}: {''.join(lines)}"
-        assert time.monotonic() < deadline, f"no '{word}' in: {''.join(lines)}"
-        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -93,8 +51,8 @@ def test_serve_says_when_it_is_ready_and_a_signal_leaves_nothing_behind(
 ) -> None:
     port = free_port()
     words = ("serve", "--model", str(tiny_service), "--port", str(port))
-    with _started(*words, env=_within(folder)) as (process, lines):
-        _wait_for_line(lines, "Ctrl-C stops", process)
+    with command(*words, env=_within(folder)) as (process, lines):
+        wait_for_line(lines, "Ctrl-C stops", process)
         url = f"http://127.0.0.1:{port}"
         assert any(f"curl {url}/v1/chat/completions" in line for line in lines)
         assert _answers(url)
@@ -135,8 +93,8 @@ def test_however_serve_ends_its_logs_are_all_that_is_left(
     port = free_port()
     words = ("serve", "--model", str(tiny_service), "--port", str(port))
     words = (*words, "--log-folder", str(tmp_path / "logs"), "--set", "recovery.drain_s=5")
-    with _started(*words, env=_within(folder)) as (process, lines):
-        _wait_for_line(lines, "Ctrl-C stops", process)
+    with command(*words, env=_within(folder)) as (process, lines):
+        wait_for_line(lines, "Ctrl-C stops", process)
         (session,) = (each for each in folder.iterdir() if (each / "r").exists())
         (logs,) = (tmp_path / "logs").iterdir()
         assert f"(logs: {logs})" in lines[0]
@@ -158,7 +116,7 @@ def test_however_serve_ends_its_logs_are_all_that_is_left(
             assert _ENDS_OF_RAY[end] in lines[-1]
         else:
             with _shutting_down_serve(folder, port):
-                _wait_for_line(lines, "was removed, or Serve was shut down", process)
+                wait_for_line(lines, "was removed, or Serve was shut down", process)
                 assert process.wait(30.0) == 0
             assert not running_after(family, wait_s=1.0)
     assert not list(folder.iterdir())
@@ -228,14 +186,14 @@ def test_on_a_cluster_the_service_stays_is_updated_and_is_removed_by_stop(
     url = f"http://127.0.0.1:{port}"
     with _cluster(tiny_service) as (address, env):
         words = ("serve", "--address", address, "--model", str(tiny_service), "--port", str(port))
-        with _started(*words, env=env) as (process, lines):
-            _wait_for_line(lines, "Try it", process)
+        with command(*words, env=env) as (process, lines):
+            wait_for_line(lines, "Try it", process)
             process.send_signal(signal.SIGINT)
             assert process.wait(20) == 0
         assert f"`eesd stop --address {address}` stops it" in lines[-1]
         assert _answers(url)
-        with _started(*words, "--name", "renamed", env=env) as (process, lines):
-            _wait_for_line(lines, "Try it", process)
+        with command(*words, "--name", "renamed", env=env) as (process, lines):
+            wait_for_line(lines, "Try it", process)
             assert "updating eesd, which runs there" in "".join(lines)
             process.kill()
         assert _answers(url, "renamed")
@@ -265,8 +223,8 @@ def test_a_signal_while_it_starts_leaves_nothing_behind_either(
     tiny_service: Path, folder: Path
 ) -> None:
     words = ("serve", "--model", str(tiny_service), "--port", str(free_port()))
-    with _started(*words, env=_within(folder)) as (process, lines):
-        _wait_for_line(lines, "starting", process)
+    with command(*words, env=_within(folder)) as (process, lines):
+        wait_for_line(lines, "starting", process)
         time.sleep(3.0)
         family = descendants(process.pid)
         process.send_signal(signal.SIGTERM)

@@ -1,51 +1,98 @@
-"""Sends random requests to a server while another client pings it, and checks every answer."""
+"""Sends random requests to a server, perhaps while another client pings it, and checks every
+answer. A request is a function of the seed and its number, so that one alone can be repeated."""
 
 import asyncio
+import json
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
-from tests.support.raw_http import Reply, exchange, get
-from tests.support.request_fuzzer import FuzzedRequest, fuzzed
+from tests.support.raw_http import Reply, events_until, exchange, exchanges, get
+from tests.support.request_fuzzer import FuzzedRequest, RequestFuzzer
+from tests.support.valid_bodies import outcome, texts_of
 
 _PING_EVERY_S = 0.05
-_NUM_ASKED_AGAIN = 100
+_OVERLOAD = frozenset({"queue_full", "no_capacity", "request_expired"})
+_ERROR_KEYS = {"message", "type", "param", "code"}
+_SHOWN_CHARS = 1500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrong(AssertionError):
+    """An answer that may not be."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Fuzzing:
     """What came back."""
 
-    statuses: Counter[int | None]
-    pings_s: list[float]
+    num_sent: int = 0
+    """Requests, each of a connection counted, with those that repeat others."""
+    num_valid: int = 0
+    num_compared: int = 0
+    """Answers that were compared with those by plain decoding."""
+    num_resumed: int = 0
+    """Streams that were left and resumed."""
+    num_overloads: int = 0
+    """Answers 429 or 503 that say that there is too much work."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[int | None] = field(default_factory=Counter)
+    """None: no answer, where the client did not wait for one or sent no request."""
+    failures: list[str] = field(default_factory=list)
+    pings_s: list[float] = field(default_factory=list)
     """Seconds of each ping, in rising order."""
-    num_same: int
-    """Texts that were compared, with the same request sent again alone."""
 
     def __str__(self) -> str:
         found = ", ".join(
             f"{num} {status}" for status, num in sorted(self.statuses.items(), key=str)
         )
-        p99_s = self.pings_s[int(0.99 * len(self.pings_s))]
-        return (
-            f"answers: {found}; {self.num_same} texts compared; {len(self.pings_s)} pings: "
-            f"p99 {1e3 * p99_s:.0f} ms, max {1e3 * self.pings_s[-1]:.0f} ms"
+        said = (
+            f"{self.num_sent} requests, {self.num_valid} valid; answers: {found}; "
+            f"{self.num_compared} compared; {self.num_resumed} resumed"
         )
+        if self.pings_s:
+            p99_s = self.pings_s[int(0.99 * len(self.pings_s))]
+            said += (
+                f"; {len(self.pings_s)} pings: p99 {1e3 * p99_s:.0f} ms, "
+                f"max {1e3 * self.pings_s[-1]:.0f} ms"
+            )
+        return said
+
+
+def request_of(seed: int, number: int, fuzzer: RequestFuzzer) -> FuzzedRequest:
+    return fuzzer.request(Random(f"{seed} {number}"))
 
 
 async def fuzz(
-    port: int, number: int, *, seed: int, num_pings: int, at_once: int = 16, timeout_s: float = 30.0
+    port: int,
+    numbers: Iterable[int],
+    *,
+    seed: int,
+    fuzzer: RequestFuzzer | None = None,
+    num_pings: int = 0,
+    at_once: int = 16,
+    timeout_s: float = 30.0,
+    max_failures: int = 20,
 ) -> Fuzzing:
-    """Raises AssertionError for an answer that is wrong, or that does not come."""
-    rng = Random(seed)
-    requests = [fuzzed(rng) for _ in range(number)]
-    replies: list[tuple[FuzzedRequest, Reply]] = []
-    left = iter(requests)
+    """Sends the requests of these numbers. Failures are listed with the number of the request; at
+    `max_failures` no more is sent."""
+    fuzzer = fuzzer or RequestFuzzer()
+    found = Fuzzing()
+    left = iter(numbers)
+    client = _Client(port, found, timeout_s=timeout_s)
 
     async def send_some() -> None:
-        for request in left:
-            reply = await _answer(port, request, timeout_s=timeout_s)
-            replies.append((request, reply))
+        for number in left:
+            request = request_of(seed, number, fuzzer)
+            found.kinds[request.kind] += 1
+            try:
+                await client.send(request)
+            except (Wrong, TimeoutError, ConnectionError) as error:
+                said = str(error) or f"stuck: nothing after {timeout_s:g} s"
+                found.failures.append(f"request {number} ({request.kind}): {said}\n  {request}")
+            if len(found.failures) >= max_failures:
+                return
 
     is_over = asyncio.Event()
     pinging = asyncio.create_task(_pings(port, num_pings, until=is_over))
@@ -55,40 +102,156 @@ async def fuzz(
                 clients.create_task(send_some())
     finally:
         is_over.set()
-    pings_s = await pinging
-    return Fuzzing(
-        statuses=Counter(reply.status for _, reply in replies),
-        pings_s=sorted(pings_s),
-        num_same=await _num_same(port, replies, timeout_s=timeout_s),
-    )
+    found.pings_s = sorted(await pinging)
+    return found
 
 
-async def _answer(port: int, request: FuzzedRequest, *, timeout_s: float) -> Reply:
-    try:
-        reply = await exchange(port, *request.parts, leaves=request.leaves, timeout_s=timeout_s)
-    except TimeoutError as error:
-        raise AssertionError(f"stuck: {request}") from error
-    assert reply.status is None or reply.status < 500, (request, reply.raw)
-    if request.whole is not None:
-        assert reply.status == 200, (request, reply.raw)
-    return reply
+class _Client:
+    def __init__(self, port: int, found: Fuzzing, *, timeout_s: float) -> None:
+        self._port = port
+        self._found = found
+        self._timeout_s = timeout_s
+
+    async def send(self, request: FuzzedRequest) -> None:
+        if request.others:
+            await self._send_all(request)
+        elif request.leaves_after is not None:
+            await self._resume(request, num_ids=request.leaves_after)
+        else:
+            reply = self._counted(
+                await exchange(
+                    self._port, *request.parts, leaves=request.leaves, timeout_s=self._timeout_s
+                ),
+                is_valid=request.is_valid,
+            )
+            await self._compare(request, reply)
+
+    async def _send_all(self, request: FuzzedRequest) -> None:
+        (first,) = request.parts
+        assert isinstance(first, bytes)
+        replies = await exchanges(
+            self._port,
+            *(first, *request.others),
+            pipelined=request.pipelined,
+            timeout_s=self._timeout_s,
+        )
+        for reply in replies:
+            self._counted(reply, is_valid=request.is_valid)
+        if not replies[-1].is_closed and len(replies) <= len(request.others):
+            raise Wrong("fewer answers than requests on an open connection")
+
+    async def _resume(self, request: FuzzedRequest, *, num_ids: int) -> None:
+        """Leaves a stream and sends the same request with the id of the last event."""
+        (whole,) = request.parts
+        assert isinstance(whole, bytes)
+        first = self._counted(
+            await events_until(self._port, whole, num_ids=num_ids, timeout_s=self._timeout_s),
+            is_valid=True,
+        )
+        if first.status != 200 or request.plain is None:
+            return
+        shown = _up_to_last_id(first.events)
+        if shown:
+            line = b" HTTP/1.1\r\nLast-Event-ID: " + shown[-1][0].encode()
+            again = whole.replace(b" HTTP/1.1", line, 1)
+            second = self._counted(
+                await exchange(self._port, again, timeout_s=self._timeout_s), is_valid=True
+            )
+            if second.status != 200:
+                return
+            self._found.num_resumed += 1
+            texts = _texts([*shown, *second.events])
+        else:
+            texts = _texts(first.events)
+        plain = await self._plain(request.plain)
+        if plain is not None:
+            self._same(texts, _nonempty(texts_of(plain)))
+
+    async def _compare(self, request: FuzzedRequest, reply: Reply) -> None:
+        if request.plain is None or reply.status != 200:
+            return
+        plain = await self._plain(request.plain)
+        if plain is None:
+            return
+        if reply.is_stream:
+            self._same(_texts(reply.events), _nonempty(texts_of(plain)))
+        else:
+            self._same(outcome(json.loads(reply.body)), outcome(plain))
+
+    async def _plain(self, request: bytes) -> dict[str, Any] | None:
+        """Returns the answer; None if the service has too much work."""
+        reply = self._counted(
+            await exchange(self._port, request, timeout_s=self._timeout_s), is_valid=True
+        )
+        answer: dict[str, Any] = json.loads(reply.body)
+        return answer if reply.status == 200 else None
+
+    def _same(self, found: object, plain: object) -> None:
+        self._found.num_compared += 1
+        if found != plain:
+            raise Wrong(f"differs from plain decoding: {found!r}\n  expected {plain!r}")
+
+    def _counted(self, reply: Reply, *, is_valid: bool) -> Reply:
+        """Raises Wrong for an answer that may not be."""
+        self._found.num_sent += 1
+        self._found.num_valid += is_valid
+        status = reply.status
+        self._found.statuses[status] += 1
+        if status is not None and 400 <= status and _is_overload(reply):
+            self._found.num_overloads += 1
+        elif status is not None and status >= 500:
+            raise Wrong(f"answered {_shown(reply)}")
+        elif is_valid and status != 200:
+            raise Wrong(f"has to be served, was answered {_shown(reply)}")
+        elif status is not None and status >= 400:
+            _check_error(reply)
+        return reply
 
 
-async def _num_same(
-    port: int, replies: list[tuple[FuzzedRequest, Reply]], *, timeout_s: float
-) -> int:
-    """Sends the first valid requests again, one after the other."""
-    texts = [(request.whole, reply.texts) for request, reply in replies if request.whole]
-    asked = [(whole, found) for whole, found in texts if found][:_NUM_ASKED_AGAIN]
-    for whole, found in asked:
-        again = (await exchange(port, whole, timeout_s=timeout_s)).texts
-        assert found == again, whole
-    return len(asked)
+def _is_overload(reply: Reply) -> bool:
+    if reply.status not in (429, 503) or not reply.body:
+        return False
+    return reply.error["code"] in _OVERLOAD
+
+
+def _check_error(reply: Reply) -> None:
+    if reply.body and set(reply.error) != _ERROR_KEYS:
+        raise Wrong(f"an error of another shape: {_shown(reply)}")
+
+
+def _shown(reply: Reply) -> str:
+    return repr(reply.raw[:_SHOWN_CHARS])
+
+
+def _up_to_last_id(events: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+    with_ids = [i for i, (name, _) in enumerate(events) if name]
+    return events[: with_ids[-1] + 1] if with_ids else []
+
+
+def _texts(events: list[tuple[str, bytes]]) -> dict[int, str]:
+    """Returns the texts of a stream by choice. Raises Wrong for an error in it."""
+    texts: dict[int, str] = {}
+    for _, data in events:
+        if data == b"[DONE]":
+            continue
+        chunk: dict[str, Any] = json.loads(data)
+        if chunk.get("error") or chunk.get("type") == "error":
+            raise Wrong(f"an error in a stream: {data[:_SHOWN_CHARS]!r}")
+        if chunk.get("type") == "response.output_text.delta":
+            texts[0] = texts.get(0, "") + chunk["delta"]
+        for choice in chunk.get("choices", ()):
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return _nonempty(texts)
+
+
+def _nonempty(texts: dict[int, str]) -> dict[int, str]:
+    return {index: text for index, text in texts.items() if text}
 
 
 async def _pings(port: int, at_least: int, *, until: asyncio.Event) -> list[float]:
     seconds: list[float] = []
-    while not until.is_set() or len(seconds) < at_least:
+    while at_least and (not until.is_set() or len(seconds) < at_least):
         reply = await exchange(port, get("/ping"))
         assert reply.status == 200, reply.raw
         seconds.append(reply.took_s)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,25 +35,28 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.raw.split(b"\r\n\r\n", 1)[1])["error"]
+        found: dict[str, Any] = json.loads(self.body)["error"]
         return found
 
     @property
-    def texts(self) -> dict[int, str]:
-        """Generated texts by choice, of an answer or of a stream."""
+    def body(self) -> bytes:
         body = self.raw.split(b"\r\n\r\n", 1)[1]
-        if self.header("transfer-encoding") == "chunked":
-            body = b"".join(_dechunked(body))
-        if (self.header("content-type") or "").startswith("text/event-stream"):
-            lines = [line.removeprefix(b"data: ") for line in body.splitlines()]
-        else:
-            lines = [body]
-        found: dict[int, str] = {}
-        for line in lines:
-            for choice in json.loads(line).get("choices", []) if line.startswith(b"{") else []:
-                message = choice.get("message") or choice.get("delta") or {}
-                text = choice.get("text") or message.get("content") or ""
-                found[choice["index"]] = found.get(choice["index"], "") + text
+        is_chunked = self.header("transfer-encoding") == "chunked"
+        return b"".join(_dechunked(body)) if is_chunked else body
+
+    @property
+    def is_stream(self) -> bool:
+        return (self.header("content-type") or "").startswith("text/event-stream")
+
+    @property
+    def events(self) -> list[tuple[str, bytes]]:
+        """Complete events of a stream: id and data, without comments."""
+        found: list[tuple[str, bytes]] = []
+        for block in self.body.split(b"\n\n")[:-1]:
+            lines = [line.partition(b": ") for line in block.split(b"\n") if line[:1] != b":"]
+            fields = {name: value for name, _, value in lines}
+            if b"data" in fields:
+                found.append((fields.get(b"id", b"").decode(), fields[b"data"]))
         return found
 
     def header(self, name: str) -> str | None:
@@ -82,6 +86,55 @@ async def exchange(
     finally:
         writer.transport.abort()
     return Reply(raw=raw, is_closed=is_closed, took_s=loop.time() - began_s)
+
+
+async def exchanges(
+    port: int, *requests: bytes, pipelined: bool, timeout_s: float = 20.0
+) -> list[Reply]:
+    """Sends the requests on one connection, all at once or each after the answer to the one
+    before. Returns the answers until the server closes it. Raises TimeoutError."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    replies: list[Reply] = []
+    try:
+        async with asyncio.timeout(timeout_s):
+            if pipelined:
+                writer.write(b"".join(requests))
+            for request in requests:
+                if not pipelined:
+                    writer.write(request)
+                raw = await _framed(reader, is_head=request.startswith(b"HEAD "))
+                is_closed = not raw or b"\r\nconnection: close" in raw.lower()
+                replies.append(Reply(raw=raw, is_closed=is_closed, took_s=loop.time() - began_s))
+                if is_closed:
+                    break
+    finally:
+        writer.transport.abort()
+    return replies
+
+
+async def events_until(port: int, request: bytes, *, num_ids: int, timeout_s: float) -> Reply:
+    """Sends a request for a stream, and leaves after so many events with an id, or at its end."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    raw = b""
+    try:
+        async with asyncio.timeout(timeout_s):
+            writer.write(request)
+            async for data in _received(reader):
+                raw += data
+                reply = Reply(raw=raw, is_closed=True, took_s=loop.time() - began_s)
+                if b"\r\n\r\n" not in raw:
+                    continue
+                if _is_complete(bytearray(raw)):
+                    break
+                if reply.is_stream and sum(bool(name) for name, _ in reply.events) >= num_ids:
+                    break
+    finally:
+        writer.transport.abort()
+    return Reply(raw=raw, is_closed=True, took_s=loop.time() - began_s)
 
 
 def get(path: str, *headers: bytes) -> bytes:
@@ -117,7 +170,7 @@ def _lines(headers: Sequence[bytes]) -> bytes:
 
 
 def _dechunked(body: bytes) -> Iterator[bytes]:
-    while body:
+    while b"\r\n" in body:
         size, _, body = body.partition(b"\r\n")
         yield body[: int(size, 16)]
         body = body[int(size, 16) + 2 :]
@@ -144,6 +197,29 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[bytes, bool]:
     except ConnectionError:
         pass
     return bytes(raw), True
+
+
+async def _framed(reader: asyncio.StreamReader, *, is_head: bool) -> bytes:
+    """Returns one answer and no more; what there is of it if the connection ends."""
+    found = b""
+    try:
+        head_ = _CONTINUE
+        while head_.startswith(_CONTINUE):
+            head_ = await reader.readuntil(b"\r\n\r\n")
+        found, lower = head_, head_.lower()
+        if is_head or lower.split(b" ", 2)[1] in (b"204", b"304"):
+            return found
+        if b"\r\ntransfer-encoding: chunked" in lower:
+            size = 1
+            while size:
+                line = await reader.readuntil(b"\r\n")
+                size = int(line, 16)
+                found += line + await reader.readexactly(size + 2)
+            return found
+        length = re.search(rb"\r\ncontent-length: (\d+)", lower)
+        return found + (await reader.readexactly(int(length[1])) if length else await reader.read())
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return found
 
 
 async def _received(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
