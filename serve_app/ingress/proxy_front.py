@@ -1,12 +1,15 @@
 """What runs inside Ray's HTTP proxy, before Serve reads a request.
 
 Serve reads headers as UTF-8 and answers others with 500, and its server waits without a limit for
-the rest of a request's head. Serve calls `proxy_middlewares` where `cluster.ray_compat.
-PROXY_CALLBACK` names it; then it imports the protocol class from uvicorn.
+the rest of a request's head. It never answers some requests for a WebSocket, and loses the body of
+a request that offers HTTP/2, as Java's client does. Serve calls `proxy_middlewares` where
+`cluster.ray_compat.PROXY_CALLBACK` names it; then it imports the protocol class from uvicorn.
 """
 
 import asyncio
+import sys
 
+import httptools
 import uvicorn.protocols.http.auto
 from starlette.middleware import Middleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,6 +23,8 @@ HEAD_TIMEOUT_S = 20.0
 """Longest the head of a request may take, and a connection may stay open before its first one."""
 
 _PART_BYTES = 8192
+_UPGRADING = frozenset({b"connection", b"http2-settings", b"upgrade"})
+"""Headers about another protocol on the same connection."""
 
 
 def proxy_middlewares() -> list[Middleware]:
@@ -28,7 +33,8 @@ def proxy_middlewares() -> list[Middleware]:
 
 
 class BoundedHead(HttpToolsProtocol):
-    """Bounds the time and size of the heads (request line and headers) of one connection."""
+    """Bounds the time and size of the heads (request line and headers) of one connection, on which
+    no other protocol is spoken."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -37,6 +43,8 @@ class BoundedHead(HttpToolsProtocol):
         self._has_advanced = False
         """Whether the last data had the end of a head, or a part of a body."""
         self._deadline: asyncio.TimerHandle | None = None
+        self._part = b""
+        """What is being parsed."""
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -47,12 +55,13 @@ class BoundedHead(HttpToolsProtocol):
         # One read may hold the end of a request and a large part of the next head, of which the
         # parser does not say where it begins: in parts, at most one part of it is not counted.
         for begin in range(0, len(data), _PART_BYTES):
-            if self.transport.is_closing() or self.transport.get_protocol() is not self:
-                return  # refused, or taken over by another protocol
+            if self.transport.is_closing():
+                return  # refused
             self._received(data[begin : begin + _PART_BYTES])
 
     def _received(self, data: bytes) -> None:
         self._has_advanced = False
+        self._part = data
         super().data_received(data)
         if self._has_advanced:
             return
@@ -80,6 +89,29 @@ class BoundedHead(HttpToolsProtocol):
         """Answers what is not HTTP, in the same shape as all errors."""
         self.transport.write(_answer(RequestError(msg)))
         self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        return self._get_upgrade() is not None
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """A line in the log for every such request would help an attacker only."""
+
+    def handle_websocket_upgrade(self) -> None:
+        """Called, with any protocol, where the parser has stopped at the end of a head. A server
+        may go on as if it had not been asked: the head is parsed again without the question."""
+        if self._get_upgrade() == b"websocket":
+            self.transport.write(_answer(RequestError("WebSockets are not served: send HTTP")))
+            self.transport.close()
+            return
+        stopped = sys.exception()
+        assert isinstance(stopped, httptools.HttpParserUpgrade), "uvicorn calls this handling it"
+        (end,) = stopped.args
+        kept = [(name, value) for name, value in self.headers if name not in _UPGRADING]
+        lines = [self.scope["method"].encode() + b" " + self.url + b" HTTP/1.1"]
+        lines += [name + b": " + value for name, value in kept]
+        rest = self._part[end:]
+        self.parser = httptools.HttpRequestParser(self)
+        super().data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _await_head(self) -> None:
         self._deadline = self.loop.call_later(

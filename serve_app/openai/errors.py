@@ -291,6 +291,4 @@ def _of_routing(error: HTTPException) -> HttpError:
     methods = (error.headers or {}).get("Allow")
     if methods == "GET":
         methods = "GET, HEAD"  # routes do not know that `HeadRequests` answers it
-    return HttpError(
-        status=error.status_code, message=str(error.detail), type=kind, allow=methods
-    )
+    return HttpError(status=error.status_code, message=str(error.detail), type=kind, allow=methods)

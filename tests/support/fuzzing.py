@@ -197,7 +197,7 @@ class _Client:
         self._found.num_valid += is_valid
         status = reply.status
         self._found.statuses[status] += 1
-        if status is not None and 400 <= status and _is_overload(reply):
+        if status is not None and status >= 400 and _is_overload(reply):
             self._found.num_overloads += 1
         elif status is not None and status >= 500:
             raise Wrong(f"answered {_shown(reply)}")

@@ -178,7 +178,9 @@ def _generation(rng: Random) -> Json:
             body |= _restricted(rng)
         if rng.random() < 0.2:
             body["min_tokens"] = rng.randint(0, max_tokens)
-    for name in ("return_token_ids", "return_token_origins", "ignore_eos"):
+        if rng.random() < 0.1:
+            body["ignore_eos"] = True
+    for name in ("return_token_ids", "return_token_origins"):
         if rng.random() < 0.1:
             body[name] = True
     if rng.random() < 0.1:

@@ -14,13 +14,15 @@ from serve_app.ingress import proxy_front
 from serve_app.ingress.proxy_front import BoundedHead
 from serve_app.openai.middleware.gate import MAX_HEAD_BYTES, HeadGate
 from tests.support.live_server import serving
-from tests.support.raw_http import Part, Reply, chunk, chunked_head, exchange, get, post
+from tests.support.raw_http import Part, Reply, chunk, chunked_head, exchange, exchanges, get, post
 
 _SLOW_S = 0.8
 
 
 async def _answer(request: Request) -> Response:
-    await request.body()
+    body = await request.body()
+    if request.url.path == "/length":
+        return PlainTextResponse(str(len(body)))
     await asyncio.sleep(_SLOW_S if request.url.path == "/slow" else 0)
     return PlainTextResponse("served")
 
@@ -94,11 +96,32 @@ def test_headers_that_are_not_text_and_websockets_are_refused(port: int) -> None
     assert _reply(port, get("/a%0Ab")).status == 400
     assert _reply(port, get("/", b"X-Name: \x1b[0m")).error["type"] == "invalid_request_error"
     assert _reply(port, get("/", b"X-Request-Id: a b")).status == 400
-    upgrade = (b"Connection: Upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Version: 13")
-    key = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
-    status = _reply(port, get("/", *upgrade, key)).status
-    assert status is not None
-    assert 400 <= status < 500
+    upgrade = (b"Connection: Upgrade", b"Upgrade: websocket")
+    handshake = (b"Sec-WebSocket-Version: 13", b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==")
+    for request in (
+        get("/", *upgrade, *handshake),
+        get("/", *upgrade),
+        post("/", {"a": 1}, *upgrade, *handshake),
+    ):
+        reply = _reply(port, request)
+        assert (reply.status, reply.is_closed) == (400, True)
+
+
+@pytest.mark.parametrize("body", [b"{}", b"x" * 200_000])
+def test_a_request_that_offers_another_protocol_is_served_by_this_one(
+    port: int, body: bytes
+) -> None:
+    offers = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk")
+    whole = post("/length", body, *offers)
+    chunks = [chunk(body[i : i + 50_000]) for i in range(0, len(body), 50_000)]
+    offered = chunked_head("/length").replace(b"\r\n\r\n", b"\r\n")
+    in_chunks = [b"\r\n".join([offered + offers[0], *offers[1:], b"\r\n"]), *chunks, b"0\r\n\r\n"]
+    for parts in ([whole], [whole[:30], Part(data=whole[30:], pause_s=0.1)], in_chunks):
+        assert _reply(port, *parts).body == b"%d" % len(body)
+    pair = (whole, get("/slow"))
+    for pipelined in (True, False):
+        replies = asyncio.run(exchanges(port, *pair, pipelined=pipelined, timeout_s=5.0))
+        assert [reply.body for reply in replies] == [b"%d" % len(body), b"served"]
 
 
 def test_what_follows_a_chunked_body_is_bounded(port: int) -> None:
