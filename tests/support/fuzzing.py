@@ -34,8 +34,10 @@ class Fuzzing:
     """Answers that were compared with those by plain decoding."""
     num_resumed: int = 0
     """Streams that were left and resumed."""
-    num_overloads: int = 0
-    """Answers 429 or 503 that say that there is too much work."""
+    num_stuck: int = 0
+    """Requests without an answer in time."""
+    overloads: Counter[int] = field(default_factory=Counter)
+    """Answers 429 and 503 that say that there is too much work."""
     kinds: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int | None] = field(default_factory=Counter)
     """None: no answer, where the client did not wait for one or sent no request."""
@@ -89,7 +91,9 @@ async def fuzz(
             try:
                 await client.send(request)
             except (Wrong, TimeoutError, ConnectionError) as error:
-                said = str(error) or f"stuck: nothing after {timeout_s:g} s"
+                is_stuck = isinstance(error, TimeoutError)
+                found.num_stuck += is_stuck
+                said = f"stuck: no answer within {timeout_s:g} s" if is_stuck else str(error)
                 found.failures.append(f"request {number} ({request.kind}): {said}\n  {request}")
             if len(found.failures) >= max_failures:
                 return
@@ -198,7 +202,7 @@ class _Client:
         status = reply.status
         self._found.statuses[status] += 1
         if status is not None and status >= 400 and _is_overload(reply):
-            self._found.num_overloads += 1
+            self._found.overloads[status] += 1
         elif status is not None and status >= 500:
             raise Wrong(f"answered {_shown(reply)}")
         elif is_valid and status != 200:

@@ -235,6 +235,7 @@ class LevelDrafter:
             and run.item.is_final
             and not run.rests
             and run.constraint is None
+            and (run.prefetched or run.may_guess)
             and run.next_place + len(run.state.ahead)
             < min(len(run.item.pages) * self._page_size, run.item.live.max_len)
         ]

@@ -232,6 +232,12 @@ class DraftRun:
         """Whether there are rows that the exit head has not read."""
         return bool(self.state.lagging_TE) or self.num_seen < len(self.tokens) * self.is_tree
 
+    @property
+    def may_guess(self) -> bool:
+        """Whether the exit head's output at the frontier is there or can be computed. A call that
+        drafts a chain keeps none if it refused the last guess: the head has read all rows."""
+        return self.exit_AD is not None or self.is_unseen
+
     def unseen(self) -> tuple[list[RowSlice], RowSegment]:
         """Returns the inputs and rows that the exit head has not read. A tree's first level is
         drafted after the known rows were read."""

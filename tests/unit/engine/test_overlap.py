@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from eesd_dist.config import EngineConfig, SchedulerConfig, SpeculationConfig
+from eesd_dist.control.chain_rule import REFUSAL
 from eesd_dist.control.overlap_policy import OverlapPolicy
+from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.local import LocalEngine
@@ -57,6 +59,26 @@ def test_drafting_ahead_of_the_verdict_changes_no_token(
             for request, generation in zip(batch, wanted, strict=True):
                 found = drain(engine, [request])
                 assert found[request.request_id] == generation.tokens, (name, controller)
+
+
+def test_a_chain_that_ended_with_a_refused_guess_is_not_drafted_ahead(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call keeps nothing of a guess that its rule refuses. Another request, which drafts
+    nothing and is drawn from fewer tokens, makes drafting ahead worth a try."""
+    monkeypatch.setattr(DraftPolicy, "chain_rules", lambda _, asked: dict.fromkeys(asked, REFUSAL))
+    config = make_config("never")
+    engine = late_engine(config, late_by_polls=9)
+    off = SpeculationParams(mode="off")
+    filtered = dataclasses.replace(SAMPLING["filtered"], top_p=0.5)
+    batch = [
+        *requests(1, SAMPLING["greedy"], SpeculationParams(controller="fixed"), "greedy"),
+        *requests(1, filtered, off, "filtered"),
+    ]
+    found = drain(engine, batch)
+    alone = [dataclasses.replace(request, speculation=off) for request in batch]
+    for request, generation in zip(batch, LocalEngine(config).generate(alone), strict=True):
+        assert found[request.request_id] == generation.tokens
 
 
 def test_drafting_ahead_stops_where_the_model_has_no_positions_left(

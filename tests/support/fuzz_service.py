@@ -1,0 +1,249 @@
+"""Random requests against a whole service: no internal error, nothing stuck, no page left in use.
+
+    python -m tests.support.fuzz_service --requests 20000 --seed 1 --report FILE.json
+    python -m tests.support.fuzz_service --seed 1 --only 1234     # one request of it again
+    python -m tests.support.fuzz_service --url http://127.0.0.1:8000 --requests 100
+
+Without --url a service with the bundled model is started, and stopped at the end; with it, the key
+is that of EESD_API_KEY. Exit status 1: something failed, which the report lists.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from eesd_dist.provenance import collect_provenance
+from tests.support.fuzzing import Fuzzing, fuzz, request_of
+from tests.support.request_fuzzer import RequestFuzzer
+from tests.support.served import served
+
+_EMPTY_WITHIN_S = 60.0
+_REPORT_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What a service has in work; nothing once all requests have ended."""
+
+    num_live: int
+    num_running: float
+    num_waiting: float
+    num_open: float
+    """HTTP requests, without the one that asks."""
+    kv_usage: float
+    """Share of the KV pages that requests hold: those of the prefix cache alone are free."""
+
+
+class ServiceFacts:
+    """Reads a service's metrics and state over HTTP."""
+
+    def __init__(self, port: int, *, api_key: str | None) -> None:
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60.0
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the sum of each metric over pipelines and ingresses."""
+        sums: dict[str, float] = {}
+        page = self._http.get("/metrics").text
+        for name, value in re.findall(r"^eesd_(\w+)(?:\{.*\})? (\S+)$", page, re.MULTILINE):
+            sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
+
+    def finished(self) -> dict[str, float]:
+        """Returns the texts that engines have finished, by reason."""
+        page = self._http.get("/metrics").text
+        found = re.findall(r'eesd_request_success_total\{finished_reason="(\w+)".* (\S+)', page)
+        return {
+            reason: sum(float(value) for name, value in found if name == reason)
+            for reason in sorted({reason for reason, _ in found})
+        }
+
+    def holdings(self) -> Holdings:
+        metrics = self.metrics()
+        state = self._state()
+        return Holdings(
+            num_live=sum(pipeline["num_live"] for pipeline in state["pipelines"]),
+            num_running=metrics["num_requests_running"],
+            num_waiting=metrics["num_requests_waiting"],
+            num_open=metrics["http_open_requests"] - 1,
+            kv_usage=metrics["kv_cache_usage_perc"],
+        )
+
+    def holdings_at_the_end(self) -> Holdings:
+        """Waits for the requests of clients that have left."""
+        deadline_s = time.monotonic() + _EMPTY_WITHIN_S
+        while True:
+            found = self.holdings()
+            if not any(asdict(found).values()) or time.monotonic() > deadline_s:
+                return found
+            time.sleep(0.5)
+
+    def processes(self) -> list[tuple[int, int, int]]:
+        """Returns each pipeline's process, its epoch and its interruptions."""
+        return [
+            (pipeline["pid"], pipeline["epoch"], pipeline["num_interruptions"])
+            for pipeline in self._state()["pipelines"]
+        ]
+
+    def _state(self) -> Any:
+        return self._http.get("/debug/state").raise_for_status().json()
+
+
+def campaign(
+    port: int, *, num_requests: int, seed: int, at_once: int, minutes: float, api_key: str | None
+) -> dict[str, Any]:
+    """Returns the report."""
+    facts = ServiceFacts(port, api_key=api_key)
+    before, processes = facts.metrics(), facts.processes()
+    finished_before = facts.finished()
+    began_s = time.monotonic()
+    found = asyncio.run(
+        fuzz(
+            port,
+            _numbers(num_requests, minutes=minutes),
+            seed=seed,
+            fuzzer=_fuzzer(api_key),
+            at_once=at_once,
+            timeout_s=120.0,
+        )
+    )
+    seconds = time.monotonic() - began_s
+    holdings = facts.holdings_at_the_end()
+    after = facts.metrics()
+    finished = {
+        reason: int(number - finished_before.get(reason, 0))
+        for reason, number in facts.finished().items()
+    }
+    failures = list(found.failures)
+    if any(asdict(holdings).values()):
+        failures.append(f"left behind {_EMPTY_WITHIN_S:g} s after the last request: {holdings}")
+    if facts.processes() != processes:
+        failures.append(f"a pipeline was interrupted: {processes} became {facts.processes()}")
+    return {
+        "benchmark": "fuzz-api",
+        "failures": failures,
+        "seconds": round(seconds, 1),
+        **_counts(found),
+        "engine": {
+            "requests": int(_rise(before, after, "router_requests_total")),
+            "texts": finished,
+            "prompt_tokens": int(_rise(before, after, "prompt_tokens_total")),
+            "generated_tokens": int(_rise(before, after, "generation_tokens_total")),
+            "drafted": int(_rise(before, after, "spec_decode_num_draft_tokens_total")),
+            "accepted": int(_rise(before, after, "spec_decode_num_accepted_tokens_total")),
+            "preemptions": int(_rise(before, after, "num_preemptions_total")),
+        },
+        "at_the_end": asdict(holdings),
+    }
+
+
+def _counts(found: Fuzzing) -> dict[str, Any]:
+    statuses = sorted(found.statuses.items(), key=lambda item: item[0] or 0)
+    return {
+        "sent": found.num_sent,
+        "valid": found.num_valid,
+        "statuses": {str(status): number for status, number in statuses},
+        "internal_errors": sum(
+            number for status, number in found.statuses.items() if (status or 0) >= 500
+        )
+        - found.overloads[503],
+        "overloads": {str(status): number for status, number in found.overloads.items()},
+        "stuck": found.num_stuck,
+        "compared_with_plain_decoding": found.num_compared,
+        "resumed": found.num_resumed,
+        "kinds": dict(sorted(found.kinds.items())),
+    }
+
+
+def _rise(before: dict[str, float], after: dict[str, float], name: str) -> float:
+    return after.get(name, 0.0) - before.get(name, 0.0)
+
+
+def _numbers(num_requests: int, *, minutes: float) -> Iterator[int]:
+    began_s = shown_s = time.monotonic()
+    for number in range(num_requests):
+        now_s = time.monotonic()
+        if now_s - began_s > 60 * minutes:
+            return
+        if now_s - shown_s > _REPORT_EVERY_S:
+            shown_s = now_s
+            sys.stderr.write(f"{number} of {num_requests} after {now_s - began_s:.0f} s\n")
+        yield number
+
+
+def _fuzzer(api_key: str | None) -> RequestFuzzer:
+    return RequestFuzzer(api_key=api_key, is_service=True)
+
+
+def _repeat(port: int, number: int, *, seed: int, api_key: str | None) -> int:
+    fuzzer = _fuzzer(api_key)
+    sys.stdout.write(f"{request_of(seed, number, fuzzer)}\n")
+    found = asyncio.run(fuzz(port, [number], seed=seed, fuzzer=fuzzer, timeout_s=120.0))
+    sys.stdout.write("\n".join(found.failures) + f"\n{found}\n")
+    return int(bool(found.failures))
+
+
+def _write(report: dict[str, Any], options: argparse.Namespace) -> None:
+    words = ["python", "-m", "tests.support.fuzz_service", "--requests", str(options.requests)]
+    provenance = collect_provenance(
+        seed=options.seed, command=[*words, "--seed", str(options.seed)]
+    )
+    text = json.dumps(report | {"provenance": provenance.as_json()}, ensure_ascii=False)
+    if options.report is not None:
+        options.report.write_text(text + "\n")
+    sys.stdout.write(text + "\n")
+    for failure in report["failures"]:
+        sys.stderr.write(f"{failure}\n")
+        if found := re.match(r"request (\d+) ", failure):
+            again = ["--seed", str(options.seed), "--only", found[1]]
+            sys.stderr.write(f"  again: {' '.join([*words[:3], *again])}\n")
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.fuzz_service")
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=60.0, help="at most")
+    parser.add_argument("--at-once", type=int, default=24, help="clients at the same time")
+    parser.add_argument("--only", type=int, help="number of the one request to send")
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--url", help="of a service on this host")
+    options = parser.parse_args(words)
+    with ExitStack() as stack:
+        if options.url is None:
+            api_key: str | None = secrets.token_urlsafe(12)
+            port = stack.enter_context(served(api_key=str(api_key)))
+        else:
+            api_key = os.environ.get("EESD_API_KEY")
+            port = urlsplit(options.url).port or 80
+        if options.only is not None:
+            return _repeat(port, options.only, seed=options.seed, api_key=api_key)
+        report = campaign(
+            port,
+            num_requests=options.requests,
+            seed=options.seed,
+            at_once=options.at_once,
+            minutes=options.minutes,
+            api_key=api_key,
+        )
+    _write(report, options)
+    return int(bool(report["failures"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
