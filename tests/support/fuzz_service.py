@@ -30,6 +30,7 @@ from tests.support.fuzzing import Fuzzing, fuzz, request_of
 from tests.support.request_fuzzer import RequestFuzzer
 from tests.support.served import served
 
+_COMMAND = ("python", "-m", "tests.support.fuzz_service")
 _EMPTY_WITHIN_S = 60.0
 _REPORT_EVERY_S = 30.0
 
@@ -198,20 +199,21 @@ def _repeat(port: int, number: int, *, seed: int, api_key: str | None) -> int:
     return int(bool(found.failures))
 
 
+def _provenance(options: argparse.Namespace) -> dict[str, object]:
+    words = [*_COMMAND, "--requests", str(options.requests), "--seed", str(options.seed)]
+    return collect_provenance(seed=options.seed, command=words).as_json()
+
+
 def _write(report: dict[str, Any], options: argparse.Namespace) -> None:
-    words = ["python", "-m", "tests.support.fuzz_service", "--requests", str(options.requests)]
-    provenance = collect_provenance(
-        seed=options.seed, command=[*words, "--seed", str(options.seed)]
-    )
-    text = json.dumps(report | {"provenance": provenance.as_json()}, ensure_ascii=False)
+    text = json.dumps(report, ensure_ascii=False)
     if options.report is not None:
         options.report.write_text(text + "\n")
     sys.stdout.write(text + "\n")
     for failure in report["failures"]:
         sys.stderr.write(f"{failure}\n")
         if found := re.match(r"request (\d+) ", failure):
-            again = ["--seed", str(options.seed), "--only", found[1]]
-            sys.stderr.write(f"  again: {' '.join([*words[:3], *again])}\n")
+            again = [*_COMMAND, "--seed", str(options.seed), "--only", found[1]]
+            sys.stderr.write(f"  again: {' '.join(again)}\n")
 
 
 def main(words: Sequence[str]) -> int:
@@ -233,6 +235,7 @@ def main(words: Sequence[str]) -> int:
             port = urlsplit(options.url).port or 80
         if options.only is not None:
             return _repeat(port, options.only, seed=options.seed, api_key=api_key)
+        provenance = _provenance(options)
         report = campaign(
             port,
             num_requests=options.requests,
@@ -241,7 +244,7 @@ def main(words: Sequence[str]) -> int:
             minutes=options.minutes,
             api_key=api_key,
         )
-    _write(report, options)
+    _write(report | {"provenance": provenance}, options)
     return int(bool(report["failures"]))
 
 
