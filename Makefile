@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 DURATIONS := --durations=25 --durations-min=2
 SOURCES := eesd_dist serve_app cluster tests infra
 
-.PHONY: install serve test test-hosts test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
+.PHONY: install serve test test-fuzz test-hosts test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 
 install: $(STAMP)
 
@@ -30,6 +30,10 @@ test: install
 # Needs Linux, root, iproute2, openssh-server and rsync; skipped with a reason elsewhere.
 test-hosts: install
 	$(BIN)/python -m pytest -m hosts tests/hosts
+
+# 20,000 random requests to a service of its own, and Schemathesis, which is downloaded; half an hour.
+test-fuzz: install
+	$(BIN)/python -m pytest tests/serve/test_schemathesis.py tests/serve/test_fuzz.py -k 'twenty_thousand or document'
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 import venv
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from tests.support.fuzz_service import ServiceFacts
 from tests.support.served import served
 
 VERSION = "4.32.5"
@@ -105,8 +107,15 @@ def test_every_answer_is_one_that_the_document_has(schemathesis: Path, tmp_path:
             timeout=1500,
             check=False,
         )
-    sys.stdout.write(done.stdout[-4000:])
+        facts = ServiceFacts(port, api_key=KEY)
+        num_in_engine = facts.metrics()["router_requests_total"]
+        holdings = facts.holdings_at_the_end()
+        interruptions = [number for _, _, number in facts.processes()]
+    sys.stdout.write(f"{done.stdout[-4000:]}\nrequests of the engine: {num_in_engine:g}\n")
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
     found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
     assert found is not None
     assert int(found[2]) > 2000
+    assert num_in_engine > 300
+    assert not any(asdict(holdings).values())
+    assert interruptions == [0]

@@ -90,10 +90,10 @@ async def fuzz(
             found.kinds[request.kind] += 1
             try:
                 await client.send(request)
-            except (Wrong, TimeoutError, ConnectionError) as error:
+            except (Wrong, TimeoutError, ConnectionError, ValueError, KeyError) as error:
                 is_stuck = isinstance(error, TimeoutError)
                 found.num_stuck += is_stuck
-                said = f"stuck: no answer within {timeout_s:g} s" if is_stuck else str(error)
+                said = f"stuck: no answer within {timeout_s:g} s" if is_stuck else f"{error!r}"
                 found.failures.append(f"request {number} ({request.kind}): {said}\n  {request}")
             if len(found.failures) >= max_failures:
                 return
@@ -213,13 +213,18 @@ class _Client:
 
 
 def _is_overload(reply: Reply) -> bool:
-    if reply.status not in (429, 503) or not reply.body:
+    if reply.status not in (429, 503):
         return False
-    return reply.error["code"] in _OVERLOAD
+    _check_error(reply)
+    return bool(reply.body) and reply.error["code"] in _OVERLOAD
 
 
 def _check_error(reply: Reply) -> None:
-    if reply.body and set(reply.error) != _ERROR_KEYS:
+    try:
+        is_one = not reply.body or set(reply.error) == _ERROR_KEYS
+    except (KeyError, TypeError, ValueError):
+        is_one = False
+    if not is_one:
         raise Wrong(f"an error of another shape: {_shown(reply)}")
 
 

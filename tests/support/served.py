@@ -66,6 +66,9 @@ def served(*words: str, api_key: str) -> Iterator[int]:
     with command("serve", "--port", str(port), "--name", "demo", *words, env=env) as started:
         process, lines = started
         wait_for_line(lines, "Ctrl-C stops", process, timeout_s=_READY_S)
-        yield port
-        process.send_signal(signal.SIGINT)
-        assert process.wait(_STOP_S) == 0, "".join(lines)
+        try:
+            yield port
+        finally:
+            process.send_signal(signal.SIGINT)
+            status = process.wait(_STOP_S)
+        assert status == 0, "".join(lines)

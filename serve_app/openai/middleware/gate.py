@@ -200,6 +200,8 @@ def check_head(scope: Scope) -> None:
         raise RequestError(
             "found control characters in a header or in the path: send printable characters"
         )
+    if not scope["path"].startswith("/"):
+        raise RequestError("found a target that is no path: send one that begins with /")
     request_id = _header(scope, b"x-request-id")
     if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
         raise RequestError(

@@ -94,6 +94,7 @@ def test_an_answer_may_take_longer_than_a_head(port: int) -> None:
 def test_headers_that_are_not_text_and_websockets_are_refused(port: int) -> None:
     assert _reply(port, get("/", b"X-Name: \xff")).status == 400
     assert _reply(port, get("/a%0Ab")).status == 400
+    assert _reply(port, get("*")).status == 400
     assert _reply(port, get("/", b"X-Name: \x1b[0m")).error["type"] == "invalid_request_error"
     assert _reply(port, get("/", b"X-Request-Id: a b")).status == 400
     upgrade = (b"Connection: Upgrade", b"Upgrade: websocket")
