@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fuzz_service import ServiceFacts
+from tests.support.fuzz_service import facts_of
 from tests.support.served import served
 
 VERSION = "4.32.5"
@@ -107,10 +107,10 @@ def test_every_answer_is_one_that_the_document_has(schemathesis: Path, tmp_path:
             timeout=1500,
             check=False,
         )
-        facts = ServiceFacts(port, api_key=KEY)
-        num_in_engine = facts.metrics()["router_requests_total"]
-        holdings = facts.holdings_at_the_end()
-        interruptions = [number for _, _, number in facts.processes()]
+        with facts_of(port, api_key=KEY) as facts:
+            num_in_engine = facts.metrics()["router_requests_total"]
+            holdings = facts.holdings_at_the_end()
+            interruptions = [number for _, _, number in facts.processes()]
     sys.stdout.write(f"{done.stdout[-4000:]}\nrequests of the engine: {num_in_engine:g}\n")
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
     found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)

@@ -17,7 +17,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,8 @@ class Holdings:
 class ServiceFacts:
     """Reads a service's metrics and state over HTTP."""
 
-    def __init__(self, port: int, *, api_key: str | None) -> None:
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60.0
-        )
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
 
     def metrics(self) -> dict[str, float]:
         """Returns the sum of each metric over pipelines and ingresses."""
@@ -105,11 +102,25 @@ class ServiceFacts:
         return self._http.get("/debug/state").raise_for_status().json()
 
 
+@contextmanager
+def facts_of(port: int, *, api_key: str | None) -> Iterator[ServiceFacts]:
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    url = f"http://127.0.0.1:{port}"
+    with httpx.Client(base_url=url, headers=headers, timeout=60.0) as http:
+        yield ServiceFacts(http)
+
+
 def campaign(
-    port: int, *, num_requests: int, seed: int, at_once: int, minutes: float, api_key: str | None
+    port: int,
+    facts: ServiceFacts,
+    *,
+    num_requests: int,
+    seed: int,
+    at_once: int,
+    minutes: float,
+    api_key: str | None,
 ) -> dict[str, Any]:
     """Returns the report."""
-    facts = ServiceFacts(port, api_key=api_key)
     before, processes = facts.metrics(), facts.processes()
     finished_before = facts.finished()
     began_s = time.monotonic()
@@ -238,6 +249,7 @@ def main(words: Sequence[str]) -> int:
         provenance = _provenance(options)
         report = campaign(
             port,
+            stack.enter_context(facts_of(port, api_key=api_key)),
             num_requests=options.requests,
             seed=options.seed,
             at_once=options.at_once,
