@@ -174,8 +174,8 @@ def _success(path: str) -> Json:
 
 def _failures(operation: Json, path: str, *, needs_key: bool) -> list[int]:
     found = set(_ALWAYS)
-    if needs_key:
-        found.add(int(HTTPStatus.UNAUTHORIZED))
+    if needs_key:  # 503: the file of keys was wrong when this ingress started
+        found |= {int(HTTPStatus.UNAUTHORIZED), int(HTTPStatus.SERVICE_UNAVAILABLE)}
     if "requestBody" in operation:
         found |= _OF_BODIES
     if path in _GENERATION:
