@@ -11,7 +11,7 @@ from eesd_dist.bench.judging import adaptive_variants, fixed_variants, other_for
 from eesd_dist.bench.replay import Arrival, Clairvoyant, ReplaySetting, Variant, replay
 from eesd_dist.bench.traces import Text, Trace, TraceSet, chain_length, joined, record
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
-from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.calibrator import UNFITTED
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore
@@ -118,7 +118,7 @@ def setting(*, max_running: int = 32) -> ReplaySetting:
             max_draft_tokens=CEILING, fixed_length=CEILING, stop_rule="optimal"
         ),
         cost=COST,
-        calibrator=Calibrator(),
+        calibrator=UNFITTED,
         max_running=max_running,
     )
 
