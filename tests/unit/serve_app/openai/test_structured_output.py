@@ -211,6 +211,7 @@ def test_hostile_grammars_keep_no_client_waiting(api: Api) -> None:
         )
 
     threads = [threading.Thread(target=attack, args=(number,)) for number in range(12)]
+    began = time.monotonic()
     for thread in threads:
         thread.start()
     slowest_s = 0.0
@@ -221,5 +222,6 @@ def test_hostile_grammars_keep_no_client_waiting(api: Api) -> None:
     for thread in threads:
         thread.join()
     assert statuses == [400] * 12
-    assert slowest_s < 1.0
+    # A loop that compiled them would answer after all of them; a busy machine slows down both.
+    assert slowest_s < max(1.0, (time.monotonic() - began) / 2)
     assert api.post("/v1/completions", {"prompt": "x", "guided_regex": "a+"}).status_code == 200
