@@ -23,8 +23,7 @@ HEAD_TIMEOUT_S = 20.0
 """Longest the head of a request may take, and a connection may stay open before its first one."""
 
 _PART_BYTES = 8192
-_UPGRADING = frozenset({b"connection", b"http2-settings", b"upgrade"})
-"""Headers about another protocol on the same connection."""
+_UPGRADE = b"upgrade"
 
 
 def proxy_middlewares() -> list[Middleware]:
@@ -45,6 +44,8 @@ class BoundedHead(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._part = b""
         """What is being parsed."""
+        self._again: bytes | None = None
+        """What is to be parsed next, in place of the rest of it."""
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -61,8 +62,11 @@ class BoundedHead(HttpToolsProtocol):
 
     def _received(self, data: bytes) -> None:
         self._has_advanced = False
-        self._part = data
-        super().data_received(data)
+        part: bytes | None = data
+        while part is not None:
+            self._part, self._again = part, None
+            super().data_received(part)
+            part = self._again
         if self._has_advanced:
             return
         # A part of a head, also of one that waits its turn, or of what follows a chunked body.
@@ -87,31 +91,30 @@ class BoundedHead(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP, in the same shape as all errors."""
-        self.transport.write(_answer(RequestError(msg)))
-        self.transport.close()
+        self._end(RequestError(msg))
 
     def _should_upgrade(self) -> bool:
-        return self._get_upgrade() is not None
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """A line in the log for every such request would help an attacker only."""
+        """Asked only of requests at whose head the parser stops, for any reason."""
+        return True
 
     def handle_websocket_upgrade(self) -> None:
-        """Called, with any protocol, where the parser has stopped at the end of a head. A server
-        may go on as if it had not been asked: the head is parsed again without the question."""
-        if self._get_upgrade() == b"websocket":
-            self.transport.write(_answer(RequestError("WebSockets are not served: send HTTP")))
-            self.transport.close()
+        """Called where the parser has stopped at the end of a head that offers another protocol. A
+        server may go on as if it had not: the head is parsed again without the offer."""
+        if self.parser.get_method() == b"CONNECT":
+            self._end(RequestError("found CONNECT: this is no proxy"))
+            return
+        if any(b"websocket" in value.lower() for name, value in self.headers if name == _UPGRADE):
+            self._end(RequestError("WebSockets are not served: send HTTP"))
             return
         stopped = sys.exception()
         assert isinstance(stopped, httptools.HttpParserUpgrade), "uvicorn calls this handling it"
         (end,) = stopped.args
-        kept = [(name, value) for name, value in self.headers if name not in _UPGRADING]
-        lines = [self.scope["method"].encode() + b" " + self.url + b" HTTP/1.1"]
-        lines += [name + b": " + value for name, value in kept]
-        rest = self._part[end:]
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != _UPGRADE]
+        self._again = b"\r\n".join([*lines, b"", b""]) + self._part[end:]
         self.parser = httptools.HttpRequestParser(self)
-        super().data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
 
     def _await_head(self) -> None:
         self._deadline = self.loop.call_later(
@@ -125,9 +128,14 @@ class BoundedHead(HttpToolsProtocol):
             self._deadline = None
 
     def _refuse(self, error: Exception) -> None:
-        if self.transport.is_closing():
-            return
-        if self._num_head_bytes and not self._is_answering:
+        if self._num_head_bytes:
+            self._end(error)
+        else:
+            self.transport.close()
+
+    def _end(self, error: Exception) -> None:
+        """Closes the connection, and says why where no other answer is under way."""
+        if not self.transport.is_closing() and not self._is_answering:
             self.transport.write(_answer(error))
         self.transport.close()
 

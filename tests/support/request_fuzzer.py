@@ -107,6 +107,8 @@ _HEADERS = (
         b"Transfer-Encoding: gzip, chunked",
         b"Range: bytes=0-",
     ),
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk",
+    b"Proxy-Connection: Upgrade\r\nUpgrade: h2c",
     *(b"X-Request-Id: a\r\nX-Request-Id: b", b"Authorization: Bearer other", b"Cookie: \x01"),
 )
 

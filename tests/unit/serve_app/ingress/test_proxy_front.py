@@ -125,6 +125,58 @@ def test_a_request_that_offers_another_protocol_is_served_by_this_one(
         assert [reply.body for reply in replies] == [b"%d" % len(body), b"served"]
 
 
+_H2C = (b"Connection: Upgrade", b"Upgrade: h2c")
+
+
+def test_many_offers_of_one_read_are_served_in_order(port: int) -> None:
+    requests = [post("/length", b"x" * size, *_H2C) for size in range(1, 21)]
+    replies = asyncio.run(exchanges(port, *requests, pipelined=True, timeout_s=5.0))
+    assert [reply.body for reply in replies] == [b"%d" % size for size in range(1, 21)]
+
+
+def test_a_head_that_is_parsed_again_cannot_shift_what_follows(port: int) -> None:
+    short = b"GET / HTTP/1.1\r\nUpgrade:a\r\nConnection:upgrade\r\n\r\n"
+    for padding in range(0, 40):
+        long = b"GET / HTTP/1.1\r\nUpgrade:" + b"a" * padding + short[25:]
+        replies = asyncio.run(exchanges(port, long, short, pipelined=True, timeout_s=5.0))
+        assert [reply.body for reply in replies] == [b"served", b"served"], padding
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        (b"Connection: Upgrade", b"Connection: keep-alive", b"Upgrade: h2c"),
+        (b"Proxy-Connection: Upgrade", b"Upgrade: h2c"),
+        (b"Connection: keep-alive, Upgrade", b"Upgrade: h2c", b"Upgrade: other"),
+    ],
+)
+def test_a_body_is_never_taken_for_a_request(port: int, offer: tuple[bytes, ...]) -> None:
+    smuggled = get("/length")
+    whole = post("/length", smuggled, *offer)
+    head = whole[: -len(smuggled)]
+    for parts in ([whole], [head, Part(data=smuggled, pause_s=0.1)]):
+        reply = _reply(port, *parts)
+        assert reply.body == b"%d" % len(smuggled)
+
+
+def test_an_offer_keeps_the_version_and_the_end_of_the_connection(port: int) -> None:
+    old = get("/", *_H2C).replace(b"HTTP/1.1", b"HTTP/1.0")
+    for request in (old, get("/", b"Connection: close, Upgrade", b"Upgrade: h2c")):
+        reply = _reply(port, request)
+        assert (reply.body, reply.is_closed) == (b"served", True)
+
+
+def test_connect_is_refused(port: int) -> None:
+    reply = _reply(port, b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n", get("/"))
+    assert (reply.status, reply.is_closed) == (400, True)
+
+
+def test_no_refusal_is_written_into_another_answer(port: int) -> None:
+    for second in (get("/", b"Connection: Upgrade", b"Upgrade: websocket"), b"\x00\x01\r\n"):
+        reply = _reply(port, get("/slow") + second)
+        assert (reply.raw, reply.is_closed) == (b"", True)
+
+
 def test_what_follows_a_chunked_body_is_bounded(port: int) -> None:
     trailers = [b"x-%d: " % i + b"a" * 1000 + b"\r\n" for i in range(2 * MAX_HEAD_BYTES // 1000)]
     reply = _reply(port, chunked_head("/"), chunk(b"ab"), b"0\r\n", *trailers)
