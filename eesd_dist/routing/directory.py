@@ -75,8 +75,6 @@ class PipelineReport:
     """Why it is not ready, for how long, and what it waits for; empty if it is ready."""
     is_starting: bool = False
     """It has never been ready: for Serve its replica does not run yet."""
-    start: StartReport | None = None
-    """None: it is ready, or waits for room."""
     start_s: float | None = None
     """Seconds that its start took, weights included; None before it was ready."""
     kv_tokens: int | None = None
@@ -94,6 +92,9 @@ class PipelineReport:
     """Its speed, in a unit common to all pipelines; None where it was not measured."""
     promotion: Promotion | None = None
     """None: drafts with the exit head of its configuration."""
+    start: StartReport | None = None
+    """How far it is with starting; None if it is ready, or `unavailable` says more. The last field:
+    a router of an earlier version takes fields by their places."""
 
     @property
     def takes_requests(self) -> bool:

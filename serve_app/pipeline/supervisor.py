@@ -68,7 +68,8 @@ class Supervisor:
         self._waiting_for = waiting_for
         self._stopping = asyncio.Event()
         """Set once Serve takes this pipeline down."""
-        self.trouble: EesdError = EngineError(f"pipeline {pipeline} is starting")
+        self._no_trouble = EngineError(f"pipeline {pipeline} is starting")
+        self.trouble: EesdError = self._no_trouble
         """The last interruption; until the first, that the pipeline is starting."""
         self.trouble_unix_s: float | None = None
         """When the last interruption was noticed; None before the first."""
@@ -155,10 +156,15 @@ class Supervisor:
         return ", ".join(f"{name} {load.told}" for name, load in loads if load and not load.is_over)
 
     def start_report(self) -> StartReport | None:
-        """Returns how far the workers are; None while there is no room for them."""
+        """Returns how far the workers are; None where the reason says more: there is no room for
+        them, a node is missing, something has failed."""
+        if self._fatal is not None or self.trouble is not self._no_trouble:
+            return None
         if self.group is None:
             return None if self._waiting_for() else StartReport(num_workers=0, num_slots=0)
         workers = self.group.workers
+        if workers.placement_groups.missing:
+            return None
         loads = [(worker.slot.name, worker.status.load) for worker in workers]
         return StartReport(
             num_workers=len(loads),

@@ -141,8 +141,9 @@ class _Client:
         )
         for reply in replies:
             self._counted(reply, is_valid=request.is_valid)
-        if not replies[-1].is_closed and len(replies) <= len(request.others):
-            raise Wrong("fewer answers than requests on an open connection")
+        missing = 1 + len(request.others) - len(replies)
+        if missing and (request.is_valid or not replies[-1].is_closed):
+            raise Wrong(f"{missing} of {1 + len(request.others)} requests were not answered")
 
     async def _resume(self, request: FuzzedRequest, *, num_ids: int) -> None:
         """Leaves a stream and sends the same request with the id of the last event."""

@@ -75,7 +75,9 @@ function showHealth(status, reason) {
 // What the service offers, from its own description; asked for once, when the key is right.
 async function learn(state) {
   if (isLearnt) return;
+  const asked = key.get();
   const [models, api] = await Promise.all([json("v1/models"), json("openapi.json")]);
+  if (key.get() !== asked) return;
   byId("model").textContent = models.data[0].id;
   playground.offer(api, { byDefault: state.controllers?.default?.controller, isOperator });
   isLearnt = true;

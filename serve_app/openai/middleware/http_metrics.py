@@ -143,7 +143,7 @@ class CountedRequests:
         except asyncio.CancelledError:  # by Ray, for a client that has left
             status = status if is_begun else CLIENT_CLOSED_REQUEST
             raise
-        except Exception:  # answered outside of this
+        except Exception:  # of what lies between this and `UnexpectedErrors`
             scope.setdefault(_REASON, "internal_error")
             raise
         finally:

@@ -57,7 +57,7 @@ class TracedRequests:
         except asyncio.CancelledError:  # by Ray, for a client that has left
             answer.has_client_left = True
             raise
-        except Exception as error:  # answered outside of this
+        except Exception as error:  # of what lies between this and `UnexpectedErrors`
             answer.status = HTTPStatus.INTERNAL_SERVER_ERROR
             span.set_attribute(names.ERROR_TYPE, type(error).__name__)
             raise

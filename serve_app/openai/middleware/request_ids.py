@@ -64,7 +64,7 @@ class NamedRequests:
 
         try:
             await self._app(scope, receive, named)
-        except Exception:  # answered outside of this
+        except Exception:  # of what lies between this and `UnexpectedErrors`
             status = status or HTTPStatus.INTERNAL_SERVER_ERROR
             raise
         finally:

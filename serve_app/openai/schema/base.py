@@ -53,7 +53,7 @@ class Fields(BaseModel):
         return schema
 
 
-_OF_FIELDS = ("title", "description", "default")
+_OF_FIELDS = ("title", "description", "default", "deprecated", "examples")
 _NULL = {"type": "null"}
 
 
@@ -63,4 +63,6 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
         return field
     outer = {name: field[name] for name in _OF_FIELDS if name in field}
     inner = {name: value for name, value in field.items() if name not in _OF_FIELDS}
-    return {"anyOf": [*(kinds or [inner]), _NULL], **outer}
+    if kinds:
+        return field | {"anyOf": [*kinds, _NULL]}
+    return {"anyOf": [inner, _NULL], **outer}

@@ -686,6 +686,7 @@ def test_the_longest_start_is_kept_and_goes_into_the_leases(
         await until(lambda: supervisor.num_interruptions and supervisor.is_ready)
         assert supervisor.start_s == 100.0
         assert group.workers.lease().start_s == 100.0
+        assert supervisor.start_report() is None  # what was lost says more
 
     _story(story, lambda: ToyWorkers(cluster, tmp_path, fallback=False))
 
