@@ -94,7 +94,7 @@ class BoundedHead(HttpToolsProtocol):
         self._end(RequestError(msg))
 
     def _should_upgrade(self) -> bool:
-        """Asked only of requests at whose head the parser stops, for any reason."""
+        """Asked only where the parser stops at the end of a head, for any reason."""
         return True
 
     def handle_websocket_upgrade(self) -> None:
