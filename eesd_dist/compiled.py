@@ -1,13 +1,14 @@
 """Compiling with Numba, and keeping what was compiled on disk.
 
-A kernel takes seconds to compile and a tenth of one to load. Numba keeps it for the processor that
-it was compiled for; the folder's name is a digest of the sources, because Numba looks at the file
-of the kernel only.
+A kernel takes seconds to compile and a tenth of one to load. Numba keeps it for the processor, the
+version of Python and the path that it was compiled for; the folder's name is a digest of the last
+two and of the sources, because Numba looks at the file of the kernel only.
 """
 
 import inspect
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -123,8 +124,12 @@ def _folder(function: Callable[..., None], parts: tuple[ModuleType, ...]) -> Pat
 
 
 def _digest(function: Callable[..., None], parts: tuple[ModuleType, ...]) -> str:
-    files = [Path(inspect.getfile(function))]
+    own = inspect.getfile(function)
+    files = [Path(own)]
     for part in parts:
         file = Path(inspect.getfile(part))
         files += sorted(file.parent.glob("*.py")) if file.name == "__init__.py" else [file]
-    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    digest = sha256(f"{own} {sys.implementation.cache_tag}".encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -34,7 +34,7 @@ def start_compiling(config: EngineConfig) -> None:
 def _kept_file(config: EngineConfig) -> Path:
     """Returns the file that says that the kernels of this code for this model are kept."""
     model = config.model
-    digest = sha256(version("numba").encode())
+    digest = sha256(f"{version('numba')} {sys.implementation.cache_tag} {__file__}".encode())
     digest.update(f"{model.path.resolve()} {model.head} {model.dtype} {model.device}".encode())
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import pytest
 
-from eesd_dist.compiled import FOLDER_VARIABLE
+from eesd_dist.compiled import FOLDER_VARIABLE, is_kept, kernel
 from eesd_dist.engine.compiled import ahead
 from eesd_dist.engine.compiled.ahead import at_work, is_at_work, when_kept
 from eesd_dist.engine.compiled.draft_kernel import is_draft_kept
@@ -104,3 +106,26 @@ def test_a_folder_that_cannot_be_written_stops_nobody(
     assert done.returncode == 0
     assert "kernels not compiled ahead" in done.stderr
     ahead.wait_for_layers()
+
+
+def test_what_another_installation_has_kept_is_not_taken_for_kept(
+    empty_folder: Path, tmp_path: Path
+) -> None:
+    source = "def first(x_N):\n    x_N[0] = 1\n"
+    functions = []
+    for name in ("one", "other"):
+        file = tmp_path / name / "same.py"
+        file.parent.mkdir()
+        file.write_text(source)
+        spec = spec_from_file_location(f"{name}_same", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        functions.append(module.first)
+    one, other = functions
+    assert not is_kept(one)
+    kernel(one)(np.zeros(2))
+    assert is_kept(one)
+    assert not is_kept(other)  # Numba would compile it again
