@@ -110,7 +110,10 @@ def new_choices(count: int, *, with_gaps: bool) -> Choices:
 
 def masks_of(masks: Sequence[bytes], *, count: int) -> Masks:
     """Returns `count` masks of equal size, one after the other in `masks`, as words [M, U]."""
-    return np.frombuffer(b"".join(masks), np.uint32).reshape(count, -1) if count else NO_MASKS
+    if not count:
+        return NO_MASKS
+    # Bytes would make an array that cannot be written: for Numba another type, compiled for again.
+    return np.frombuffer(bytearray().join(masks), np.uint32).reshape(count, -1)
 
 
 @inner

@@ -3,7 +3,7 @@
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 
 import msgspec
@@ -51,6 +51,17 @@ from eesd_dist.types import (
 )
 from tests.support.json_codec import json_grammars
 from tests.unit.engine.conftest import MakeConfig
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_kind_of_arguments() -> Iterator[None]:
+    """A kernel is compiled ahead for the types of one call: a call with others would compile for
+    seconds in a round."""
+    yield
+    for kernel in (draft_kernel.draft_kernel(), verify_kernel.verify_kernel()):
+        kinds = [each[0] for each in kernel.signatures]  # type: ignore[attr-defined]  # Numba's
+        assert len(kinds) == len(set(kinds)), "more than one for a type of weights"
+
 
 PAGES = PageTable((4, 2, 9))
 KNOWN = list(range(5, 18))
