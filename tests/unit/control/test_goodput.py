@@ -46,7 +46,7 @@ FLAT = CostModel(
     draft_rows_s=((2, 1.3), (16, 1.35), (32, 1.5)),
     known_rows_s=((2, 2.7), (16, 3.1), (32, 3.7)),
 )
-"""A model of 8B parameters on a GPU, in milliseconds: a level costs the same for any batch."""
+"""Like a large model on a GPU, in milliseconds: a level costs the same for any batch."""
 
 BY_GAP = Calibrator(log_gap=1.0, logit_top1=0.0)
 BY_TRUE_GAP = Calibrator(bias=-4.0, log_gap=3.0, logit_top1=0.0)
