@@ -65,6 +65,8 @@ _QUIET_POLL_S = 0.02
 _UNREAD_S = 10.0
 """A client that reads nothing for so long has died, or has lost its streams."""
 _LOOK_S = 1.0
+_VOCABULARY_AFTER_S = 5.0
+"""A request that needs the vocabulary earlier waits for it alone."""
 _LEASE_MARGIN_S = 5.0
 _ALONE = CapacityError("a request is tested alone: try again in a moment")
 _NUM_CANCELLED = 256
@@ -118,6 +120,7 @@ class DraftActor(WorkerActor):
         self._tasks: set[asyncio.Task[None]] = set()
         """The expiry of page leases and reservations, and the look after clients."""
         self._is_looking = False
+        self._has_vocabulary = False
         self._num_rounds = 0
         self._last_round_unix_s = 0.0
         self._router: RouterLink | None = None
@@ -157,12 +160,18 @@ class DraftActor(WorkerActor):
         """Loads the weights before there is an epoch to join, so that joining is fast, and returns
         what the ranks of a pipeline have to agree on. With a `cost` model measured before, joining
         measures none."""
-        loading = asyncio.to_thread(lambda: self._leader.prepare(cost=cost))
-        if self._is_fallback:  # in the process of a verify rank, which has to go on
-            return await loading
-        vocabulary = asyncio.to_thread(self._leader.load_vocabulary)
-        loaded, _ = await asyncio.gather(loading, vocabulary)
+        loaded = await asyncio.to_thread(lambda: self._leader.prepare(cost=cost))
+        # A fallback lives in the process of a verify rank, which has to go on.
+        if not (self._is_fallback or self._has_vocabulary):
+            self._has_vocabulary = True
+            self._keep(self._load_vocabulary())
         return loaded
+
+    async def _load_vocabulary(self) -> None:
+        """Reads what grammars need before the first request has one. It imports libraries for
+        seconds, which no recovery should wait for."""
+        await asyncio.sleep(_VOCABULARY_AFTER_S)
+        await asyncio.to_thread(self._leader.load_vocabulary)
 
     async def host_store(self) -> Address:
         return await asyncio.to_thread(self._leader.host_store)

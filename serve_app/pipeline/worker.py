@@ -78,6 +78,13 @@ class Worker:
         """Seconds without progress, or without an answer."""
         return self._pulse.still_s
 
+    def loss(self, operation: str) -> EesdError:
+        """Returns why it is lost; `death` or `failure` is done."""
+        if not self.is_dead:
+            return self.failure.result()
+        reason = PROCESS_DIED if self.death.cancelled() else self.death.result()
+        return PeerLost(peer=self.label, operation=operation, reason=reason)
+
     def joined(self, epoch: int) -> None:
         self._pulse.joined(epoch)
 

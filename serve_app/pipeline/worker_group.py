@@ -12,8 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import (
-    Callable,
-    Collection,
     Coroutine,
     Iterable,
     Iterator,
@@ -25,7 +23,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from eesd_dist.errors import (
-    PROCESS_DIED,
     ConfigError,
     EesdError,
     EngineError,
@@ -36,6 +33,7 @@ from eesd_dist.workers.messages import ControlReport, Epoch, HeadReport, LoadedR
 from serve_app.pipeline.agreement import Agreement, KvCapacity, require_equal_ranks
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement.rank_slots import RankSlot
+from serve_app.pipeline.slot_filler import SlotFiller
 from serve_app.pipeline.worker import Worker
 from serve_app.pipeline.workers import Workers
 
@@ -66,6 +64,8 @@ class WorkerGroup:
         """Draft slots filled since the last full epoch, with weights still to be loaded."""
         self._agreement = Agreement(workers.spec.engine, pipeline=workers.spec.pipeline)
         self._has_been_full = False
+        self._is_meeting = False
+        """Workers may be in the present epoch, or on their way into it."""
         self._preparing: set[asyncio.Task[None]] = set()
         """Tasks that load fallbacks, and learn what a later recovery needs."""
         self._cost: tuple[str, Mapping[str, object]] | None = None
@@ -176,7 +176,7 @@ class WorkerGroup:
         """Goes on with the newest epoch of the claimed workers. `trouble`: they are not all in
         it."""
         self._epoch, self.kind, self.claimed_trouble = epoch, kind, trouble
-        self._has_been_full = True
+        self._has_been_full = self._is_meeting = True
         if kind is EpochKind.DEGRADED:
             self._set_fallbacks()
             self._unprepared = {slot.name for slot in self._draft_slots}
@@ -184,7 +184,8 @@ class WorkerGroup:
             self._prepare_for_deaths()
 
     async def start_epoch(self, *, timeout_s: float) -> None:
-        """Fills empty slots and brings all workers into a new epoch."""
+        """Fills empty slots and brings all workers into a new epoch. Workers that are lost before
+        all have loaded are replaced within the same start."""
         self._epoch += 1
         operation = f"start of epoch {self._epoch}"
         await self._within(timeout_s, self._gather(operation), operation)
@@ -203,7 +204,8 @@ class WorkerGroup:
         self.spawned_s = time.monotonic()
         verify = [self.workers.at(slot) for slot in self._verify_slots]
         gathering = self._gather_fallbacks(verify, operation)
-        await self._within(timeout_s, gathering, operation)
+        together = self._while_alive([*verify, *self._fallbacks], gathering)
+        await self._within(timeout_s, together, operation)
         self.kind = EpochKind.DEGRADED
 
     async def restore_draft(self, *, timeout_s: float) -> None:
@@ -214,9 +216,8 @@ class WorkerGroup:
         killed.
         """
         operation = "return of the draft stage"
-        filling = _all(self._fill(slot, operation) for slot in self._draft_slots)
         try:
-            await self._within(timeout_s, filling, operation, watched=self._drafting)
+            await self._within(timeout_s, self._fill(self._draft_slots, operation), operation)
         except (ConfigError, LeaseLost):
             raise
         except EesdError:  # they would fail again
@@ -282,6 +283,7 @@ class WorkerGroup:
         self._broken.clear()
         self._accused.clear()
         self._fallbacks = ()
+        self._is_meeting = False
         self.kind = EpochKind.NONE
 
     async def send_streams_on(self, reason: EesdError) -> None:
@@ -306,6 +308,9 @@ class WorkerGroup:
     async def _leave_or_go(self, worker: Worker, trouble: EesdError, *, is_crash: bool) -> None:
         host = worker.host or worker
         is_suspect = worker.failure.done() or _member(worker) in self._accused
+        is_sound = not (worker.is_dead or is_suspect or host.slot.name in self._broken)
+        if is_sound and not self._is_meeting:
+            return  # it loads, and is in no epoch
         # A worker with a failed loop cannot stay, but its event loop still tells its streams why.
         has_left = await worker.leaves(trouble, is_crash=is_crash, is_suspect=is_suspect)
         if has_left and host.slot.name not in self._broken:
@@ -329,10 +334,11 @@ class WorkerGroup:
     async def _gather(self, operation: str) -> None:
         self.spawned_s = time.monotonic()
         slots = self.workers.slots
-        loaded = await _results({p.name: self._filled(p, operation) for p in slots})
-        num_pages = self._agreement.settle(loaded)
+        num_pages = self._agreement.settle(await self._fill(slots, operation))
         leader, *ranks = [self.workers.at(slot) for slot in slots]
-        await self._meet(leader, ranks, operation, num_pages=num_pages)
+        await self._while_alive(
+            [leader, *ranks], self._meet(leader, ranks, operation, num_pages=num_pages)
+        )
 
     async def _gather_fallbacks(self, verify: Sequence[Worker], operation: str) -> None:
         workers = [*verify, *self._fallbacks]
@@ -344,18 +350,33 @@ class WorkerGroup:
         leader, *followers = self._fallbacks
         await self._meet(leader, [*followers, *verify], operation, num_pages=capacity.num_pages)
 
-    async def _filled(self, slot: RankSlot, operation: str) -> LoadedRank:
-        with self._blaming(slot.name):
-            return await self._fill(slot, operation)
+    async def _fill(self, slots: Sequence[RankSlot], operation: str) -> dict[str, LoadedRank]:
+        """Fills empty slots, and waits until every worker has loaded."""
 
-    async def _fill(self, slot: RankSlot, operation: str) -> LoadedRank:
-        """Fills an empty slot, and waits until its worker has loaded."""
-        if self.workers.is_empty(slot):
-            await self.workers.fill(slot, operation)
+        async def fill(slot: RankSlot) -> None:
+            with self._blaming(slot.name):
+                await self.workers.fill(slot, operation)
             self.spawned_s = time.monotonic()
             if slot.stage == "draft":
                 self._unprepared.add(slot.name)
-        return await self._prepared(self.workers.at(slot), operation)
+
+        async def prepare(worker: Worker) -> LoadedRank:
+            with self._blaming(worker.slot.name):
+                return await self._prepared(worker, operation)
+
+        filler = SlotFiller(
+            self.workers,
+            fill=fill,
+            prepare=prepare,
+            may_replace=lambda slot: not self._has_fallback_for(slot),
+            operation=operation,
+        )
+        return await filler.run(slots)
+
+    def _has_fallback_for(self, slot: RankSlot) -> bool:
+        """Returns whether streams need not wait for a new worker in this slot."""
+        is_full = self.kind is EpochKind.NONE and self._has_been_full
+        return self._parallel.fallback and slot.stage == "draft" and is_full
 
     async def _prepared(self, worker: Worker, operation: str) -> LoadedRank:
         """Lets a worker load what it has not loaded; returns what it holds."""
@@ -406,26 +427,16 @@ class WorkerGroup:
             raise
 
     async def _within(
-        self,
-        timeout_s: float,
-        work: Coroutine[Any, Any, None],
-        operation: str,
-        *,
-        watched: Callable[[], Collection[Worker]] | None = None,
+        self, timeout_s: float, work: Coroutine[Any, Any, object], operation: str
     ) -> None:
-        """Runs the work; raises PeerLost when it takes too long, or as soon as a worker that takes
-        part (`watched`) is lost."""
+        """Runs the work; raises PeerLost when it takes too long."""
         working = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._first_failure(watched or (lambda: self.engaged)))
         keeping = asyncio.ensure_future(self.workers.placement_groups.keep())
         try:
-            await asyncio.wait(
-                {working, watching}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({working}, timeout=timeout_s)
             if working.done():
-                return working.result()
-            if watching.done():
-                raise watching.result()
+                working.result()
+                return
             late = [slot.name for slot in self.workers.slots if self._is_late(slot)]
             missing = f" (missing: {', '.join(late)})" if late else ""
             raise PeerLost(
@@ -439,23 +450,30 @@ class WorkerGroup:
                 ),
             )
         finally:
-            tasks = (working, watching, keeping)
+            tasks = (working, keeping)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _first_failure(self, watched: Callable[[], Collection[Worker]]) -> EesdError:
-        """Watches these workers, those that are spawned during the wait too; those that were dead
-        before are replaced."""
-        gone = {worker for worker in watched() if worker.is_dead}
-        while True:
-            for worker in watched():
-                if worker.is_dead and worker not in gone:
-                    return self._loss_of(worker)
-                if worker.failure.done():
-                    self._broken.add((worker.host or worker).slot.name)
-                    return worker.failure.result()
-            await asyncio.sleep(self._timings.beat_s)
+    async def _while_alive(
+        self, workers: Sequence[Worker], work: Coroutine[Any, Any, None]
+    ) -> None:
+        """Runs the work of these workers; raises the loss of one as soon as it is known."""
+        self._is_meeting = True
+        working = asyncio.ensure_future(work)
+        losses = [loss for worker in workers for loss in (worker.death, worker.failure)]
+        try:
+            await asyncio.wait({working, *losses}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            for worker in workers:
+                if worker.is_dead or worker.failure.done():
+                    if not worker.is_dead:
+                        self._broken.add((worker.host or worker).slot.name)
+                    raise self._loss_of(worker)
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
 
     def _cost_known_to(self, worker: Worker) -> list[Mapping[str, object]]:
         """Returns what an earlier drafting actor has measured on the worker's node, if anything."""
@@ -515,9 +533,8 @@ class WorkerGroup:
         of_ranks = [error for worker, error in found if worker.slot.rank is not None]
         return [*bugs, *of_ranks, found[0][1]][0]
 
-    def _loss_of(self, worker: Worker) -> PeerLost:
-        reason = PROCESS_DIED if worker.death.cancelled() else worker.death.result()
-        return PeerLost(peer=worker.label, operation=f"epoch {self._epoch}", reason=reason)
+    def _loss_of(self, worker: Worker) -> EesdError:
+        return worker.loss(f"epoch {self._epoch}")
 
 
 def _member(worker: Worker) -> str:
