@@ -198,11 +198,22 @@ class SparesConfig(Section):
     """Processes that each pipeline keeps up for lost workers. Each takes a bundle of its own, with
     the GPU of a rank of its stage."""
 
-    draft: NonNegativeInt = 0
-    """For the drafting actor, with its weights loaded. Draft ranks other than 0 have no spares."""
+    draft: NonNegativeInt | None = None
+    """For the drafting actor, with its weights loaded. Draft ranks other than 0 have no spares.
+    None: 1 in the only pipeline of `eesd serve` on the CPUs of this machine, where memory has room
+    for it, otherwise 0."""
 
-    verify: NonNegativeInt = 0
-    """For verify ranks. Which rank is not known before one is lost: its weights are loaded then."""
+    verify: NonNegativeInt | None = None
+    """For verify ranks. Which rank is not known before one is lost: its weights are loaded then.
+    None: as for `draft`."""
+
+    @property
+    def num_draft(self) -> int:
+        return self.draft or 0
+
+    @property
+    def num_verify(self) -> int:
+        return self.verify or 0
 
 
 class RecoveryConfig(Section):
@@ -438,7 +449,7 @@ class ServiceConfig(Section):
     log_format: LogFormat = "text"
     """Of the log lines of all processes: `json` is one object a line."""
 
-    num_ingresses: PositiveInt = 1
+    num_ingresses: PositiveInt = 2
     """HTTP replicas; they hold no state."""
 
     pipelines: PipelinesConfig = PipelinesConfig()

@@ -40,6 +40,7 @@ from serve_app.router import find_router, pipelines_of, router_handle
 from serve_app.session.local_ray import connected_ray, local_ray, service_ray
 from serve_app.session.log_folder import new_log_folder
 from serve_app.session.ray_watch import RayWatch
+from serve_app.session.warm_spares import with_default_spares
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ def run_service(
 @contextmanager
 def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
     """Runs the whole service within the block, for benchmarks over HTTP."""
+    config = config if address is not None else with_default_spares(config)
     where = (
         local_ray(config, shows_logs=False)
         if address is None
@@ -152,6 +154,7 @@ def _serve_here(
     config: ServiceConfig, stopping: Stopping, *, shows_logs: bool, line: StartLine
 ) -> None:
     """Serves on a Ray that is started here, and ends with it."""
+    config = with_default_spares(config)
     began_s, say = time.monotonic(), line.say
     logs = new_log_folder(config.log_folder, port=config.port)
     say(f"starting {config.served_model_name} (logs: {logs}) ...")

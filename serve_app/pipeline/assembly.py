@@ -178,8 +178,8 @@ def _slots(config: ServiceConfig, gpus: float) -> tuple[RankSlot, ...]:
         num_verify_ranks=parallel.verify_tensor_parallel_size,
         num_draft_ranks=parallel.draft_tensor_parallel_size,
         gpus_per_rank=gpus,
-        num_draft_spares=spares.draft,
-        num_verify_spares=spares.verify,
+        num_draft_spares=spares.num_draft,
+        num_verify_spares=spares.num_verify,
     )
 
 

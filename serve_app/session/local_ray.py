@@ -113,9 +113,9 @@ def _num_cpus(config: ServiceConfig) -> int:
     placement, spares = config.placement, config.recovery.spares
     parallel = config.engine.parallel
     per_pipeline = (
-        parallel.draft_tensor_parallel_size + spares.draft
+        parallel.draft_tensor_parallel_size + spares.num_draft
     ) * placement.draft.num_cpus + (
-        parallel.verify_tensor_parallel_size + spares.verify
+        parallel.verify_tensor_parallel_size + spares.num_verify
     ) * placement.verify.num_cpus
     wanted = math.ceil(per_pipeline * config.pipelines.max_count)
     return max(os.cpu_count() or 1, wanted)
