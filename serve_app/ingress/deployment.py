@@ -17,7 +17,8 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 from pydantic import SecretStr
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, TaskCancelledError
+from ray.serve.exceptions import RequestCancelledError
 
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.model.max_len import max_model_len_of
@@ -159,6 +160,7 @@ class Ingress:
             created_unix_s=int(time.time()),
             resume_window_s=config.recovery.resume_window_s,
             names_answers=False,
+            departures=(TaskCancelledError, RequestCancelledError),
             observe_request=self._http_metrics.observe_request,
             http_metrics=self._http_metrics,
         )
