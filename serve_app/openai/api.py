@@ -6,7 +6,7 @@ builds, so that the same application runs under uvicorn and inside Ray Serve.
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
@@ -368,6 +368,7 @@ def _refusal(error: HttpError) -> Response:
     )
 
 
+@cache  # reading it takes ten milliseconds, and anyone may ask for it
 def _version() -> str:
     try:
         return version("eesd-dist")

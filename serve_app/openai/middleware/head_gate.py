@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 * 2**10
 FORWARDED_HEADERS = frozenset(
     {
-        b"accept",
         b"access-control-request-headers",
         b"access-control-request-method",
         b"authorization",
