@@ -207,7 +207,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._close(error)
 
     def _withdraw(self, cycle: RequestResponseCycle) -> None:
-        """Ends a request whose body is wrong: its application learns that it has no client."""
+        """Ends a request with a wrong body: its application learns that it has no client."""
         cycle.disconnected = True
         cycle.message_event.set()
         if cycle is not self._answering:  # but waits for its turn

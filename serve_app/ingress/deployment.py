@@ -93,7 +93,7 @@ class Ingress:
         )
         self._max_model_len = max_model_len_of(config.engine)
         self._limits = self._limits_of(config.limits)
-        # Nobody needs a key to ask for them, and each costs calls to every process.
+        # Asked for without a key, and each costs calls to every process.
         self._shared_health = Shared(self._health)
         self._shared_metrics = Shared(self._metrics)
         self._state = SharedState(self._shared_health, self.pipelines, self.controllers)

@@ -1,4 +1,4 @@
-"""A transport whose end comes, and is seen by its client.
+"""A transport that ends in bounded time, and so that its client sees why.
 
 A connection that is closed while its client still sends is reset, and the client may not see its
 answer: so the rest is read for a while, within bounds. A client that takes nothing of its answer is

@@ -174,6 +174,6 @@ class Links:
 
 
 def _detached(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Begins work whose calls are not those of a request: Ray cancels these when its client leaves,
-    and a submission that is cancelled would look like one to a process that is lost."""
+    """Begins work outside of any request: Ray cancels the calls of a request when its client
+    leaves, and a cancelled submission would look like one to a lost process."""
     return asyncio.get_running_loop().create_task(work, context=Context())

@@ -1,4 +1,4 @@
-"""Results that are the same for all who ask, and cost more than an answer."""
+"""Results that are the same for all clients, and cost more than an answer."""
 
 import asyncio
 import time
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """A result that is made at most once in `period_s`, however many ask for it; an error is one
-    too.
+    """A result that is made at most once in `period_s`, however many requests need it; an error is
+    one too.
 
-    Making it is the work of no request: the first that asks may leave, and Ray cancels the calls of
-    a request whose client has left.
+    It is made outside of any request: the client of the first one may leave, and Ray then cancels
+    the calls of its request.
     """
 
     def __init__(self, make: Callable[[], Awaitable[T]], *, period_s: float = 1.0) -> None:
@@ -41,6 +41,6 @@ class Shared(Generic[T]):
 
 
 def _retrieve(making: asyncio.Task[T]) -> None:
-    """Keeps asyncio from logging an error for which nobody waits any more."""
+    """Keeps asyncio from logging an error that no request waits for any more."""
     if not making.cancelled():
         making.exception()

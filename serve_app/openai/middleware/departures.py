@@ -3,7 +3,7 @@
 Serve tells it in four ways: a disconnect is received, or an error in its place; a call to another
 process ends with such an error, since Ray cancels the calls of a request with it; or the request's
 own task is cancelled. Each becomes a note in the request's scope: metrics, spans and the log give
-such a request the status 499, whatever was sent of its answer, and nobody takes it for an error.
+such a request the status 499, whatever was sent of its answer, and none takes it for an error.
 """
 
 import asyncio

@@ -12,7 +12,7 @@ _request: ContextVar[str] = ContextVar("request", default="none")
 
 
 class _Page:
-    """A page that says how often it was made, and on whose behalf."""
+    """A page with the number of times that it was made, and the request that it is made in."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.num_made = 0
@@ -26,7 +26,7 @@ class _Page:
         return f"{self.num_made} for {_request.get()}"
 
 
-def test_it_is_made_once_in_a_period_however_many_ask() -> None:
+def test_it_is_made_once_in_a_period_for_all_requests() -> None:
     async def run() -> None:
         page = _Page()
         shared = Shared(page, period_s=0.2)
@@ -40,7 +40,7 @@ def test_it_is_made_once_in_a_period_however_many_ask() -> None:
     asyncio.run(run())
 
 
-def test_it_is_nobodys_and_the_first_who_asks_may_leave() -> None:
+def test_it_belongs_to_no_request_and_the_first_may_leave() -> None:
     async def run() -> None:
         shared = Shared(_Page(), period_s=10.0)
         _request.set("the first")
