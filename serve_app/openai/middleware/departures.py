@@ -23,7 +23,7 @@ class Departures:
     def __init__(self, app: ASGIApp, *, errors: tuple[type[Exception], ...] = ()) -> None:
         """`errors`: those with which the server ends what it does for a client that has left."""
         self._app = app
-        self._errors = (*errors, ClientDisconnect)
+        self._errors: tuple[type[Exception], ...] = (*errors, ClientDisconnect)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
