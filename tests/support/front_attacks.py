@@ -52,7 +52,7 @@ async def kept_ids(port: int, proxy: Process, *, path: str) -> dict[str, float]:
     return {"before": before / 2**20, "after": proxy.memory_info().rss / 2**20}
 
 
-async def scraped(port: int) -> dict[str, float]:
+async def scraped(port: int, *, path: str) -> dict[str, float]:
     """Returns another client's milliseconds for five tokens, with and without scrapers."""
     alone = await _completions(port)
     stop = asyncio.Event()
@@ -62,7 +62,7 @@ async def scraped(port: int) -> dict[str, float]:
         nonlocal num_pages
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         while not stop.is_set():
-            writer.write(get("/metrics"))
+            writer.write(get(path))
             await _whole_answer(reader)
             num_pages += 1
         writer.close()
@@ -203,7 +203,10 @@ def main() -> None:
         measures: dict[str, Callable[[], Coroutine[Any, Any, dict[str, float]]]] = {
             "ids, /ping": lambda: kept_ids(port, proxy, path="/ping"),
             "ids, 401": lambda: kept_ids(port, proxy, path="/v1/models"),
-            "scrapers": lambda: scraped(port),
+            "scrapers of /metrics": lambda: scraped(port, path="/metrics"),
+            "scrapers of /health": lambda: scraped(port, path="/health"),
+            "scrapers of /ping": lambda: scraped(port, path="/ping"),
+            "readers of pages": lambda: scraped(port, path="/docs/swagger-ui-bundle.js"),
             "bodies": lambda: bodies(port),
             "idle, 401": lambda: idle(port, path="/v1/completions"),
             "idle, 405": lambda: idle(port, path="/ping"),
