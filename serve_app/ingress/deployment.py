@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 _ANSWER_TIMEOUT_S = 5.0
 _BELIEFS_TIMEOUT_S = 1.0
 """A scraper does not wait long."""
+_HEALTH_S = 0.25
+"""How old the result of a health check may be. Metrics may be a second old."""
 _REREAD_S = 1.0
 """How often the file of keys is looked at."""
 _KEYS_UNKNOWN = "the file of keys of this ingress is wrong or missing: its log says what is wrong"
@@ -94,7 +96,7 @@ class Ingress:
         self._max_model_len = max_model_len_of(config.engine)
         self._limits = self._limits_of(config.limits)
         # Asked for without a key, and each costs calls to every process.
-        self._shared_health = Shared(self._health)
+        self._shared_health = Shared(self._health, period_s=_HEALTH_S)
         self._shared_metrics = Shared(self._metrics)
         self._state = SharedState(self._shared_health, self.pipelines, self.controllers)
         self._changing: set[asyncio.Future[Any]] = set()
