@@ -429,6 +429,8 @@ async def acquired(
     try:
         async with asyncio.timeout(timeout_s):
             standing: Standing = await handle.acquire.remote(app, caller, quota, permit, ingress)
+    except ray.exceptions.TaskCancelledError:  # with the request that it is for
+        raise
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"the router gave no permit: {error!r}") from error
     return standing

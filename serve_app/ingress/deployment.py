@@ -17,7 +17,8 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 from pydantic import SecretStr
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, TaskCancelledError
+from ray.serve.exceptions import RequestCancelledError
 
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.model.max_len import max_model_len_of
@@ -38,6 +39,7 @@ from serve_app.ingress.metrics_page import joined, merged
 from serve_app.ingress.operator_api import SharedState, operator_router
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.ingress.quotas import GlobalQuotas
+from serve_app.ingress.shared import Shared
 from serve_app.ingress.traces import Traces
 from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.api import Degraded, build_api
@@ -57,6 +59,8 @@ logger = logging.getLogger(__name__)
 _ANSWER_TIMEOUT_S = 5.0
 _BELIEFS_TIMEOUT_S = 1.0
 """A scraper does not wait long."""
+_HEALTH_S = 0.25
+"""How old the result of a health check may be. Metrics may be a second old."""
 _REREAD_S = 1.0
 """How often the file of keys is looked at."""
 _KEYS_UNKNOWN = "the file of keys of this ingress is wrong or missing: its log says what is wrong"
@@ -91,7 +95,10 @@ class Ingress:
         )
         self._max_model_len = max_model_len_of(config.engine)
         self._limits = self._limits_of(config.limits)
-        self._state = SharedState(self._health, self.pipelines, self.controllers)
+        # Asked for without a key, and each costs calls to every process.
+        self._shared_health = Shared(self._health, period_s=_HEALTH_S)
+        self._shared_metrics = Shared(self._metrics)
+        self._state = SharedState(self._shared_health, self.pipelines, self.controllers)
         self._changing: set[asyncio.Future[Any]] = set()
         """Pipelines that are being drained, or undrained."""
         self._refused = ""
@@ -146,8 +153,8 @@ class Ingress:
             max_model_len=self._max_model_len,
             kv_tokens=self._load_balancer.kv_tokens,
             limits=self._limits,
-            health=self._health,
-            metrics=self._metrics,
+            health=self._shared_health,
+            metrics=self._shared_metrics,
             tracing=self._tracing,
             max_draft_tokens=config.engine.speculation.max_draft_tokens,
             controller=config.engine.speculation.controller,
@@ -159,6 +166,7 @@ class Ingress:
             created_unix_s=int(time.time()),
             resume_window_s=config.recovery.resume_window_s,
             names_answers=False,
+            departures=(TaskCancelledError, RequestCancelledError),
             observe_request=self._http_metrics.observe_request,
             http_metrics=self._http_metrics,
         )
@@ -235,13 +243,17 @@ class Ingress:
             self._fleet(), self._beliefs(), self._pages_of_ingresses()
         )
         try:
-            pages = merged(await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S))
+            pages = await self._client.metrics(timeout_s=_ANSWER_TIMEOUT_S)
         except EngineError:
             if fleet is None or fleet.num_ready:
                 raise
-            pages = b""  # no pipeline is ready
-        pages += beliefs + joined((page, {}) for page in ingresses.values())
-        return pages + (b"" if fleet is None else fleet_page(fleet))
+            pages = ()  # no pipeline is ready
+
+        def page() -> bytes:
+            page = merged(pages) + beliefs + joined((each, {}) for each in ingresses.values())
+            return page + (b"" if fleet is None else fleet_page(fleet))
+
+        return await asyncio.to_thread(page)  # parsing takes tens of milliseconds
 
     async def _beliefs(self) -> bytes:
         """Returns the router's beliefs; nothing while it is silent."""

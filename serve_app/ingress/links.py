@@ -7,9 +7,9 @@ takes part: while the supervisor of a pipeline is being replaced, its streams go
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextvars import Context
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from ray.exceptions import ActorUnavailableError, RayError
@@ -21,6 +21,8 @@ from eesd_dist.workers.process import PROCESS_LOST
 from eesd_dist.workers.streams.mailboxes import Mailboxes
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _RETRY_S = 0.2
 
@@ -59,9 +61,8 @@ class Link:
             return
         box = self._mail.open(request)
         if self._reading is None:
-            # It serves many requests: not in the context of the first one.
-            self._reading = asyncio.get_running_loop().create_task(self._read(), context=Context())
-        submitting = asyncio.ensure_future(self._submit(request))
+            self._reading = _detached(self._read())  # it serves many requests
+        submitting = _detached(self._submit(request))
         is_over = False
         try:
             while not is_over:
@@ -72,7 +73,8 @@ class Link:
             self._mail.close(request.request_id, request.submission)
             submitting.cancel()  # its result matters to the stream alone
             if not is_over and self._lost is None:
-                self._address.cancel.remote(request.request_id, request.submission)
+                cancel = self._address.cancel.remote
+                Context().run(cancel, request.request_id, request.submission)
 
     def has_taken(self, submission: int) -> bool:
         """Returns whether the process has confirmed a submission; asked once, after its stream."""
@@ -169,3 +171,9 @@ class Links:
             if link.num_live == 0:
                 del self._by_leader[leader]
                 asyncio.ensure_future(link.close())  # noqa: RUF006  # nothing depends on its end
+
+
+def _detached(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Begins work outside of any request: Ray cancels the calls of a request when its client
+    leaves, and a cancelled submission would look like one to a lost process."""
+    return asyncio.get_running_loop().create_task(work, context=Context())

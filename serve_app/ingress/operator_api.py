@@ -13,6 +13,7 @@ from fastapi import APIRouter, Query
 from ray.exceptions import RayError
 
 from eesd_dist.errors import EngineError
+from serve_app.ingress.shared import Shared
 from serve_app.openai.api import Degraded, Health
 from serve_app.openai.errors import KeyRequired
 from serve_app.openai.middleware.gate import OPERATORS
@@ -45,16 +46,10 @@ class SharedState:
         self._health = health
         self._pipelines = pipelines
         self._controllers = controllers
-        self._period_s = period_s
-        self._one_by_one = asyncio.Lock()
-        self._made: tuple[float, Json] | None = None
+        self._shared = Shared(self._new, period_s=period_s)
 
     async def __call__(self) -> Json:
-        async with self._one_by_one:
-            if self._made is None or time.monotonic() - self._made[0] >= self._period_s:
-                state = await self._new()
-                self._made = (time.monotonic(), state)
-            return self._made[1]
+        return await self._shared()
 
     async def _new(self) -> Json:
         reason, pipelines, controllers = await asyncio.gather(

@@ -6,7 +6,7 @@ builds, so that the same application runs under uvicorn and inside Ray Serve.
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
@@ -33,10 +33,10 @@ from serve_app.openai.errors import (
 )
 from serve_app.openai.event_ids import HEADER
 from serve_app.openai.limits import Limits
+from serve_app.openai.middleware.departures import Departures
 from serve_app.openai.middleware.gate import AdmissionGate
 from serve_app.openai.middleware.head_requests import HeadRequests
 from serve_app.openai.middleware.http_metrics import (
-    CLIENT_CLOSED_REQUEST,
     CountedRequests,
     HttpMetrics,
     note_refusal,
@@ -62,7 +62,7 @@ from serve_app.openai.schema import (
     TokenizeFields,
 )
 from serve_app.openai.service import RequestObserver, Service, size_of_chat
-from serve_app.openai.sse import ClientGone, EventStream, encoded, while_listened_to
+from serve_app.openai.sse import EventStream, encoded, while_listened_to
 from serve_app.openai.text_responses import response_events, response_of
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.workloads import WORKLOAD_HEADER, checked_workload
@@ -103,11 +103,13 @@ def build_api(
     created_unix_s: int = 0,
     resume_window_s: float = 0.0,
     names_answers: bool = True,
+    departures: tuple[type[Exception], ...] = (),
 ) -> FastAPI:
     """Builds the OpenAI API of one model. With `api_key` None no key is required; `keys` are others
     that open it too, and `quotas` keep their limits. `kv_tokens` returns what the KV pages hold,
     None while it is not known. `controller`: the default one. `names_answers`: whether
-    answers get the header X-Request-Id here."""
+    answers get the header X-Request-Id here. `departures`: errors of the server that mean that a
+    client has left."""
     if keys is None and api_key is not None:
         keys = KeyRing(operators_key(api_key))
     preparation = Preparation(
@@ -141,6 +143,7 @@ def build_api(
     _add_operations(app, health=health, metrics=metrics)
     describe_truly(app, has_key=keys is not None)
     app.add_middleware(AdmissionGate, limits=limits, keys=keys, quotas=quotas)
+    app.add_middleware(Departures, errors=departures)
     app.add_middleware(UnexpectedErrors, answer=_answer_of)
     app.add_middleware(HeadRequests)
     if cors_origins:  # outermost: a browser's question about a request has no key
@@ -235,9 +238,6 @@ async def _sent(
     except CapacityError as error:
         error.retry_after_s = service.retry_after_s()
         raise
-    except ClientGone:
-        logger.info("client left: request=%s", prepared.response_id)
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _first(events: AsyncGenerator[Event, None]) -> Event:
@@ -368,6 +368,7 @@ def _refusal(error: HttpError) -> Response:
     )
 
 
+@cache  # reading it takes ten milliseconds, and anyone may ask for it
 def _version() -> str:
     try:
         return version("eesd-dist")

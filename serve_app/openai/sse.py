@@ -8,19 +8,17 @@ been sent.
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from typing import TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
-from starlette.types import Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from serve_app.openai.errors import http_error_of
 from serve_app.openai.responses import Event, Listed
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Events = AsyncGenerator[Event, None]
@@ -34,10 +32,6 @@ KEEP_ALIVE_S = 10.0
 
 # A pipeline that drains ends its streams itself, with their last token.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its answer was ready."""
 
 
 _LINE_BREAKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
@@ -112,14 +106,14 @@ def written(event: Event) -> bytes:
 
 
 async def while_listened_to(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
-    """Does the work; cancels it and raises ClientGone when the client leaves."""
+    """Does the work; cancels it and raises ClientDisconnect when the client leaves."""
     working = asyncio.ensure_future(work())
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientGone("the client closed the connection")
+        raise ClientDisconnect
     finally:
         working.cancel()
         leaving.cancel()
@@ -142,7 +136,6 @@ class EventStream(EventSourceResponse):
             sep="\n",
             ping=KEEP_ALIVE_S,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
-            client_close_handler_callable=_log_departure,
         )
         self._rest = rest
 
@@ -162,7 +155,3 @@ async def _events(first: Event, rest: Events) -> AsyncGenerator[bytes, None]:
         yield written(Event(http_error_of(error).body))
     if not first.name:  # else the last event says that it is the last
         yield DONE
-
-
-async def _log_departure(_: Message) -> None:
-    logger.info("client left a stream")

@@ -155,6 +155,7 @@ def test_a_limit_of_requests_holds_over_both_ingresses(shared: Running) -> None:
         lambda: (
             (found := _counts(shared, "few"))
             and len({ingress for ingress, status in found if status == "429"}) == 2
+            and sum(number for (_, status), number in found.items() if status == "429") >= 30
             and found
         ),
         timeout_s=30,

@@ -11,7 +11,7 @@ import uvicorn
 
 from eesd_dist.text import Tokenizer
 from serve_app.config import BUNDLED_MODEL, LimitsConfig
-from serve_app.ingress.proxy_front import BoundedHead
+from serve_app.ingress.bounded_connection import BoundedConnection
 from serve_app.openai.limits import limits_of
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
@@ -48,9 +48,9 @@ def num_live(port: int) -> int:
 def _serve(
     pipe: Connection, max_model_len: int, read_timeout_s: float, head_timeout_s: float
 ) -> None:
-    from serve_app.ingress import proxy_front
+    from serve_app.ingress import bounded_connection
 
-    proxy_front.HEAD_TIMEOUT_S = head_timeout_s
+    bounded_connection.HEAD_TIMEOUT_S = head_timeout_s
     tokenizer = Tokenizer.load(BUNDLED_MODEL, max_tokens=max_model_len)
     engine = ToyEngine(vocab_size=tokenizer.vocab_size, delay_s=0.001)
 
@@ -68,7 +68,7 @@ def _serve(
         ),
     )
     app.add_api_route("/debug/toy", toy, methods=["GET"])
-    config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", http=BoundedHead)
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", http=BoundedConnection)
     asyncio.run(_run(uvicorn.Server(config), pipe))
 
 

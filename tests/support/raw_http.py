@@ -40,9 +40,12 @@ class Reply:
 
     @property
     def body(self) -> bytes:
+        """Of the first answer, if there are several."""
         body = self.raw.split(b"\r\n\r\n", 1)[1]
-        is_chunked = self.header("transfer-encoding") == "chunked"
-        return b"".join(_dechunked(body)) if is_chunked else body
+        if self.header("transfer-encoding") == "chunked":
+            return b"".join(_dechunked(body))
+        length = self.header("content-length")
+        return body if length is None else body[: int(length)]
 
     @property
     def is_stream(self) -> bool:

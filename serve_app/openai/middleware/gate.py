@@ -1,84 +1,49 @@
 """The admission gate: what a request must pass before anything parses it.
 
 Headers are checked first, then the API key and its limits, then the body: its size, the time it
-takes to arrive, and the nesting of its JSON. A refusal costs one line in the log, and closes the
-connection, since the rest of the body may still be under way.
+takes to arrive, and the nesting of its JSON. A refusal waits for no byte of the body, costs one
+line in the log, and closes the connection, since the rest of the body may still be under way.
 """
 
 import asyncio
-import logging
-import re
 import secrets
 from collections.abc import Iterable, Mapping
-from contextlib import AsyncExitStack, suppress
-from itertools import chain
+from contextlib import AsyncExitStack
 
 from starlette._utils import get_route_path
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eesd_dist.errors import CapacityError, EesdError, RequestError
+from eesd_dist.errors import CapacityError, EesdError
 from eesd_dist.routing.quotas import Standing
 from serve_app.console.pages import PATHS as PAGES
 from serve_app.keys import ANYONE, ApiKey, KeyRing, Permit
 from serve_app.openai.errors import (
     BodyTooLarge,
-    HeadTooLarge,
     KeysUnknown,
     NotAnOperator,
     TooSlow,
     UnknownKey,
-    http_error_of,
 )
 from serve_app.openai.limits import Limits
-from serve_app.openai.middleware.http_metrics import note_refusal
+from serve_app.openai.middleware.body_limits import declared_bytes, stated
+from serve_app.openai.middleware.head_gate import check_head, header_of, refusal
 from serve_app.openai.middleware.permits import (
     Quotas,
     check_standing,
     note_permit,
     rate_limit_headers,
 )
-from serve_app.openai.schema import REQUEST_ID_PATTERN, check_json
-from serve_app.openai.sse import encoded
+from serve_app.openai.schema import check_json
 
-logger = logging.getLogger(__name__)
-
-MAX_HEAD_BYTES = 64 * 2**10
 _MAX_BODIES_IN_MEMORY = 64
 """Bodies of full size that may be incomplete at the same time."""
 _SMALL_BODY_BYTES = 64 * 2**10
 """Smaller bodies are read however many large ones are held back."""
-_DISCARD_BYTES = 64 * 2**20
-_DISCARD_S = 2.0
-_LOGGED_CHARS = 120
 OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/ready", "/version"}) | PAGES
 """Paths for probes, scrapers and browsers that open a page, which send no key."""
 OPERATORS = "/debug/"
 """Paths that need an operator's key."""
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
-_REQUEST_ID = re.compile(REQUEST_ID_PATTERN.encode())
-
-
-class HeadGate:
-    """ASGI middleware that refuses headers and paths which are not plain text, and WebSockets.
-
-    Ray's HTTP proxy runs it too: it would answer such headers with 500.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close"})
-            return
-        if scope["type"] == "http":
-            try:
-                check_head(scope)
-            except RequestError as error:
-                await refusal(error, scope)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 class AdmissionGate:
@@ -99,7 +64,7 @@ class AdmissionGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(receive)
+        send = stated(send, lambda: self._max_bytes)
         async with AsyncExitStack() as stack:
             try:
                 check_head(scope)
@@ -112,10 +77,8 @@ class AdmissionGate:
                     if standing is not None:
                         send = _with_headers(send, rate_limit_headers(standing, key))
                         check_standing(standing, key)
-                    receive = await self._with_body_read(scope, body)
+                    receive = await self._with_body_read(scope, receive)
             except EesdError as error:
-                if not isinstance(error, TooSlow):
-                    await body.discard()
                 await refusal(error, scope)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
@@ -123,7 +86,7 @@ class AdmissionGate:
     def _key_of(self, scope: Scope) -> ApiKey:
         if self._keys is None:
             return ANYONE
-        scheme, _, given = (_header(scope, b"authorization") or b"").partition(b" ")
+        scheme, _, given = (header_of(scope, b"authorization") or b"").partition(b" ")
         if scheme != b"Bearer":
             raise UnknownKey
         key = self._keys.find(given)
@@ -145,10 +108,10 @@ class AdmissionGate:
 
     async def _with_body_read(self, scope: Scope, receive: Receive) -> Receive:
         """Returns a `receive` that begins with the whole body. Raises an EesdError."""
-        length = _header(scope, b"content-length")
-        if length is None and _header(scope, b"transfer-encoding") is None:
+        length = declared_bytes(scope)
+        if length is None and header_of(scope, b"transfer-encoding") is None:
             return receive
-        if length is not None and length.isdigit() and int(length[:20]) > self._max_bytes:
+        if length is not None and length > self._max_bytes:
             raise BodyTooLarge(limit=self._max_bytes)
         try:
             async with asyncio.timeout(self._limits.read_timeout_s):
@@ -158,13 +121,13 @@ class AdmissionGate:
         return _replayed(messages, receive)
 
     async def _read(self, receive: Receive) -> list[Message]:
-        """Returns the whole body as one message, or the message that the client has left."""
+        """Returns the whole body as one message. Raises ClientDisconnect."""
         body = bytearray()
         try:
             while True:
                 message = await receive()
                 if message["type"] != "http.request":
-                    return [message]
+                    raise ClientDisconnect
                 part = message.get("body", b"")
                 self._num_bytes += len(part)
                 body += part
@@ -187,68 +150,6 @@ class AdmissionGate:
         return self._limits.max_body_bytes
 
 
-def check_head(scope: Scope) -> None:
-    """Raises RequestError unless headers and path are text that may be written to a log."""
-    parts = list(chain.from_iterable(scope["headers"]))
-    if sum(map(len, parts)) > MAX_HEAD_BYTES:
-        raise HeadTooLarge(limit=MAX_HEAD_BYTES)
-    try:
-        text = "".join(part.decode() for part in parts)
-    except UnicodeDecodeError as error:
-        raise RequestError("found a header that is not UTF-8: send headers in ASCII") from error
-    if _CONTROL.search(text) or _CONTROL.search(scope["path"]):
-        raise RequestError(
-            "found control characters in a header or in the path: send printable characters"
-        )
-    if not scope["path"].startswith("/"):
-        raise RequestError("found a target that is no path: send one that begins with /")
-    request_id = _header(scope, b"x-request-id")
-    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
-        raise RequestError(
-            "x-request-id: expected 1 to 128 printable ASCII characters without blanks",
-            param="x-request-id",
-        )
-
-
-def refusal(error: Exception, scope: Scope) -> Response:
-    """Returns the answer to a request that is refused before it is parsed."""
-    answer = http_error_of(error)
-    note_refusal(scope, answer)
-    logger.info(
-        "request refused: status=%d path=%s reason=%s",
-        *(answer.status, ascii(scope["path"])[:_LOGGED_CHARS], answer.message[:_LOGGED_CHARS]),
-    )
-    return Response(
-        encoded(answer.body),
-        status_code=answer.status,
-        headers={**answer.headers, "Connection": "close"},
-        media_type="application/json",
-    )
-
-
-class _Body:
-    """A `receive` that knows whether the body is complete."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._is_complete = False
-
-    async def __call__(self) -> Message:
-        message = await self._receive()
-        is_part = message["type"] == "http.request" and message.get("more_body", False)
-        self._is_complete = not is_part
-        return message
-
-    async def discard(self) -> None:
-        """Reads what is under way, within bounds: a connection that is closed with unread data is
-        reset, and the client would not see the answer."""
-        num_bytes = 0
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DISCARD_S):
-                while not self._is_complete and num_bytes < _DISCARD_BYTES:
-                    num_bytes += len((await self()).get("body", b""))
-
-
 def _is_open(scope: Scope) -> bool:
     return _path_of(scope) in OPEN_PATHS
 
@@ -267,10 +168,6 @@ def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
         await send(message)
 
     return with_headers
-
-
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    return next((value for key, value in scope["headers"] if key == name), None)
 
 
 def _replayed(messages: Iterable[Message], rest: Receive) -> Receive:

@@ -4,7 +4,6 @@ The metrics of a pipeline know neither requests that never reach it nor texts th
 string.
 """
 
-import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
 
@@ -16,9 +15,9 @@ from eesd_dist.telemetry.metrics import FIRST_TOKEN_S, REQUEST_S, RequestTimings
 from eesd_dist.types import FinishReason
 from serve_app.keys import Permit
 from serve_app.openai.errors import HttpError
+from serve_app.openai.middleware.departures import CLIENT_CLOSED_REQUEST, has_left
 from serve_app.openai.middleware.permits import noted_permit
 
-CLIENT_CLOSED_REQUEST = 499
 _REASON = "eesd.refused"
 """Key of a request's scope: why it was refused."""
 OTHER_PATH = "other"
@@ -33,7 +32,7 @@ class HttpMetrics:
         self._ingress = ingress
         self._requests = Counter(
             "eesd_http_requests",
-            "Answers, by status; 499: the client left before.",
+            "Answers, by status; 499: the client left before the end.",
             ("ingress", "path", "status"),
             registry=self.registry,
         )
@@ -129,25 +128,22 @@ class CountedRequests:
             return
         status = int(HTTPStatus.INTERNAL_SERVER_ERROR)
         """Of a request without an answer."""
-        is_begun = False
 
         async def noted(message: Message) -> None:
-            nonlocal status, is_begun
+            nonlocal status
             if message["type"] == "http.response.start":
-                status, is_begun = message["status"], True
+                status = message["status"]
             await send(message)
 
         self._metrics.begin()
         try:
             await self._app(scope, receive, noted)
-        except asyncio.CancelledError:  # by Ray, for a client that has left
-            status = status if is_begun else CLIENT_CLOSED_REQUEST
-            raise
         except Exception:  # of what lies between this and `UnexpectedErrors`
             scope.setdefault(_REASON, "internal_error")
             raise
         finally:
             path = path_format_of(scope, self._routes)
+            status = CLIENT_CLOSED_REQUEST if has_left(scope) else status
             self._metrics.end(path=path, status=status, reason=reason_of(scope))
             if (permit := noted_permit(scope)) is not None:
                 self._metrics.note_key(permit, status=status)

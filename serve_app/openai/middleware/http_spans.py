@@ -4,7 +4,6 @@ Refusals before parsing have one too. Health checks, scrapes and operators' page
 would hide the requests.
 """
 
-import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
 
@@ -14,13 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eesd_dist.telemetry import names
 from eesd_dist.telemetry.request_spans import Attributes, context_of, server_span, traceparent_of
+from serve_app.openai.middleware.departures import CLIENT_CLOSED_REQUEST, has_left
 from serve_app.openai.middleware.gate import OPEN_PATHS, OPERATORS
-from serve_app.openai.middleware.http_metrics import (
-    CLIENT_CLOSED_REQUEST,
-    OTHER_PATH,
-    path_format_of,
-    reason_of,
-)
+from serve_app.openai.middleware.http_metrics import OTHER_PATH, path_format_of, reason_of
 from serve_app.openai.middleware.request_ids import request_id_of
 
 _TRACEPARENT = "eesd.traceparent"
@@ -51,19 +46,24 @@ class TracedRequests:
         if not span.is_recording():
             await self._app(scope, receive, send)
             return
-        answer = _Answer(receive, send)
+        status: int | None = None
+        """None before the answer has begun."""
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
         try:
-            await self._app(scope, answer.receive, answer.send)
-        except asyncio.CancelledError:  # by Ray, for a client that has left
-            answer.has_client_left = True
-            raise
+            await self._app(scope, receive, noted)
         except Exception as error:  # of what lies between this and `UnexpectedErrors`
-            answer.status = HTTPStatus.INTERNAL_SERVER_ERROR
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
             span.set_attribute(names.ERROR_TYPE, type(error).__name__)
             raise
         finally:
             span.set_attribute(names.REQUEST_ID, request_id_of(scope))
-            answer.describe(span, reason=reason_of(scope))
+            _describe(span, status=status, scope=scope)
             span.end()
 
     def _begin(self, scope: Scope) -> Span:
@@ -106,42 +106,21 @@ def traceparent_inside(scope: Scope) -> str | None:
     return next((value.decode("latin-1")[:_MAX_TRACEPARENT_CHARS] for value in sent), None)
 
 
-class _Answer:
-    """What the client has got of its answer."""
-
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
-        self.status: int | None = None
-        """None before the answer has begun."""
-        self._is_complete = False
-        self.has_client_left = False
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.disconnect" and not self._is_complete:
-            self.has_client_left = True
-        return message
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        elif message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._is_complete = True
-        await self._send(message)
-
-    def describe(self, span: Span, *, reason: str | None) -> None:
-        """A client that leaves is no error, and neither is a request that is refused."""
-        if self.has_client_left:
-            span.set_attribute(names.CLIENT_LEFT, True)
-        if self.status is None:
-            return
-        if self.status != CLIENT_CLOSED_REQUEST:  # which is never sent
-            span.set_attribute(names.HTTP_STATUS, int(self.status))
-        if self.status >= HTTPStatus.BAD_REQUEST and reason is not None:
-            span.set_attribute(names.ERROR_TYPE, reason)
-        if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            span.set_status(Status(StatusCode.ERROR))
+def _describe(span: Span, *, status: int | None, scope: Scope) -> None:
+    """A client that leaves is no error, and neither is a request that is refused."""
+    if has_left(scope):
+        span.set_attribute(names.CLIENT_LEFT, True)
+        status = CLIENT_CLOSED_REQUEST
+    if status is None:
+        return
+    span.set_attribute(names.HTTP_STATUS, int(status))
+    reason = reason_of(scope)
+    if status == CLIENT_CLOSED_REQUEST:
+        return
+    if status >= HTTPStatus.BAD_REQUEST and reason is not None:
+        span.set_attribute(names.ERROR_TYPE, reason)
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        span.set_status(Status(StatusCode.ERROR))
 
 
 def _is_operators(scope: Scope) -> bool:

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eesd_dist.telemetry.logs import current_request
 from serve_app.openai.event_ids import NONCE_BYTES
+from serve_app.openai.middleware.departures import CLIENT_CLOSED_REQUEST, has_left
 from serve_app.openai.middleware.http_metrics import path_format_of
 from serve_app.openai.middleware.permits import noted_permit
 from serve_app.openai.schema import REQUEST_ID_PATTERN
@@ -72,6 +73,7 @@ class NamedRequests:
 
     def _log(self, scope: Scope, *, status: int, seconds: float) -> None:
         path = path_format_of(scope, self._routes)
+        status = CLIENT_CLOSED_REQUEST if has_left(scope) else status
         if path in _QUIET and status < HTTPStatus.BAD_REQUEST:
             return
         permit = noted_permit(scope)

@@ -68,4 +68,4 @@ def test_serves_proxy_takes_both_where_the_environment_names_them(
     run = subprocess.run(
         [sys.executable, "-c", _IN_A_PROXY], env=os.environ, capture_output=True, check=True
     )
-    assert run.stdout.decode().split("\n")[-3:-1] == ["['HeadGate']", "BoundedHead"]
+    assert run.stdout.decode().split("\n")[-3:-1] == ["['HeadGate']", "BoundedConnection"]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -70,6 +71,22 @@ def test_one_call_reads_the_rounds_of_all_streams() -> None:
             assert link.num_live == 0
 
     asyncio.run(run())
+
+
+def test_no_call_is_one_of_the_request_that_ray_cancels_when_its_client_leaves() -> None:
+    of_request: ContextVar[bool] = ContextVar("of_request", default=False)
+    calls: dict[str, bool] = {}
+
+    async def run() -> None:
+        async with _linked() as (handle, link):
+            handle.fault = lambda method: calls.update({method: of_request.get()})
+            of_request.set(True)
+            async with aclosing(link.stream(_request())) as items:
+                await anext(items)
+            await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    assert calls == {"submit": False, "take": False, "cancel": False}
 
 
 @pytest.mark.parametrize("fault", [Fault.UNREACHED, Fault.REPLY_LOST])

@@ -1,210 +1,128 @@
-"""The server of Ray's proxy, with heads bounded in time and size."""
+"""What reaches Serve of the requests at its HTTP proxy."""
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import pytest
-from starlette.applications import Starlette
+from ray.serve._private import constants
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
-from serve_app.ingress import proxy_front
-from serve_app.ingress.proxy_front import BoundedHead
-from serve_app.openai.middleware.gate import MAX_HEAD_BYTES, HeadGate
+from serve_app.ingress.bounded_connection import BoundedConnection
+from serve_app.openai.event_ids import HEADER as EVENT_HEADER
+from serve_app.openai.middleware.body_limits import LIMIT_HEADER
+from serve_app.openai.middleware.head_gate import HeadGate, forwarded
+from serve_app.openai.middleware.request_ids import REQUEST_ID_HEADER
+from serve_app.openai.workloads import WORKLOAD_HEADER
 from tests.support.live_server import serving
-from tests.support.raw_http import Part, Reply, chunk, chunked_head, exchange, exchanges, get, post
+from tests.support.raw_http import Part, Reply, chunk, chunked_head, exchange, get, head, post
 
-_SLOW_S = 0.8
+_OF_RAY = (
+    constants.SERVE_MULTIPLEXED_MODEL_ID,
+    constants.SERVE_SESSION_ID,
+    constants.SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
+    constants.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
+    f"{constants.SERVE_INGRESS_ROUTER_HEADER_PREFIX}a",
+)
+_LIMIT = 1000
 
 
-async def _answer(request: Request) -> Response:
-    body = await request.body()
-    if request.url.path == "/length":
-        return PlainTextResponse(str(len(body)))
-    await asyncio.sleep(_SLOW_S if request.url.path == "/slow" else 0)
-    return PlainTextResponse("served")
+@dataclass
+class _Serve:
+    """Stands where Serve's proxy stands: notes what it gets, and states the limit of bodies of an
+    application under /served."""
+
+    headers: list[dict[str, list[str]]] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+    limit: int = _LIMIT
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Request(scope).headers
+        self.headers.append({name: headers.getlist(name) for name in headers})
+        self.num_bytes.append(0)
+        is_ours = scope["path"].startswith("/served/")
+        if is_ours:
+            scope["root_path"] = "/served"
+        message: Message = {"more_body": True}
+        while message.get("more_body"):
+            message = await receive()
+            self.num_bytes[-1] += len(message.get("body", b""))
+            if is_ours and self.num_bytes[-1] > self.limit:
+                break
+        told = [(LIMIT_HEADER, b"%d" % self.limit)] if is_ours else []
+        status = 413 if is_ours and self.num_bytes[-1] > self.limit else 200
+        told.append((b"content-length", b"6"))
+        await send({"type": "http.response.start", "status": status, "headers": told})
+        await send({"type": "http.response.body", "body": b"served"})
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(proxy_front, "HEAD_TIMEOUT_S", 0.4)
-    app = Starlette(routes=[Route("/{path:path}", _answer, methods=["GET", "POST"])])
-    with serving(HeadGate(app), protocol=BoundedHead) as url:
-        number = urlsplit(url).port
-        assert number is not None
-        yield number
+def serve() -> _Serve:
+    return _Serve()
+
+
+@pytest.fixture
+def port(serve: _Serve) -> Iterator[int]:
+    with serving(HeadGate(serve), protocol=BoundedConnection) as url:
+        yield urlsplit(url).port or 0
 
 
 def _reply(port: int, *parts: Part | bytes) -> Reply:
     return asyncio.run(exchange(port, *parts, timeout_s=5.0))
 
 
-def test_a_head_that_does_not_end_is_answered_and_closed(port: int) -> None:
-    for parts in (
-        [b"GET / HTTP/1.1\r\nHos"],
-        [b"GET /", *(Part(data=b"a", pause_s=0.1) for _ in range(40))],
-        [b"GET / HTTP/1.1\r\n", *(Part(data=b"a: b\r\n", pause_s=0.1) for _ in range(40))],
-    ):
-        reply = _reply(port, *parts)
-        assert reply.error["code"] == "request_timeout"
-        assert (reply.status, reply.is_closed) == (408, True)
-        assert reply.took_s < 2.0
+@pytest.mark.parametrize("name", _OF_RAY)
+def test_headers_that_serve_acts_on_do_not_reach_it(port: int, serve: _Serve, name: str) -> None:
+    spellings = {name, name.replace("_", "-"), name.replace("-", "_"), name.upper(), name.title()}
+    lines = [spelling.encode() + b": 1" for spelling in sorted(spellings)]
+    assert _reply(port, get("/", *lines, *lines)).status == 200
+    assert set(serve.headers[0]) == {"host"}
 
 
-def test_a_connection_without_a_byte_is_closed(port: int) -> None:
-    reply = _reply(port)
-    assert (reply.raw, reply.is_closed) == (b"", True)
-    assert reply.took_s < 2.0
+def test_what_the_service_reads_passes_once(port: int, serve: _Serve) -> None:
+    names = (REQUEST_ID_HEADER, EVENT_HEADER, WORKLOAD_HEADER, "Authorization", "traceparent")
+    first = [f"{name}: first".encode() for name in names]
+    second = [f"{name.upper()}: second".encode() for name in names]
+    underscores = [f"{name.replace('-', '_')}: third".encode() for name in names if "-" in name]
+    assert _reply(port, get("/", *underscores, *first, *second)).status == 200
+    assert serve.headers[0] == {name.lower(): ["first"] for name in names} | {"host": ["x"]}
 
 
-def test_the_second_head_of_a_connection_has_the_same_deadline(port: int) -> None:
-    async def second() -> tuple[bytes, float]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(get("/"))
-        assert b"served" in await reader.readuntil(b"served")
-        await asyncio.sleep(0.6)  # idle between requests: the keep-alive time applies
-        began_s = asyncio.get_running_loop().time()
-        writer.write(b"GET / HTTP/1.1\r\nHo")
-        rest = await asyncio.wait_for(reader.read(), 5)
-        writer.close()
-        return rest, asyncio.get_running_loop().time() - began_s
-
-    rest, took_s = asyncio.run(second())
-    assert rest.startswith(b"HTTP/1.1 408 ")
-    assert 0.3 < took_s < 2.0
+def test_no_header_is_forwarded_that_serve_keeps() -> None:
+    assert forwarded([(name.encode(), b"1") for name in _OF_RAY]) == []
 
 
-def test_a_large_head_is_refused_as_it_arrives(port: int) -> None:
-    reply = _reply(port, b"GET / HTTP/1.1\r\nx: ", *[b"a" * 1000] * (MAX_HEAD_BYTES // 1000 + 1))
-    assert (reply.status, reply.is_closed) == (431, True)
-
-
-def test_an_answer_may_take_longer_than_a_head(port: int) -> None:
-    for request in (get("/slow"), post("/slow", {"a": "x" * 200_000})):
-        reply = _reply(port, request)
-        assert reply.raw.endswith(b"served")
-        assert reply.took_s > _SLOW_S
-    slow_body = [Part(data=b"x", pause_s=0.1) for _ in range(8)]
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n\r\n"
-    assert _reply(port, head, *slow_body).raw.endswith(b"served")
-
-
-def test_headers_that_are_not_text_and_websockets_are_refused(port: int) -> None:
-    assert _reply(port, get("/", b"X-Name: \xff")).status == 400
-    assert _reply(port, get("/a%0Ab")).status == 400
-    assert _reply(port, get("*")).status == 400
-    assert _reply(port, get("/", b"X-Name: \x1b[0m")).error["type"] == "invalid_request_error"
-    assert _reply(port, get("/", b"X-Request-Id: a b")).status == 400
-    upgrade = (b"Connection: Upgrade", b"Upgrade: websocket")
-    handshake = (b"Sec-WebSocket-Version: 13", b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==")
-    for request in (
-        get("/", *upgrade, *handshake),
-        get("/", *upgrade),
-        post("/", {"a": 1}, *upgrade, *handshake),
-    ):
-        reply = _reply(port, request)
-        assert (reply.status, reply.is_closed) == (400, True)
-
-
-@pytest.mark.parametrize("body", [b"{}", b"x" * 200_000])
-def test_a_request_that_offers_another_protocol_is_served_by_this_one(
-    port: int, body: bytes
-) -> None:
-    offers = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk")
-    whole = post("/length", body, *offers)
-    chunks = [chunk(body[i : i + 50_000]) for i in range(0, len(body), 50_000)]
-    offered = chunked_head("/length").replace(b"\r\n\r\n", b"\r\n")
-    in_chunks = [b"\r\n".join([offered + offers[0], *offers[1:], b"\r\n"]), *chunks, b"0\r\n\r\n"]
-    for parts in ([whole], [whole[:30], Part(data=whole[30:], pause_s=0.1)], in_chunks):
-        assert _reply(port, *parts).body == b"%d" % len(body)
-    pair = (whole, get("/slow"))
-    for pipelined in (True, False):
-        replies = asyncio.run(exchanges(port, *pair, pipelined=pipelined, timeout_s=5.0))
-        assert [reply.body for reply in replies] == [b"%d" % len(body), b"served"]
-
-
-_H2C = (b"Connection: Upgrade", b"Upgrade: h2c")
-
-
-def test_many_offers_of_one_read_are_served_in_order(port: int) -> None:
-    requests = [post("/length", b"x" * size, *_H2C) for size in range(1, 21)]
-    replies = asyncio.run(exchanges(port, *requests, pipelined=True, timeout_s=5.0))
-    assert [reply.body for reply in replies] == [b"%d" % size for size in range(1, 21)]
-
-
-def test_a_head_that_is_parsed_again_cannot_shift_what_follows(port: int) -> None:
-    short = b"GET / HTTP/1.1\r\nUpgrade:a\r\nConnection:upgrade\r\n\r\n"
-    for padding in range(0, 40):
-        long = b"GET / HTTP/1.1\r\nUpgrade:" + b"a" * padding + short[25:]
-        replies = asyncio.run(exchanges(port, long, short, pipelined=True, timeout_s=5.0))
-        assert [reply.body for reply in replies] == [b"served", b"served"], padding
-
-
-@pytest.mark.parametrize(
-    "offer",
-    [
-        (b"Connection: Upgrade", b"Connection: keep-alive", b"Upgrade: h2c"),
-        (b"Proxy-Connection: Upgrade", b"Upgrade: h2c"),
-        (b"Connection: keep-alive, Upgrade", b"Upgrade: h2c", b"Upgrade: other"),
-    ],
-)
-def test_a_body_is_never_taken_for_a_request(port: int, offer: tuple[bytes, ...]) -> None:
-    smuggled = get("/length")
-    whole = post("/length", smuggled, *offer)
-    head = whole[: -len(smuggled)]
-    for parts in ([whole], [head, Part(data=smuggled, pause_s=0.1)]):
-        reply = _reply(port, *parts)
-        assert reply.body == b"%d" % len(smuggled)
-
-
-def test_an_offer_keeps_the_version_and_the_end_of_the_connection(port: int) -> None:
-    old = get("/", *_H2C).replace(b"HTTP/1.1", b"HTTP/1.0")
-    for request in (old, get("/", b"Connection: close, Upgrade", b"Upgrade: h2c")):
-        reply = _reply(port, request)
-        assert (reply.body, reply.is_closed) == (b"served", True)
-
-
-def test_connect_is_refused(port: int) -> None:
-    reply = _reply(port, b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n", get("/"))
-    assert (reply.status, reply.is_closed) == (400, True)
-
-
-def test_no_refusal_is_written_into_another_answer(port: int) -> None:
-    for second in (get("/", b"Connection: Upgrade", b"Upgrade: websocket"), b"\x00\x01\r\n"):
-        reply = _reply(port, get("/slow") + second)
-        assert (reply.raw, reply.is_closed) == (b"", True)
-
-
-def test_what_follows_a_chunked_body_is_bounded(port: int) -> None:
-    trailers = [b"x-%d: " % i + b"a" * 1000 + b"\r\n" for i in range(2 * MAX_HEAD_BYTES // 1000)]
-    reply = _reply(port, chunked_head("/"), chunk(b"ab"), b"0\r\n", *trailers)
+def test_a_length_that_the_service_refuses_does_not_reach_it(port: int, serve: _Serve) -> None:
+    path = "/served/v1/completions"
+    assert _reply(port, post(path, b"x" * (_LIMIT + 1))).status == 413
+    assert len(serve.num_bytes) == 1, "nothing is known before the first answer"
+    reply = _reply(port, head(path, _LIMIT + 1))
+    assert (reply.status, reply.error["code"]) == (413, "request_too_large")
     assert reply.is_closed
-    assert reply.took_s < 2.0
+    assert len(serve.num_bytes) == 1
+    assert _reply(port, post(path, b"x" * _LIMIT)).status == 200
 
 
-def test_a_large_head_behind_a_request_in_progress_is_bounded(port: int) -> None:
-    second = [b"GET /", *[b"a" * 1000] * (2 * MAX_HEAD_BYTES // 1000)]
-    for parts in ([get("/slow"), *second], [get("/slow") + b"".join(second)]):
-        reply = _reply(port, *parts)
-        assert (reply.raw, reply.is_closed) == (b"", True)
-        assert reply.took_s < _SLOW_S
+def test_the_limit_is_that_of_the_latest_answer_and_of_one_application(
+    port: int, serve: _Serve
+) -> None:
+    path = "/served/v1/completions"
+    reply = _reply(port, get("/served/ping"))
+    assert reply.header(LIMIT_HEADER.decode()) is None
+    for other in ("/v1/completions", "/other/v1/completions", "/served/ping"):
+        assert _reply(port, post(other, b"x" * (_LIMIT + 1))).body == b"served"
+    assert serve.num_bytes[1:] == [_LIMIT + 1] * 3
+    serve.limit = 2 * _LIMIT
+    _reply(port, get("/served/ping"))
+    assert _reply(port, post(path, b"x" * 2 * _LIMIT)).status == 200
+    assert _reply(port, head(path, 2 * _LIMIT + 1)).status == 413
 
 
-def test_a_request_may_wait_behind_another_and_be_sent_in_chunks(port: int) -> None:
-    body = [chunk(bytes([97 + i % 26])) for i in range(100)]
-    requests = (get("/slow"), chunked_head("/"), *body, b"0\r\n\r\n")
-
-    async def answers() -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for part in requests:
-            writer.write(part)
-            await writer.drain()
-        raw = b""
-        while raw.count(b"served") < 2:
-            raw += await asyncio.wait_for(reader.read(1000), 5)
-        writer.close()
-        return raw
-
-    assert asyncio.run(answers()).count(b"HTTP/1.1 200 ") == 2
+def test_chunks_beyond_the_limit_do_not_reach_the_service(port: int, serve: _Serve) -> None:
+    _reply(port, get("/served/ping"))
+    parts = [Part(data=chunk(b"x" * 400), pause_s=0.01) for _ in range(50)]
+    reply = _reply(port, chunked_head("/served/v1/completions"), *parts)
+    assert reply.status == 413
+    assert _LIMIT < serve.num_bytes[-1] <= 2 * _LIMIT

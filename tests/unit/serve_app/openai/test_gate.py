@@ -20,7 +20,8 @@ from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.errors import HeadTooLarge
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware import gate
-from serve_app.openai.middleware.gate import AdmissionGate, check_head
+from serve_app.openai.middleware.gate import AdmissionGate
+from serve_app.openai.middleware.head_gate import MAX_HEAD_BYTES, check_head
 from serve_app.openai.schema import check_json
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.throughput import Throughput
@@ -103,7 +104,7 @@ def test_ordinary_headers_pass_and_large_ones_do_not() -> None:
         {"path": "/é", "headers": [(b"x-name", "Zoë\t1".encode()), (b"x-request-id", b"a-1")]}
     )
     with pytest.raises(HeadTooLarge):
-        check_head({"path": "/", "headers": [(b"x", b"a" * gate.MAX_HEAD_BYTES)]})
+        check_head({"path": "/", "headers": [(b"x", b"a" * MAX_HEAD_BYTES)]})
 
 
 class _Sent:

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Receive, Scope, Send
 
+from serve_app.openai.middleware.departures import Departures
 from serve_app.openai.middleware.http_metrics import CountedRequests, HttpMetrics
 from tests.support.live_server import serving
 from tests.support.running import until
@@ -117,7 +118,7 @@ def test_a_request_that_is_cancelled_is_one_that_left() -> None:
         raise AssertionError
 
     async def cancelled() -> None:
-        app = CountedRequests(waits, metrics=metrics, routes=[])
+        app = CountedRequests(Departures(waits), metrics=metrics, routes=[])
         asked = app({"type": "http", "path": "/"}, nothing, nothing)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asked, timeout=0.05)
