@@ -124,6 +124,8 @@ def test_the_port_is_kept_until_the_release() -> None:
     switch.release()
     with socket.socket() as other:
         other.bind(switch.address)
+    library.epoll.close()
+    library.listener.close()
 
 
 def test_a_socket_that_no_epoll_set_watches_is_an_error_that_says_what_to_do() -> None:
