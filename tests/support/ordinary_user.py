@@ -25,6 +25,7 @@ def as_ordinary_user(command: Sequence[str]) -> list[str]:
 
 
 def ordinary_environment() -> dict[str, str]:
-    """Returns this process's environment without HOME and the names of its user."""
-    user = {"HOME", "USER", "LOGNAME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME", "XDG_CACHE_HOME"}
+    """Returns this process's environment without its user's name, HOME and folders."""
+    folders = {"XDG_RUNTIME_DIR", "XDG_STATE_HOME", "XDG_CACHE_HOME", "EESD_CACHE_DIR"}
+    user = {"HOME", "USER", "LOGNAME", *folders}
     return {key: value for key, value in os.environ.items() if key not in user}
