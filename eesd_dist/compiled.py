@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Generic, Self, TypeVar
 
+from eesd_dist.user_folders import user_folder
+
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -38,8 +40,7 @@ def cache_folder() -> Path:
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "eesd"
+    return user_folder("XDG_CACHE_HOME", ".cache", in_temporary="cache")
 
 
 def kernels_folder() -> Path:

@@ -39,7 +39,7 @@ class ModelSpec:
     rope: RopeSpec
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    """From generation_config.json when it names any, else from config.json."""
+    """From generation_config.json when it names any in the vocabulary, else from config.json."""
 
     @property
     def queries_per_kv(self) -> int:
@@ -78,9 +78,10 @@ class ModelSpec:
             )
         max_positions = fields.integer("max_position_embeddings", 32_768)
         num_layers = fields.integer("num_hidden_layers")
+        vocab_size = fields.integer("vocab_size")
         return cls(
             architecture=architecture,
-            vocab_size=fields.integer("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size"),
             num_layers=num_layers,
@@ -96,8 +97,8 @@ class ModelSpec:
                 config, head_dim=head_dim, max_positions=max_positions, file=file
             ).spec(),
             bos_token_id=fields.optional_integer("bos_token_id"),
-            eos_token_ids=_token_ids((generation or {}).get("eos_token_id"))
-            or _token_ids(config.get("eos_token_id")),
+            eos_token_ids=_token_ids((generation or {}).get("eos_token_id"), below=vocab_size)
+            or _token_ids(config.get("eos_token_id"), below=vocab_size),
         )
 
 
@@ -121,9 +122,7 @@ def _refuse_what_we_do_not_compute(fields: ConfigFields, traits: Traits) -> None
         raise fields.error("quantization_config", expected="plain float weights")
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,)
-    if isinstance(value, list):
-        return tuple(int(token) for token in value)
-    return ()
+def _token_ids(value: object, *, below: int) -> tuple[int, ...]:
+    """Returns the ids in the vocabulary; a tokenizer that is loaded reports the others."""
+    ids = value if isinstance(value, list) else [value]
+    return tuple(id_ for id_ in ids if isinstance(id_, int) and 0 <= id_ < below)

@@ -27,6 +27,7 @@ from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, Sam
 from opentelemetry.trace import Link, SpanKind, TraceState, get_current_span
 from opentelemetry.util.types import Attributes
 
+from eesd_dist.errors import ConfigError
 from eesd_dist.telemetry.round_spans import PROMISED_SPAN_ID, random_id
 from eesd_dist.telemetry.span_records import SpanRecord
 from eesd_dist.telemetry.tracing_options import TracingOptions
@@ -43,12 +44,16 @@ _MAX_SPANS_OF_TRACE = 512
 def make_provider(
     options: TracingOptions, *, process: str, service: str
 ) -> "tuple[TracerProvider, KeptTraces]":
-    """Returns a new provider, and the traces that it keeps; does not change the global one."""
-    provider = TracerProvider(
-        sampler=_sampler(options),
-        resource=Resource.create({"service.name": service, "service.instance.id": process}),
-        id_generator=_Ids(),
-    )
+    """Returns a new provider, and the traces that it keeps; does not change the global one. Raises
+    ConfigError for a variable that the SDK cannot read, which it names."""
+    try:
+        provider = TracerProvider(
+            sampler=_sampler(options),
+            resource=Resource.create({"service.name": service, "service.instance.id": process}),
+            id_generator=_Ids(),
+        )
+    except ValueError as error:
+        raise ConfigError(f"tracing: {error}: mend or unset it in the environment") from error
     kept = KeptTraces(process, max_traces=options.max_traces_kept)
     if options.max_traces_kept:
         provider.add_span_processor(kept)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
 from eesd_dist.errors import CheckpointError, RequestError, TextTooLong
+from eesd_dist.text.end_tokens import end_token_ids
 from eesd_dist.text.pieces import Pieces
 from eesd_dist.types import TokenId
 
@@ -32,6 +33,17 @@ _RESERVED_TEMPLATE_OPTIONS = frozenset(
 )
 
 
+_TEMPLATE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Python's errors in the code of a chat template."""
+
+
 class TextCodec(Protocol):
     """What other modules need of a tokenizer."""
 
@@ -41,7 +53,10 @@ class TextCodec(Protocol):
         ...
 
     @property
-    def eos_token_ids(self) -> tuple[TokenId, ...]: ...
+    def eos_token_ids(self) -> tuple[TokenId, ...]:
+        """All of them are below `vocab_size`."""
+        ...
+
     @property
     def special_token_ids(self) -> frozenset[TokenId]: ...
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]: ...
@@ -106,14 +121,23 @@ class Tokenizer:
                 expected=f"ids below the model's vocabulary of {model_vocab_size}",
                 advice="this tokenizer belongs to another model",
             )
-        eos = _eos_ids(backend, config, _read_json(folder / "generation_config.json"))
-        return cls(
+        vocab_size = model_vocab_size if model_vocab_size is not None else num_ids
+        generation = folder / "generation_config.json"
+        eos = {
+            folder / "tokenizer_config.json": backend.eos_token_id,
+            folder / "config.json": config.get("eos_token_id"),
+            generation: _read_json(generation).get("eos_token_id"),
+        }
+        tokenizer = cls(
             backend,
             pieces=Pieces.of_decoder(_decoder_of(backend), file=folder / "tokenizer.json"),
-            vocab_size=model_vocab_size if model_vocab_size is not None else num_ids,
-            eos_token_ids=eos,
+            vocab_size=vocab_size,
+            eos_token_ids=end_token_ids(eos, vocab_size=vocab_size),
             max_tokens=max_tokens,
         )
+        if backend.chat_template is not None:
+            tokenizer._require_rendering(folder)
+        return tokenizer
 
     @property
     def vocab_size(self) -> int:
@@ -182,11 +206,26 @@ class Tokenizer:
         options = {"add_generation_prompt": True} | template_options
         try:
             text = self._backend.apply_chat_template(list(messages), tokenize=False, **options)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+        except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
         return cast("str", text)
+
+    def _require_rendering(self, folder: Path) -> None:
+        """Raises CheckpointError for a chat template that would refuse every conversation."""
+        try:
+            text = self.render_chat([{"role": "user", "content": "Hello"}])
+            found = "a chat template that renders a user's message to an empty text"
+        except RequestError as error:
+            text, found = "", str(error)
+        if not text:
+            raise CheckpointError(
+                file=_template_file(folder),
+                found=found,
+                expected="a chat template that renders the user's message 'Hello'",
+                advice="mend the template, or remove it: then only completions are served",
+            )
 
     @property
     def tool_template(self) -> str | None:
@@ -280,11 +319,11 @@ def _special_ids(backend: Any) -> frozenset[TokenId]:
     return frozenset(TokenId(id_) for id_ in (*backend.all_special_ids, *added))
 
 
-def _eos_ids(backend: Any, *configs: Mapping[str, object]) -> list[int]:
-    """Returns all end tokens that the tokenizer or a config names, the tokenizer's first."""
-    found = [backend.eos_token_id, *(config.get("eos_token_id") for config in configs)]
-    flat = [id_ for entry in found for id_ in (entry if isinstance(entry, list) else [entry])]
-    return list(dict.fromkeys(id_ for id_ in flat if isinstance(id_, int)))
+def _template_file(folder: Path) -> Path:
+    """Returns the file that the chat template is read from; of several templates, their folder."""
+    names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    files = (folder / name for name in names)
+    return next((file for file in files if file.exists()), folder / "tokenizer_config.json")
 
 
 def _read_json(file: Path) -> Mapping[str, object]:

@@ -7,9 +7,10 @@ connection belongs to the plane when it ends at the plane's listening port on th
 peer's listening port; the ports are exchanged through the store.
 
 Gloo has no authentication either: a connection that begins with the number of a pair becomes that
-pair. So a `ConnectionFilter` admits only the members' hosts while the group is being
-connected, and nothing afterwards; then `cut_unreported` cuts each accepted connection that no
-member reports, through the store, to have opened.
+pair. So a `ListenerGuard` admits nothing before the members are known, their hosts (without the
+privilege for that: any host) while the group is being connected, and nothing afterwards; then
+`cut_unreported` cuts each accepted connection that no member reports, through the store, to have
+opened, and the peers prove the secret of their epoch (`rendezvous`).
 
 Three properties of Gloo shape the layers above. A wait that times out closes the connection for
 good, so a link is unusable after a missed deadline. A send finishes only once the peer has asked
@@ -44,9 +45,9 @@ from torch.distributed.distributed_c10d import Store
 from eesd_dist.errors import EngineError
 from eesd_dist.transport.authentication.connection_filter import (
     LISTENING,
-    ConnectionFilter,
     Listeners,
 )
+from eesd_dist.transport.authentication.listener_guard import ListenerGuard, guard_listener
 from eesd_dist.transport.authentication.refused import RefusedConnections
 
 NO_DEADLINE = timedelta(days=3650)
@@ -62,8 +63,7 @@ _CLOSED = "Connection closed by peer"
 _LINK_TAG = 1_000_000
 """Tag of the receive that is never answered; nothing is sent under it."""
 _MAX_SOCKETS = 8
-"""A scan finds one socket in thousands before its filter."""
-_ACCEPTED_WITHIN_MS = 1_000
+"""A scan finds one socket in thousands before its guard."""
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 1),
     (socket.TCP_KEEPINTVL, 1),
@@ -85,42 +85,38 @@ class TransferBackend(Protocol):
 
 
 class GlooDevice:
-    """One listening socket on the address at which the peers reach this host, behind a filter."""
+    """One listening socket on the address at which the peers reach this host, behind a guard."""
 
     def __init__(self, address: str, *, refused: RefusedConnections | None = None) -> None:
-        """Gloo opens the socket before it can get a filter. A socket that has a connection by then
+        """Gloo opens the socket before it can get a guard. A socket that has a connection by then
         is replaced by another: Gloo may have taken the connection for a peer's."""
         self.refused = refused or RefusedConnections()
         for _ in range(_MAX_SOCKETS):
             with LISTENING:
                 listeners = Listeners()
                 self.device = ProcessGroupGloo.create_device(hostname=address)
-                self.filter = ConnectionFilter(listeners.new())
-            self.addresses = frozenset([self.filter.address])
-            self.refused.watch(self.filter)
+                self.guard = guard_listener(listeners.new())
+            self.addresses = frozenset([self.guard.address])
+            self.refused.watch(self.guard)
             if not self._cut_early_ones():
                 break
-            _release(self.filter, self.refused)
+            _release(self.guard, self.refused)
         else:
             raise EngineError(
-                f"each of {_MAX_SOCKETS} sockets on {address} had a connection before its filter: "
+                f"each of {_MAX_SOCKETS} sockets on {address} had a connection before its guard: "
                 "stop the port scan"
             )
-        self.release = weakref.finalize(self, _release, self.filter, self.refused)
+        self.release = weakref.finalize(self, _release, self.guard, self.refused)
         """Called at the end of the group, otherwise when the device is collected."""
 
     def _cut_early_ones(self) -> bool:
-        """Cuts the connections that came before the filter; returns whether there were any."""
-        for _ in range(_ACCEPTED_WITHIN_MS):
-            if not self.filter.num_waiting:
-                break
-            time.sleep(0.001)
+        """Cuts the connections that came before the guard; returns whether there were any."""
+        found = self.guard.cut_waiting()
         ends = _Ends(here=self.addresses, there=frozenset())
-        found = False
         for connection, here, there in ends.connections():
             _shut_down(connection)
             at = f"{here[0]}:{here[1]}"
-            self.refused.add(there[0], at=at, reason="it came before the filter")
+            self.refused.add(there[0], at=at, reason="it came before the guard")
             found = True
         return found
 
@@ -237,13 +233,13 @@ class GlooPlane:
         device: GlooDevice,
         peer_addresses: frozenset[SocketAddress],
     ) -> None:
-        """The filter of `device` must admit the peers' hosts."""
+        """The guard of `device` must admit the peers' hosts."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [device.device]
         options._threads = 1  # threads for Gloo's collectives, which are not used
         self._backend = cast(TransferBackend, ProcessGroupGloo(store, rank, size, options))
-        device.filter.block()
+        device.guard.block()
         ends = _Ends(here=device.addresses, there=peer_addresses)
         for connection, *_ in ends.connections():
             _keep_alive(connection)
@@ -354,7 +350,7 @@ def _end(ends: _Ends, device: GlooDevice) -> None:
     device.release()
 
 
-def _release(listener: ConnectionFilter, refused: RefusedConnections) -> None:
+def _release(listener: ListenerGuard, refused: RefusedConnections) -> None:
     refused.retire(listener)
     listener.release()
 

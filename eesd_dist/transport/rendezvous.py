@@ -17,7 +17,7 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.transport.authentication.handshake import Address
+from eesd_dist.transport.authentication.handshake import Address, new_nonce, peer_proof, proves
 from eesd_dist.transport.authentication.key_store import KeysMissing, StoreClient
 from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.contracts import Record
@@ -26,6 +26,8 @@ from eesd_dist.transport.group import OWN_FAILURES, ProcessGroup, own_failure
 from eesd_dist.transport.nccl import NcclPlane
 
 _SHORTEST_S = 0.1
+_PROOF_TAG = 1_000_001
+"""Tag of the proofs; no other message of a group has it."""
 
 
 def connect_store(at: Address, *, timeout_s: float) -> StoreClient:
@@ -103,12 +105,13 @@ def build_group(
 
 
 def _connect(exchange: "_Exchange", device: GlooDevice, *, address: str) -> GlooPlane:
-    """Connects the CPUs of all ranks. Its connections are those that the ranks have opened."""
+    """Connects the CPUs of all ranks. Its connections are those that the ranks have opened, and
+    their other ends know the secret of the epoch."""
     ends = exchange.ends(_End(address, tuple(device.addresses)))
     listen = frozenset(
         at for peer, end in enumerate(ends) if peer != exchange.rank for at in end.listens
     )
-    device.filter.admit(exchange.sources({_source_to(at) for at in listen}))
+    device.guard.admit(exchange.sources({_source_to(at) for at in listen}))
     plane = GlooPlane(
         exchange.store("gloo", timeout_s=exchange.left_s()),
         rank=exchange.rank,
@@ -119,10 +122,45 @@ def _connect(exchange: "_Exchange", device: GlooDevice, *, address: str) -> Gloo
     )
     try:
         plane.cut_unreported(exchange.opened(plane.opened()))
+        _prove_secret(plane, exchange)
     except BaseException:
         plane.abort()
         raise
     return plane
+
+
+def _prove_secret(plane: GlooPlane, exchange: "_Exchange") -> None:
+    """Proves the secret of the epoch to each peer. Raises PeerLost that names one whose place
+    another process has taken."""
+    others = [peer for peer in range(len(exchange.members)) if peer != exchange.rank]
+    nonces = {peer: new_nonce() for peer in others}
+    peer_nonces = _swap(plane, exchange, nonces)
+    proofs = _swap(
+        plane,
+        exchange,
+        {
+            peer: exchange.proof(exchange.rank, peer, nonces=peer_nonces[peer] + nonces[peer])
+            for peer in others
+        },
+    )
+    for peer in others:
+        expected = exchange.proof(peer, exchange.rank, nonces=nonces[peer] + peer_nonces[peer])
+        if not proves(proofs[peer], expected):
+            raise exchange.lost(peer, "the process in its place does not know the epoch's secret")
+
+
+def _swap(plane: GlooPlane, exchange: "_Exchange", sent: dict[int, bytes]) -> dict[int, bytes]:
+    """Sends each peer its bytes and returns as many from each. Raises PeerLost."""
+    received = {peer: torch.empty(len(value), dtype=torch.uint8) for peer, value in sent.items()}
+    pending = {peer: plane.irecv(x, source=peer, tag=_PROOF_TAG) for peer, x in received.items()}
+    for peer, value in sent.items():
+        with exchange.naming(peer):
+            x = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+            plane.isend(x, to=peer, tag=_PROOF_TAG, confirmed=False).wait(timeout_s=None)
+    for peer, transfer in pending.items():
+        with exchange.naming(peer):
+            transfer.wait(timeout_s=exchange.left_s())
+    return {peer: x.numpy().tobytes() for peer, x in received.items()}
 
 
 class _End(Record, frozen=True):
@@ -184,6 +222,21 @@ class _Exchange:
     def left_s(self) -> float:
         return max(self._deadline - time.monotonic(), _SHORTEST_S)
 
+    def proof(self, prover: int, verifier: int, *, nonces: bytes) -> bytes:
+        """Returns the proof of the secret from one rank to another."""
+        secret = self._store.at.secret
+        return peer_proof(
+            secret, group=self._prefix, prover=prover, verifier=verifier, nonces=nonces
+        )
+
+    @contextmanager
+    def naming(self, peer: int) -> Iterator[None]:
+        """Raises PeerLost that names this peer when its connection fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.lost(peer, _first_line(error)) from error
+
     @contextmanager
     def naming_the_lost(self) -> Iterator[None]:
         """Raises PeerLost, or EngineError when this rank's own device fails."""
@@ -210,6 +263,9 @@ class _Exchange:
         except KeysMissing as error:
             missing = self.members[keys.index(error.keys[0])]
             raise self._lost(missing, f"it did not join within {self.timeout_s:g} s") from error
+
+    def lost(self, peer: int, reason: str) -> PeerLost:
+        return self._lost(self.members[peer], reason)
 
     def _lost(self, peer: str, reason: str) -> PeerLost:
         return PeerLost(peer=peer, operation=self._operation, reason=reason)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Argument
 
 from eesd_dist.command_line import given
+from eesd_dist.errors import ConfigError
 from eesd_dist.telemetry.logs import LogFormat
 from eesd_dist.types import Device, DTypeSetting, Numerics, TreeShape
 
@@ -109,10 +110,18 @@ def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "Serv
     apply_settings(tree, engine.set)
     if is_missing(tree, "engine.model.path"):
         put(tree, "engine.model.path", str(BUNDLED_MODEL))
+    variables: dict[str, str] = {}
     for variable, key in _VARIABLES:
         if (value := os.environ.get(variable)) and is_missing(tree, key):
             put(tree, key, value)
-    return service_config(tree)
+            variables[key] = variable
+    try:
+        return service_config(tree)
+    except ConfigError as error:
+        key, _, complaint = str(error).partition(": ")
+        if key in variables:
+            raise ConfigError(f"{variables[key]} in the environment: {complaint}") from error
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

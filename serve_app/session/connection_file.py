@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from eesd_dist.errors import ConfigError
+from eesd_dist.user_folders import is_private, require_private, temporary_folder
 from serve_app.session.environment import TOKEN, prepare_for_cluster
 
 _CONNECT_TIMEOUT_S = 2.0
@@ -108,17 +108,13 @@ def _file(port: int) -> Path:
 
 def _folder() -> Path:
     private = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(private) / "eesd" if private else Path(tempfile.gettempdir()) / f"eesd-{_user()}"
-
-
-def _user() -> int:
-    return os.getuid()
+    return Path(private) / "eesd" if private else temporary_folder()
 
 
 def _write_private(file: Path, content: str) -> None:
     folder = file.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _require_private(folder)
+    require_private(folder)
     draft = file.with_suffix(".new")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
@@ -128,7 +124,7 @@ def _write_private(file: Path, content: str) -> None:
 
 def _read_private(file: Path) -> ConnectionFile:
     """Raises FileNotFoundError without a file, ConfigError for one that eesd did not write."""
-    _require_private(file.parent)
+    require_private(file.parent)
     try:
         # Another user may have put a link or a pipe there: neither is followed or waited for.
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -138,7 +134,7 @@ def _read_private(file: Path) -> ConnectionFile:
         raise ConfigError(f"{file}: {error.strerror}: remove it, and start the service") from error
     with os.fdopen(descriptor) as opened:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or not _is_private(found):
+        if not stat.S_ISREG(found.st_mode) or not is_private(found):
             raise ConfigError(
                 f"{file}: expected a file of yours that only you can read: remove it, and start "
                 "the service again"
@@ -157,16 +153,3 @@ def _not_a_connection_file(file: Path) -> ConfigError:
     return ConfigError(
         f"{file}: expected a service's address and token: remove it, and start the service again"
     )
-
-
-def _require_private(folder: Path) -> None:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or not _is_private(found):
-        raise ConfigError(
-            f"{folder}: expected a folder that only you can read, since it holds a service's token"
-            ": remove it, or chmod 700"
-        )
-
-
-def _is_private(found: os.stat_result) -> bool:
-    return found.st_uid == _user() and not found.st_mode & 0o077

@@ -6,17 +6,21 @@ import time
 from pathlib import Path
 
 from eesd_dist.errors import ConfigError
+from eesd_dist.user_folders import user_folder
 from serve_app.session.watchdog import RAY_LOGS
 
 _NUM_KEPT = 10
 
 
 def new_log_folder(parent: Path | None, *, port: int) -> Path:
-    """Creates a folder in `parent`, or in the user's state folder, and deletes the oldest ones.
+    """Creates a folder in `parent`, or in the user's state folder, and deletes the oldest ones. A
+    user without a home folder that can be written has one among the temporary folders.
 
     Raises ConfigError if it cannot be created.
     """
-    parent = _default() if parent is None else parent.absolute()
+    if parent is None:
+        parent = user_folder("XDG_STATE_HOME", ".local/state", in_temporary="state") / "logs"
+    parent = parent.absolute()
     folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-port{port}-{os.getpid()}"
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -34,11 +38,3 @@ def _has_ended(folder: Path) -> bool:
     """Returns whether Ray's logs are in the folder, or gone, rather than still being written."""
     logs = folder / RAY_LOGS
     return not (logs.is_symlink() and logs.exists())
-
-
-def _default() -> Path:
-    state = os.environ.get("XDG_STATE_HOME")
-    try:
-        return (Path(state) if state else Path.home() / ".local" / "state") / "eesd" / "logs"
-    except RuntimeError as error:  # neither HOME nor an entry in the table of users
-        raise ConfigError(f"{error}: name a folder for the logs with --log-folder") from error

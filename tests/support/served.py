@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from tests.support.ordinary_user import as_ordinary_user, ordinary_environment
 from tests.support.running import free_port
 
 _READY_S = 300.0
@@ -17,16 +18,18 @@ _STOP_S = 120.0
 
 @contextmanager
 def command(
-    *words: str, env: Mapping[str, str] | None = None
+    *words: str, env: Mapping[str, str] | None = None, is_ordinary: bool = False
 ) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
-    """Yields the process of `eesd WORDS`, and its lines as they come."""
+    """Yields the process of `eesd WORDS`, and its lines as they come. `is_ordinary`: of a user
+    without privileges and without a home folder."""
+    line = [sys.executable, "-m", "serve_app.cli.main", *words]
     process = subprocess.Popen(
-        [sys.executable, "-m", "serve_app.cli.main", *words],
+        as_ordinary_user(line) if is_ordinary else line,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=None if env is None else {**os.environ, **env},
+        env={**(ordinary_environment() if is_ordinary else os.environ), **(env or {})},
     )
     lines: list[str] = []
 

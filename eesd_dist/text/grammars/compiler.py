@@ -183,8 +183,7 @@ def _compile(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 def _vocabulary(codec: TextCodec) -> LLTokenizer:
     """Returns the bytes of each token for llguidance. Raises RequestError for a model without an
     end token: a text that has matched its grammar could not end."""
-    # Some checkpoints name end tokens outside the vocabulary.
-    ends = [int(token) for token in codec.eos_token_ids if token < codec.vocab_size]
+    ends = [int(token) for token in codec.eos_token_ids]
     if not ends:
         raise RequestError("this model has no end token, so that no text can end with its grammar")
     wrapper = TokenizerWrapper(_Codec(codec, end=ends[0]))

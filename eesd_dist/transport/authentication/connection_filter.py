@@ -2,9 +2,9 @@
 
 Gloo accepts any connection, takes the first 8 bytes for the number of a pair, and cannot close
 its listening socket while a group lives. So the socket gets a packet filter (SO_ATTACH_FILTER,
-classic BPF; needs no privileges): nothing passes before the members of the group are known, then
-only packets from their hosts, and nothing once the group is connected. Accepted connections keep
-the filter that they were accepted under.
+classic BPF): nothing passes before the members of the group are known, then only packets from their
+hosts, and nothing once the group is connected. Accepted connections keep the filter that they were
+accepted under. Some kernels and sandboxes deny the option to ordinary users: `filter_denial`.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 
 from eesd_dist.errors import EngineError
@@ -26,6 +27,8 @@ _DROPS = 8
 _INFO_BYTES = 32
 _WAITING, _WAITING_AT = struct.Struct("=I"), 24
 """The field `tcpi_unacked` of what TCP_INFO returns; of a listening socket it is the backlog."""
+
+_ACCEPTED_WITHIN_MS = 1_000
 
 _IP_HEADER = 0xFFF00000
 """Offset of the IP header (SKF_NET_OFF)."""
@@ -101,11 +104,14 @@ class ConnectionFilter:
         words = struct.unpack("=9I", self._listener.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 36))
         return int(words[_DROPS])
 
-    @property
-    def num_waiting(self) -> int:
-        """Established connections that have not been accepted yet."""
-        info = self._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-        return int(_WAITING.unpack_from(info, _WAITING_AT)[0])
+    def cut_waiting(self) -> bool:
+        """Waits until the library has accepted the connections that came before the filter, for
+        the caller to cut. Returns False: here none is cut."""
+        for _ in range(_ACCEPTED_WITHIN_MS):
+            if not self._num_waiting():
+                break
+            time.sleep(0.001)
+        return False
 
     def block(self) -> None:
         """Lets nothing pass. Accepted connections go on."""
@@ -120,6 +126,11 @@ class ConnectionFilter:
     def release(self) -> None:
         self._listener.close()
 
+    def _num_waiting(self) -> int:
+        """Returns the number of established connections that have not been accepted yet."""
+        info = self._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        return int(_WAITING.unpack_from(info, _WAITING_AT)[0])
+
 
 def _attach(handle: int, program: list[_Instruction]) -> None:
     code = b"".join(struct.pack("=HBBI", *each) for each in program)
@@ -129,8 +140,18 @@ def _attach(handle: int, program: list[_Instruction]) -> None:
     if _libc.setsockopt(*option, pointer, len(pointer)):
         raise EngineError(
             "no packet filter on a listening socket (SO_ATTACH_FILTER): "
-            f"{os.strerror(ctypes.get_errno())}; ranks need a kernel that has them"
+            f"{os.strerror(ctypes.get_errno())}"
         )
+
+
+def filter_denial() -> str | None:
+    """Returns the kernel's error when it denies packet filters to this process, otherwise None."""
+    with socket.socket() as probe:
+        try:
+            _attach(probe.fileno(), [_DROP])
+        except EngineError:
+            return os.strerror(ctypes.get_errno())
+    return None
 
 
 def _pass_from(host: str) -> list[_Instruction]:

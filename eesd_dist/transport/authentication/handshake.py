@@ -1,4 +1,5 @@
-"""Mutual proof of a shared secret between the two ends of a connection.
+"""Mutual proof of a shared secret between the two ends of a connection: of a rank and a rendezvous
+store, and of two ranks.
 
 Each end sends a fresh nonce and proves the secret with a keyed digest over both nonces, so a
 recorded handshake is worthless, in its own epoch too, and the secret itself never travels. What
@@ -40,6 +41,12 @@ def host_proof(secret: str, *, host_nonce: bytes, rank_nonce: bytes) -> bytes:
 
 def rank_proof(secret: str, *, host_nonce: bytes, rank_nonce: bytes) -> bytes:
     return _digest(secret, b"rank", host_nonce + rank_nonce)
+
+
+def peer_proof(secret: str, *, group: str, prover: int, verifier: int, nonces: bytes) -> bytes:
+    """Returns what one rank of a group sends to another over their connection; `nonces`: the
+    verifier's, then the prover's."""
+    return _digest(secret, f"{group} rank {prover} to {verifier} ".encode(), nonces)
 
 
 def proves(found: bytes, expected: bytes) -> bool:

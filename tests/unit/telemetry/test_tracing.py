@@ -18,7 +18,9 @@ import pytest
 from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from eesd_dist.errors import ConfigError
 from eesd_dist.telemetry import names
+from eesd_dist.telemetry.provider import make_provider
 from eesd_dist.telemetry.request_spans import (
     context_of,
     request_span,
@@ -303,3 +305,9 @@ def test_a_line_of_a_file_is_a_request_that_a_collector_takes(tmp_path: Path) ->
         (scope,) = request.resource_spans[0].scope_spans
         assert {span.trace_id.hex() for span in scope.spans} == {CLIENT.split("-")[1]}
     assert lines
+
+
+def test_a_variable_that_the_sdk_cannot_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many")
+    with pytest.raises(ConfigError, match="OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT .* many: mend or unset"):
+        make_provider(TracingOptions(max_traces_kept=1), process="p", service="s")

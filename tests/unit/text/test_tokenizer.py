@@ -76,6 +76,63 @@ def test_all_end_tokens_of_tokenizer_and_configs_are_known(tmp_path: Path) -> No
     assert Tokenizer.load(folder).eos_token_ids == (0, 3)
 
 
+def _with_ends(folder: Path, **named: object) -> Path:
+    write_byte_level(folder)
+    for name, value in named.items():
+        file = folder / f"{name}.json"
+        known = json.loads(file.read_text()) if file.exists() else {}
+        key = "eos_token" if name == "tokenizer_config" else "eos_token_id"
+        file.write_text(json.dumps({**known, key: value}))
+    return folder
+
+
+def test_end_tokens_outside_the_vocabulary_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = _with_ends(tmp_path, generation_config=[3, 128_009, -1])
+    assert Tokenizer.load(folder).eos_token_ids == (0, 3)
+    assert f"left out: file={folder}/generation_config.json ids=128009, -1" in caplog.text
+
+
+def test_a_checkpoint_with_all_end_tokens_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    folder = _with_ends(tmp_path, tokenizer_config=None, config=128_001, generation_config=[-1])
+    with pytest.raises(CheckpointError) as refused:
+        Tokenizer.load(folder)
+    assert str(refused.value).startswith(
+        f"{folder}/config.json: found eos_token_id 128001 and no end token in the vocabulary, "
+        "expected at least one id below"
+    )
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, True, [0, "</s>"], {"id": 2}])
+def test_an_end_token_that_is_no_id_is_refused(tmp_path: Path, value: object) -> None:
+    folder = _with_ends(tmp_path, generation_config=value)
+    with pytest.raises(CheckpointError, match=r"generation_config.json: found eos_token_id"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}{{ m.content }}", "refuses these messages: Unexpected end of"),
+        ("{{ raise_exception('a system message first') }}", "a system message first"),
+        ("{{ messages[7]['content'] }}", "no element 7"),
+        ("{{ messages[0].content.no_such() }}", "no attribute 'no_such'"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{% if false %}never{% endif %}", "to an empty text"),
+    ],
+)
+def test_a_chat_template_that_would_refuse_every_conversation_is_named_when_it_is_loaded(
+    tmp_path: Path, template: str, reason: str
+) -> None:
+    folder = write_byte_level(tmp_path)
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(CheckpointError, match=reason) as refused:
+        Tokenizer.load(folder)
+    assert str(refused.value).startswith(f"{folder}/chat_template.jinja: found ")
+    assert "or remove it" in str(refused.value)
+
+
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(byte_level_folder: Path) -> None:
     with pytest.raises(CheckpointError, match="below the model's vocabulary of 100"):
         Tokenizer.load(byte_level_folder, model_vocab_size=100)

@@ -95,8 +95,28 @@ def test_the_sampler_and_the_protocol_are_those_of_the_environment(
     named = config_of(EngineFlags(set=("telemetry.sampler=always_off",)))
     assert named.telemetry_options.tracing.sampler == "always_off"
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "1.5")
-    with pytest.raises(ConfigError, match=r"telemetry\.sampler_arg.*1\.5"):
+    with pytest.raises(ConfigError, match=r"OTEL_TRACES_SAMPLER_ARG.*1\.5"):
         config_of(EngineFlags())
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "OTEL_EXPORTER_OTLP_PROTOCOL",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+        "OTEL_TRACES_SAMPLER",
+        "OTEL_TRACES_SAMPLER_ARG",
+    ],
+)
+def test_a_value_from_the_environment_that_does_not_fit_is_named_with_its_variable(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "bogus")
+    with pytest.raises(ConfigError, match=f"^{variable} in the environment: .*found 'bogus'"):
+        config_of(EngineFlags())
+    monkeypatch.delenv(variable)
+    with pytest.raises(ConfigError, match=r"^telemetry\.sampler: .*found 'wrong'"):
+        config_of(EngineFlags(set=("telemetry.sampler=wrong",)))
 
 
 def test_traces_are_kept_by_default_and_nothing_is_exported() -> None:

@@ -1,6 +1,8 @@
 """The logs of a start are private, and the logs of old starts go."""
 
+import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,19 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_option(tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"/file/.*--log-folder"):
         new_log_folder(tmp_path / "file", port=8000)
+
+
+@pytest.mark.parametrize("home", [None, "/dev/null"])
+def test_a_user_without_a_home_folder_to_write_has_a_private_one_among_the_temporary_folders(
+    home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: home or path)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = new_log_folder(None, port=8000)
+    private = tmp_path / f"eesd-{os.getuid()}"
+    assert folder.parent == private / "state" / "logs"
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    private.chmod(0o755)
+    with pytest.raises(ConfigError, match="only you can read"):
+        new_log_folder(None, port=8000)

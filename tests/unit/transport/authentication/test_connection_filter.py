@@ -11,7 +11,15 @@ import pytest
 
 from eesd_dist.errors import EngineError
 from eesd_dist.transport.authentication import connection_filter
-from eesd_dist.transport.authentication.connection_filter import ConnectionFilter, Listeners
+from eesd_dist.transport.authentication.connection_filter import (
+    ConnectionFilter,
+    Listeners,
+    filter_denial,
+)
+
+pytestmark = pytest.mark.skipif(
+    filter_denial() is not None, reason="the kernel denies packet filters to this user"
+)
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
