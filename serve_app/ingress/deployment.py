@@ -67,10 +67,19 @@ _CHANGE_TIMEOUT_S = 3600.0
 class Ingress:
     """One HTTP replica; deployed by `serve_app.app`."""
 
-    def __init__(self, config: ServiceConfig, pipelines: Any, api_key: SecretStr | None) -> None:
+    def __init__(
+        self,
+        config: ServiceConfig,
+        pipelines: Any,
+        event_key: SecretStr,
+        api_key: SecretStr | None,
+    ) -> None:
+        """`event_key` signs the ids of events where there is no API key: in hexadecimal, the same
+        for all replicas."""
         prepare_process(config.log_format)
         self._config = config
         self._api_key = api_key
+        self._event_key = event_key
         self._tracing = tracing_of(config.telemetry_options, process=f"ingress-{os.getpid()}")
         self._name = serve.get_replica_context().replica_id.unique_id
         self._load_balancer = LoadBalancer(config, pipelines=pipelines, ingress=self._name)
@@ -153,6 +162,7 @@ class Ingress:
             controller=config.engine.speculation.controller,
             workloads_by_temperature=config.router.workloads_by_temperature,
             api_key=api_key,
+            event_key=bytes.fromhex(self._event_key.get_secret_value()),
             keys=self._keys,
             quotas=quotas,
             cors_origins=config.cors_origins,

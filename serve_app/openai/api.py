@@ -97,6 +97,7 @@ def build_api(
     controller: str = "",
     workloads_by_temperature: bool = True,
     api_key: str | None = None,
+    event_key: bytes | None = None,
     keys: KeyRing | None = None,
     quotas: Quotas | None = None,
     cors_origins: Sequence[str] = (),
@@ -104,7 +105,8 @@ def build_api(
     resume_window_s: float = 0.0,
     names_answers: bool = True,
 ) -> FastAPI:
-    """Builds the OpenAI API of one model. With `api_key` None no key is required; `keys` are others
+    """Builds the OpenAI API of one model. With `api_key` None no key is required, and `event_key`
+    signs the ids of events (None: a key that is drawn here); `keys` are others
     that open it too, and `quotas` keep their limits. `kv_tokens` returns what the KV pages hold,
     None while it is not known. `controller`: the default one. `names_answers`: whether
     answers get the header X-Request-Id here."""
@@ -118,7 +120,7 @@ def build_api(
         max_draft_tokens=max_draft_tokens,
         workloads_by_temperature=workloads_by_temperature,
         limits=limits,
-        event_key=(api_key or "").encode(),
+        event_key=event_key if api_key is None else api_key.encode(),
         resume_window_s=resume_window_s,
     )
     service = Service(

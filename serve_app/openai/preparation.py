@@ -20,6 +20,7 @@ from serve_app.keys import ANYONE, Permit
 from serve_app.openai.conversation import chat_options, conversation_of
 from serve_app.openai.errors import UnknownModel
 from serve_app.openai.event_ids import (
+    EVENT_KEY_BYTES,
     HEADER,
     NONCE_BYTES,
     EventIds,
@@ -158,14 +159,15 @@ class Preparation:
         max_draft_tokens: int = 8,
         workloads_by_temperature: bool = True,
         limits: Limits | None = None,
-        event_key: bytes = b"",
+        event_key: bytes | None = None,
         resume_window_s: float = 0.0,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
     ) -> None:
         """`kv_tokens` returns what the KV pages hold, None while it is not known.
 
         `limits` None: no limit on texts, log-probabilities and repeated prompt tokens of one
-        answer. Event ids of another `event_key` are refused."""
+        answer. Event ids of another `event_key` are refused; None draws one, so that no other
+        process takes the ids that are made here."""
         self._codec = codec
         self._grammars = GrammarCompiler(lambda: codec, probe=GrammarProbe().check)
         self._tool_format = format_of(codec.tool_template)
@@ -177,7 +179,7 @@ class Preparation:
         self._max_draft_tokens = max_draft_tokens
         self._workloads_by_temperature = workloads_by_temperature
         self._limits = limits
-        self._event_key = event_key
+        self._event_key = event_key or secrets.token_bytes(EVENT_KEY_BYTES)
         self._resume_window_s = resume_window_s
         self._draw_seed = draw_seed
 
