@@ -91,8 +91,8 @@ class Router:
     async def advise(self, news: RouterNews) -> RouterAdvice:
         """Learns from finished rounds; returns the plans of the requests in `news`."""
         plans = {
-            request_id: self._book.admit(request_id, workload)
-            for request_id, workload in news.admitted
+            new.request_id: self._book.admit(new.request_id, new.workload, caller=new.caller)
+            for new in news.admitted
         }
         plans |= self._book.observe(news.outcomes)
         for request_id in news.finished:
@@ -247,7 +247,7 @@ class Router:
         """Returns the router's state for operators, as plain JSON."""
         live, pools = self._book.live_by_workload(), self._book.pools()
         return {
-            "named": self._named.note((*pools, *live)),
+            "named": self._named.note(self._book.names()),
             "pinned": self._book.is_pinned,
             "checkpoint": str(self._config.checkpoint) if self._config.checkpoint else None,
             "pipelines": self._directory.describe(),
@@ -265,8 +265,8 @@ class Router:
         }
 
     async def priors(self) -> dict[str, object]:
-        """Returns all pools, in the form that `set_priors` takes."""
-        return priors_to_json(self._book.priors())
+        """Returns all pools, over all callers, in the form that `set_priors` takes."""
+        return priors_to_json(Priors(pools=self._book.pools(), is_pinned=self._book.is_pinned))
 
     async def set_priors(self, snapshot: Mapping[str, object]) -> int:
         """Replaces the pools and returns their number; live requests keep their beliefs.
