@@ -425,6 +425,11 @@ class ServiceConfig(Section):
     """File of further API keys, with their limits (docs/quotas.md), on every node with an HTTP
     replica; read again when it changes."""
 
+    share_prefix_cache: bool = False
+    """Whether a prompt also reuses prefixes that other API keys have left in the KV cache: faster
+    where keys have system prompts in common, and a caller can then test guesses at the prompts of
+    others (docs/security.md)."""
+
     allow_no_key: bool = False
     """Whether a host other than loopback may be served without a key."""
 

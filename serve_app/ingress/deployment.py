@@ -168,6 +168,7 @@ class Ingress:
             cors_origins=config.cors_origins,
             created_unix_s=int(time.time()),
             resume_window_s=config.recovery.resume_window_s,
+            share_prefix_cache=config.share_prefix_cache,
             names_answers=False,
             observe_request=self._http_metrics.observe_request,
             http_metrics=self._http_metrics,

@@ -86,13 +86,13 @@ class LoadBalancer:
         Raises PoisonRequest for a request that has killed the engine it was alone in.
         """
         attempts.blame(self._chooser.crashed())
-        tokens = attempts.tokens
+        tokens, salt = attempts.tokens, attempts.cache_salt
         choice = None
         if attempts.target is not None:
-            choice = self._chooser.choose(tokens, only=attempts.target)
+            choice = self._chooser.choose(tokens, cache_salt=salt, only=attempts.target)
             attempts.target = None
         if choice is None:
-            choice = self._chooser.choose(tokens, excluded=attempts.refused)
+            choice = self._chooser.choose(tokens, cache_salt=salt, excluded=attempts.refused)
         if choice is not None:
             self._counts.count(choice)
         return choice
@@ -113,9 +113,9 @@ class LoadBalancer:
         """Counts a stream that another pipeline continues."""
         self._counts.migrations.inc()
 
-    def ended(self, pipeline: str, tokens: Sequence[int]) -> None:
-        """A stream is over; `tokens` are all that its pipeline has computed."""
-        self._chooser.ended(PipelineId(pipeline), tokens)
+    def ended(self, pipeline: str, attempts: Attempts) -> None:
+        """A stream is over; its pipeline has computed the tokens of its attempts."""
+        self._chooser.ended(PipelineId(pipeline), attempts.tokens, cache_salt=attempts.cache_salt)
 
     def lost(self, pipeline: str) -> None:
         self._chooser.lost(PipelineId(pipeline))

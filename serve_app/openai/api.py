@@ -103,6 +103,7 @@ def build_api(
     cors_origins: Sequence[str] = (),
     created_unix_s: int = 0,
     resume_window_s: float = 0.0,
+    share_prefix_cache: bool = False,
     names_answers: bool = True,
 ) -> FastAPI:
     """Builds the OpenAI API of one model. With `api_key` None no key is required, and `event_key`
@@ -122,6 +123,7 @@ def build_api(
         limits=limits,
         event_key=event_key if api_key is None else api_key.encode(),
         resume_window_s=resume_window_s,
+        share_prefix_cache=share_prefix_cache,
     )
     service = Service(
         engine,

@@ -161,13 +161,15 @@ class Preparation:
         limits: Limits | None = None,
         event_key: bytes | None = None,
         resume_window_s: float = 0.0,
+        share_prefix_cache: bool = False,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
     ) -> None:
         """`kv_tokens` returns what the KV pages hold, None while it is not known.
 
         `limits` None: no limit on texts, log-probabilities and repeated prompt tokens of one
         answer. Event ids of another `event_key` are refused; None draws one, so that no other
-        process takes the ids that are made here."""
+        process takes the ids that are made here. `share_prefix_cache`: callers find each other's
+        prefixes."""
         self._codec = codec
         self._grammars = GrammarCompiler(lambda: codec, probe=GrammarProbe().check)
         self._tool_format = format_of(codec.tool_template)
@@ -181,6 +183,7 @@ class Preparation:
         self._limits = limits
         self._event_key = event_key or secrets.token_bytes(EVENT_KEY_BYTES)
         self._resume_window_s = resume_window_s
+        self._share_prefix_cache = share_prefix_cache
         self._draw_seed = draw_seed
 
     @property
@@ -462,9 +465,10 @@ class Preparation:
                     traceparent=traceparent,
                     resume_window_s=self._resume_window_s if fields.stream else 0.0,
                     resumption=start.resumption,
-                    caller=caller.name,
+                    caller="" if caller is ANYONE else caller.name,
                     weight=caller.weight,
                     priority=caller.priority + fields.priority,
+                    cache_salt=self._cache_salt(fields, start.permit),
                 ),
             )
             for j, prompt in enumerate(prompts)
@@ -555,6 +559,12 @@ class Preparation:
             temperature=fields.temperature,
             by_temperature=self._workloads_by_temperature,
         )
+
+    def _cache_salt(self, fields: GenerationFields, permit: Permit | None) -> str:
+        salt = fields.cache_salt or ""
+        if permit is None or permit.key is ANYONE or self._share_prefix_cache:
+            return salt
+        return f"{permit.key.name}\n{salt}"  # a name has no line break
 
     def _draft_ceiling(self, fields: GenerationFields) -> int | None:
         asked = fields.speculation

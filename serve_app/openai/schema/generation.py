@@ -37,6 +37,7 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 """64 bits, read with or without a sign: -1 and 2**64 - 1 are one seed."""
 NumAlternatives = Annotated[int, Field(ge=0, le=20)]
@@ -151,6 +152,9 @@ class GenerationFields(Fields, StructuredFields):
     running ones of a higher number."""
     speculation: SpeculationFields = SpeculationFields()
     """How to draft; never changes the text."""
+    cache_salt: CacheSalt | None = None
+    """A secret: of the API key's requests, only those with the same one reuse each other's prefixes
+    in the KV cache."""
 
     @property
     def stops(self) -> tuple[str, ...]:
