@@ -39,7 +39,7 @@ from eesd_dist.routing.directory import (
 from eesd_dist.routing.fleet.departure import Fleet, FleetState
 from eesd_dist.routing.fleet.size import FleetTargets
 from eesd_dist.routing.ingress_reports import IngressReport, IngressReports
-from eesd_dist.routing.quotas import Quota, QuotaBook, Standing
+from eesd_dist.routing.quotas import Held, Quota, QuotaBook, Standing
 from eesd_dist.telemetry.logs import LogFormat
 from eesd_dist.workers.messages import ProcessInfo, RouterAdvice, RouterNews
 from eesd_dist.workers.process import prepare_process, process_info
@@ -160,15 +160,28 @@ class Router:
             caller, quota, permit=permit, ingress=ingress, now_s=time.monotonic()
         )
 
+    async def reserve(
+        self, app: str, caller: str, quota: Quota, permit: str, ingress: str, num_tokens: int
+    ) -> Standing:
+        """Reserves tokens for a request that has a permit, or refuses that."""
+        return self._quota_book(app).reserve(
+            caller,
+            quota,
+            permit=permit,
+            ingress=ingress,
+            num_tokens=num_tokens,
+            now_s=time.monotonic(),
+        )
+
     async def release(
         self, app: str, caller: str, permit: str, ingress: str, num_tokens: int
     ) -> None:
-        """Takes a permit back, and notes the tokens that its request has used."""
+        """Takes a permit back, and charges the tokens that its request has used."""
         book = self._quota_book(app)
         now_s = time.monotonic()
         book.release(caller, permit=permit, ingress=ingress, num_tokens=num_tokens, now_s=now_s)
 
-    async def hold(self, app: str, ingress: str, held: Mapping[str, Collection[str]]) -> None:
+    async def hold(self, app: str, ingress: str, held: Held) -> None:
         """Takes the permits that are in use at an ingress, in place of those known."""
         self._quota_book(app).hold(ingress, held, now_s=time.monotonic())
 
@@ -426,11 +439,32 @@ async def acquired(
     timeout_s: float,
 ) -> Standing:
     """Asks the router for a permit. Raises EngineError without an answer."""
+    calling = handle.acquire.remote(app, caller, quota, permit, ingress)
+    return await _standing_of(calling, timeout_s=timeout_s)
+
+
+async def reserved(
+    handle: Any,
+    *,
+    app: str,
+    caller: str,
+    quota: Quota,
+    permit: str,
+    ingress: str,
+    num_tokens: int,
+    timeout_s: float,
+) -> Standing:
+    """Asks the router to reserve tokens. Raises EngineError without an answer."""
+    calling = handle.reserve.remote(app, caller, quota, permit, ingress, num_tokens)
+    return await _standing_of(calling, timeout_s=timeout_s)
+
+
+async def _standing_of(calling: Any, *, timeout_s: float) -> Standing:
     try:
         async with asyncio.timeout(timeout_s):
-            standing: Standing = await handle.acquire.remote(app, caller, quota, permit, ingress)
+            standing: Standing = await calling
     except (TimeoutError, ray.exceptions.RayError) as error:
-        raise EngineError(f"the router gave no permit: {error!r}") from error
+        raise EngineError(f"the router does not keep the limits: {error!r}") from error
     return standing
 
 

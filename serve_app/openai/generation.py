@@ -27,6 +27,10 @@ _NOTHING = TextDelta(
 )
 
 
+class EndedByEngine(RequestError):
+    """The engine has ended a request that it had begun, for a reason that lies in the request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one round of one choice adds to the answer."""
@@ -166,7 +170,7 @@ async def _pump(
 
 def _check(emission: Emission) -> None:
     if emission.error is not None:
-        raise RequestError(emission.error)
+        raise EndedByEngine(emission.error)
     if emission.finish_reason is FinishReason.ABORT:
         raise EngineError("the service ended this request before it was finished")
 

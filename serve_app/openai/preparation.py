@@ -57,6 +57,9 @@ Prompt = tuple[TokenId, ...]
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_LISTED_TOKENS = 32_768
 """Of `/tokenize` and `/detokenize`, unless the model takes more."""
+_UNSTATED_TOKENS = 1024
+"""Reserved for an answer of which the request states no length: the rest of a long context, which
+few answers need, would keep the other requests of a key waiting."""
 _MAX_WARNINGS = 16
 _LISTED_CHARS = 64
 
@@ -119,11 +122,26 @@ class Prepared:
     """What the client has of each choice; nothing, unless it resumes a stream."""
     permit: Permit | None
     """None outside of HTTP."""
+    states_length: bool
+    """Whether the request says how many tokens an answer has at most."""
     event_ids: EventIds
 
     @property
     def response_id(self) -> str:
         return _response_id(self.kind, self.request_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens of prompts and answers that are reserved before anything is computed."""
+        texts = [choice.request.sampling for choice in self.choices]
+        longest = [sampling.max_tokens for sampling in texts]
+        if not self.states_length:
+            longest = [min(s.max_tokens, max(s.min_tokens, _UNSTATED_TOKENS)) for s in texts]
+        return self.num_prompt_tokens + sum(longest)
 
     @property
     def is_resumed(self) -> bool:
@@ -511,6 +529,7 @@ class Preparation:
             ),
             shown=start.shown,
             permit=start.permit,
+            states_length=fields.states_length,
             event_ids=EventIds(
                 start.origin,
                 start.shown,

@@ -161,6 +161,11 @@ class GenerationFields(Fields, StructuredFields):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def states_length(self) -> bool:
+        """Whether it says how many tokens the answer has at most, or a default does."""
+        return self.max_tokens is not None
+
+    @property
     def unknown(self) -> Mapping[str, object]:
         """Fields that are not declared."""
         return self.model_extra or {}
@@ -184,6 +189,10 @@ class CompletionFields(GenerationFields):
     """Number of alternatives reported for every token; with `echo` also those of the prompt."""
     add_special_tokens: bool = True
     """Whether the tokenizer's beginning token precedes a text."""
+
+    @property
+    def states_length(self) -> bool:
+        return True
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
@@ -227,3 +236,7 @@ class ChatFields(GenerationFields, ToolFields):
     """Whether the answer continues the last message; needs `add_generation_prompt: false`."""
     chat_template_kwargs: dict[str, object] = {}
     """Options of the chat template."""
+
+    @property
+    def states_length(self) -> bool:
+        return (self.max_completion_tokens or self.max_tokens) is not None
