@@ -302,6 +302,18 @@ class LiveConfig(Section):
     included."""
 
 
+class StreamsConfig(Section):
+    """When the events of a stream are sent. docs/security.md says what this hides, and its cost."""
+
+    interval_s: Annotated[PositiveFloat, Field(le=60.0)] | None = None
+    """Fixed time between the events of a stream, from its first token on; None: each event is sent
+    as soon as a round has made it, and its size and time tell how much of a draft was accepted."""
+
+    tokens_per_event: PositiveInt = 4
+    """Tokens of each event but the last, where `interval_s` is set. A stream has at most
+    `tokens_per_event` / `interval_s` tokens per second."""
+
+
 class RouterConfig(Section):
     """The router, the one actor of the control plane."""
 
@@ -450,6 +462,7 @@ class ServiceConfig(Section):
     placement: PlacementConfig = PlacementConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     limits: LimitsConfig = LimitsConfig()
+    streams: StreamsConfig = StreamsConfig()
     router: RouterConfig = RouterConfig()
     recorder: RecorderConfig = RecorderConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

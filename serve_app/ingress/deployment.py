@@ -29,6 +29,7 @@ from eesd_dist.workers.process import prepare_process, set_log_level, tracing_of
 from serve_app.config import (
     LimitsConfig,
     ServiceConfig,
+    StreamsConfig,
     live_config,
     require_autoscaled,
     require_key,
@@ -44,6 +45,7 @@ from serve_app.openai.api import Degraded, build_api
 from serve_app.openai.errors import NotDrained, UnknownPipeline
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware.http_metrics import HttpMetrics
+from serve_app.openai.pacing import Pace
 from serve_app.openai.workloads import UNNAMED_CLASSES
 from serve_app.pages.beliefs import belief_page
 from serve_app.pages.fleet import fleet_as_json, fleet_page
@@ -169,6 +171,7 @@ class Ingress:
             created_unix_s=int(time.time()),
             resume_window_s=config.recovery.resume_window_s,
             share_prefix_cache=config.share_prefix_cache,
+            pace=_pace_of(config.streams),
             names_answers=False,
             observe_request=self._http_metrics.observe_request,
             http_metrics=self._http_metrics,
@@ -370,6 +373,12 @@ def key_of(config: ServiceConfig, *, given: SecretStr | None) -> str | None:
     if given is not None:
         return given.get_secret_value()
     return os.environ.get(config.api_key_env) or None
+
+
+def _pace_of(config: StreamsConfig) -> Pace | None:
+    if config.interval_s is None:
+        return None
+    return Pace(interval_s=config.interval_s, tokens_per_event=config.tokens_per_event)
 
 
 def _joined(reasons: Mapping[str, str]) -> str:

@@ -51,6 +51,7 @@ from serve_app.openai.middleware.request_ids import (
 )
 from serve_app.openai.middleware.unexpected_errors import UnexpectedErrors
 from serve_app.openai.openapi import describe_truly
+from serve_app.openai.pacing import Pace
 from serve_app.openai.preparation import Preparation, Prepared
 from serve_app.openai.responses import Event, Json
 from serve_app.openai.sampling_fields import check_ids
@@ -103,6 +104,7 @@ def build_api(
     created_unix_s: int = 0,
     resume_window_s: float = 0.0,
     share_prefix_cache: bool = False,
+    pace: Pace | None = None,
     names_answers: bool = True,
 ) -> FastAPI:
     """Builds the OpenAI API of one model. With `api_key` None no key is required, and `event_key`
@@ -134,6 +136,7 @@ def build_api(
         limits=limits,
         controller=controller,
         quotas=quotas,
+        pace=pace,
     )
     title = f"{model_name} behind an OpenAI-compatible API"
     app = FastAPI(title=title, version=_version(), docs_url=None, redoc_url=None)

@@ -68,7 +68,7 @@ def charge(
     has_begun = any(tally.rounds for tally in tallies)
     if permit is not None and (has_begun or _is_of_the_client(error)):
         permit.num_prompt_tokens += prepared.num_prompt_tokens
-        permit.num_generated_tokens += sum(tally.num_tokens for tally in tallies)
+        permit.num_generated_tokens += sum(t.num_tokens + t.num_ahead for t in tallies)
 
 
 def _is_of_the_client(error: BaseException | None) -> bool:

@@ -24,6 +24,7 @@ from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
 from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.permits import Quotas
+from serve_app.openai.pacing import Pace, paced
 from serve_app.openai.preparation import Choice, Preparation, Prepared
 from serve_app.openai.request_metrics import asked_attributes, total_attributes
 from serve_app.openai.responses import Answer, Event, Json
@@ -60,9 +61,11 @@ class Service:
         limits: Limits | None = None,
         controller: str = "",
         quotas: Quotas | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """`observe_request` is called for every choice that ended, in whatever way. `limits`
-        None: a request may take as long as it takes. `controller`: the default one."""
+        None: a request may take as long as it takes. `controller`: the default one. `pace`: of
+        streams; None sends what a round has made at once."""
         self._engine = engine
         self._codec = codec
         self._preparation = preparation
@@ -71,6 +74,7 @@ class Service:
         self._max_choices_at_once = max_choices_at_once
         self._limits = limits
         self._controller = controller
+        self._pace = pace
         self.charges = Charges(quotas)
         self._throughput = Throughput()
         self.threads = TextThreads()
@@ -217,12 +221,17 @@ class Service:
         self, choice: Choice, prepared: Prepared, traceparent: str | None, *, is_continued: bool
     ) -> AsyncGenerator[Delta, None]:
         traced = replace(choice.request, traceparent=traceparent, is_continued=is_continued)
-        return generate(
+        pace = self._pace if prepared.stream else None
+        deltas = generate(
             self._engine,
             replace(choice, request=traced),
             codec=self._codec,
             options=prepared.text,
+            by_token=pace is not None,
         )
+        if pace is None:
+            return deltas
+        return paced(deltas, pace, num_shown=prepared.shown[choice.index].num_tokens)
 
     def _span(self, prepared: Prepared) -> AbstractContextManager[Span]:
         request = prepared.choices[0].request
