@@ -127,6 +127,8 @@ class Request:
     room it waits, since refusing it would end them too."""
     caller: str = ""
     """The name of the API key that it came with. Callers share an engine fairly."""
+    cache_salt: str = field(default="", repr=False)
+    """Only requests with the same one find each other's prefixes in the KV cache; a secret."""
     weight: float = 1.0
     """Of its caller: twice the weight is twice the share."""
     priority: int = 0

@@ -6,6 +6,7 @@ Classes are wrapped here and not where they are defined: a decorated class would
 value, module and all.
 """
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -16,6 +17,7 @@ from ray.serve import Application
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress.deployment import Ingress
+from serve_app.openai.event_ids import EVENT_KEY_BYTES
 from serve_app.pipeline.deployment import Pipeline
 from serve_app.pipeline.stage_factory import stages_of
 from serve_app.pipeline.timings import timings_of
@@ -66,8 +68,14 @@ def application_of(
         health_check_period_s=1.0,
         graceful_shutdown_timeout_s=config.recovery.drain_s,
         max_constructor_retry_count=1,
-    ).bind(config, pipelines, api_key)
+    ).bind(config, pipelines, _event_key(), api_key)
     return ingress
+
+
+def _event_key() -> SecretStr:
+    """Draws the key of the ids of events: Serve keeps it with the application and gives it to every
+    replica, also to those that replace others."""
+    return SecretStr(secrets.token_hex(EVENT_KEY_BYTES))
 
 
 def _how_many(config: ServiceConfig) -> dict[str, object]:

@@ -313,6 +313,18 @@ class LiveConfig(Section):
     included."""
 
 
+class StreamsConfig(Section):
+    """When the events of a stream are sent. docs/security.md says what this hides, and its cost."""
+
+    interval_s: Annotated[PositiveFloat, Field(le=60.0)] | None = None
+    """Fixed time between the events of a stream, from its first token on; None: each event is sent
+    as soon as a round has made it, and its size and time tell how much of a draft was accepted."""
+
+    tokens_per_event: PositiveInt = 4
+    """Tokens of each event but the last, where `interval_s` is set. A stream has at most
+    `tokens_per_event` / `interval_s` tokens per second."""
+
+
 class RouterConfig(Section):
     """The router, the one actor of the control plane."""
 
@@ -436,6 +448,11 @@ class ServiceConfig(Section):
     """File of further API keys, with their limits (docs/quotas.md), on every node with an HTTP
     replica; read again when it changes."""
 
+    share_prefix_cache: bool = False
+    """Whether a prompt also reuses prefixes that other API keys have left in the KV cache: faster
+    where keys have system prompts in common, and a caller can then test guesses at the prompts of
+    others (docs/security.md)."""
+
     allow_no_key: bool = False
     """Whether a host other than loopback may be served without a key."""
 
@@ -456,6 +473,7 @@ class ServiceConfig(Section):
     placement: PlacementConfig = PlacementConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     limits: LimitsConfig = LimitsConfig()
+    streams: StreamsConfig = StreamsConfig()
     router: RouterConfig = RouterConfig()
     recorder: RecorderConfig = RecorderConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

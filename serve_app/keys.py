@@ -43,8 +43,9 @@ class ApiKey(Section):
     """Requests that are answered at the same time, over all ingresses; None: no limit."""
 
     tokens_per_minute: PositiveInt | None = None
-    """Tokens of prompts and answers, over all ingresses; None: no limit. A minute's worth may be
-    used at once. An answer that has begun is finished: what it took too much is waited for."""
+    """Tokens of prompts, answers and other work (docs/quotas.md), over all ingresses; None: no
+    limit. A minute's worth may be used at once. An answer that has begun is finished: what it took
+    too much is waited for."""
 
     weight: PositiveFloat = Field(default=1.0, le=1000.0)
     """Share of the batch when callers compete: twice the weight is twice the share."""
@@ -67,12 +68,16 @@ class Permit:
 
     key: ApiKey
     name: str
+    num_reserved: int = 0
+    """Tokens charged in advance."""
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_work_tokens: int = 0
+    """Of work outside of an engine: texts that are tokenised for themselves, and grammars."""
 
     @property
     def num_tokens(self) -> int:
-        return self.num_prompt_tokens + self.num_generated_tokens
+        return self.num_prompt_tokens + self.num_generated_tokens + self.num_work_tokens
 
 
 class _KeyList(Section):

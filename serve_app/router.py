@@ -39,7 +39,7 @@ from eesd_dist.routing.directory import (
 from eesd_dist.routing.fleet.departure import Fleet, FleetState
 from eesd_dist.routing.fleet.size import FleetTargets
 from eesd_dist.routing.ingress_reports import IngressReport, IngressReports
-from eesd_dist.routing.quotas import Quota, QuotaBook, Standing
+from eesd_dist.routing.quotas import Held, Quota, QuotaBook, Standing
 from eesd_dist.telemetry.logs import LogFormat
 from eesd_dist.workers.messages import ProcessInfo, RouterAdvice, RouterNews
 from eesd_dist.workers.process import prepare_process, process_info
@@ -91,8 +91,8 @@ class Router:
     async def advise(self, news: RouterNews) -> RouterAdvice:
         """Learns from finished rounds; returns the plans of the requests in `news`."""
         plans = {
-            request_id: self._book.admit(request_id, workload)
-            for request_id, workload in news.admitted
+            new.request_id: self._book.admit(new.request_id, new.workload, caller=new.caller)
+            for new in news.admitted
         }
         plans |= self._book.observe(news.outcomes)
         for request_id in news.finished:
@@ -160,15 +160,28 @@ class Router:
             caller, quota, permit=permit, ingress=ingress, now_s=time.monotonic()
         )
 
+    async def reserve(
+        self, app: str, caller: str, quota: Quota, permit: str, ingress: str, num_tokens: int
+    ) -> Standing:
+        """Reserves tokens for a request that has a permit, or refuses that."""
+        return self._quota_book(app).reserve(
+            caller,
+            quota,
+            permit=permit,
+            ingress=ingress,
+            num_tokens=num_tokens,
+            now_s=time.monotonic(),
+        )
+
     async def release(
         self, app: str, caller: str, permit: str, ingress: str, num_tokens: int
     ) -> None:
-        """Takes a permit back, and notes the tokens that its request has used."""
+        """Takes a permit back, and charges the tokens that its request has used."""
         book = self._quota_book(app)
         now_s = time.monotonic()
         book.release(caller, permit=permit, ingress=ingress, num_tokens=num_tokens, now_s=now_s)
 
-    async def hold(self, app: str, ingress: str, held: Mapping[str, Collection[str]]) -> None:
+    async def hold(self, app: str, ingress: str, held: Held) -> None:
         """Takes the permits that are in use at an ingress, in place of those known."""
         self._quota_book(app).hold(ingress, held, now_s=time.monotonic())
 
@@ -247,7 +260,7 @@ class Router:
         """Returns the router's state for operators, as plain JSON."""
         live, pools = self._book.live_by_workload(), self._book.pools()
         return {
-            "named": self._named.note((*pools, *live)),
+            "named": self._named.note(self._book.names()),
             "pinned": self._book.is_pinned,
             "checkpoint": str(self._config.checkpoint) if self._config.checkpoint else None,
             "pipelines": self._directory.describe(),
@@ -265,8 +278,8 @@ class Router:
         }
 
     async def priors(self) -> dict[str, object]:
-        """Returns all pools, in the form that `set_priors` takes."""
-        return priors_to_json(self._book.priors())
+        """Returns all pools, over all callers, in the form that `set_priors` takes."""
+        return priors_to_json(Priors(pools=self._book.pools(), is_pinned=self._book.is_pinned))
 
     async def set_priors(self, snapshot: Mapping[str, object]) -> int:
         """Replaces the pools and returns their number; live requests keep their beliefs.
@@ -426,13 +439,34 @@ async def acquired(
     timeout_s: float,
 ) -> Standing:
     """Asks the router for a permit. Raises EngineError without an answer."""
+    calling = handle.acquire.remote(app, caller, quota, permit, ingress)
+    return await _standing_of(calling, timeout_s=timeout_s)
+
+
+async def reserved(
+    handle: Any,
+    *,
+    app: str,
+    caller: str,
+    quota: Quota,
+    permit: str,
+    ingress: str,
+    num_tokens: int,
+    timeout_s: float,
+) -> Standing:
+    """Asks the router to reserve tokens. Raises EngineError without an answer."""
+    calling = handle.reserve.remote(app, caller, quota, permit, ingress, num_tokens)
+    return await _standing_of(calling, timeout_s=timeout_s)
+
+
+async def _standing_of(calling: Any, *, timeout_s: float) -> Standing:
     try:
         async with asyncio.timeout(timeout_s):
-            standing: Standing = await handle.acquire.remote(app, caller, quota, permit, ingress)
+            standing: Standing = await calling
     except ray.exceptions.TaskCancelledError:  # with the request that it is for
         raise
     except (TimeoutError, ray.exceptions.RayError) as error:
-        raise EngineError(f"the router gave no permit: {error!r}") from error
+        raise EngineError(f"the router does not keep the limits: {error!r}") from error
     return standing
 
 

@@ -183,7 +183,7 @@ class EngineRequests:
         if constraint is not None:
             self._draft.constraints[request.request_id] = constraint
         if plan is None and self._book is not None:
-            plan = self._book.admit(request.request_id, request.workload)
+            plan = self._book.admit(request.request_id, request.workload, caller=request.caller)
         self._policy.admit(
             request.request_id,
             request.speculation.controller,

@@ -4,9 +4,9 @@ Decides the belief that a new request starts with, how each outcome changes it, 
 request adds to the pool of its class. Uses no clock, and is plain and picklable. The router actor
 holds a book, and each pipeline holds a small one for when the router does not answer.
 
-A class's pool is discounted with every request that is added. It gives a new request a prior of at
-most `prior_weight` judged tokens: enough for a good start, and outweighed by a few rounds of the
-request itself. The prior of an unknown class is made of all pools together.
+A class's pool (`routing.pools`) is discounted with every request that is added. It gives a new
+request a prior of at most `prior_weight` judged tokens: enough for a good start, and outweighed by
+a few rounds of the request itself. What one caller teaches counts little for the others.
 
 Pinned pools do not change: the prior of a request no longer depends on earlier requests. Its
 own rounds still update its own belief.
@@ -17,18 +17,19 @@ import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from msgspec import structs
-
 from eesd_dist.control.belief import Belief
 from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.routing.pools import NO_CALLER, ByCaller, Pools
 from eesd_dist.types import Outcome, RequestId
 
 _VERSION = 1
+_UNKNOWN = "?"
+"""Caller of requests that were never admitted here; no API key has this name."""
 _ENTRIES_AT_A_TIME = 64
 _PAUSE_S = 0.001
 """Pause between pieces of a snapshot: encoding holds the GIL, and other threads must run."""
@@ -47,7 +48,14 @@ class Priors:
     """The pools of all classes, from which priors of new requests are made."""
 
     pools: Mapping[str, Belief]
+    """Of an operator's file, and of requests without a caller."""
     is_pinned: bool
+    by_caller: ByCaller = field(default_factory=dict)
+    """Of the callers with a name."""
+
+    @property
+    def all_pools(self) -> ByCaller:
+        return {NO_CALLER: self.pools, **self.by_caller}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +63,7 @@ class _Live:
     """The beliefs about one live request."""
 
     workload: str
+    caller: str
     belief: Belief
     """Prior and own rounds together: what the controller uses."""
     own: Belief
@@ -76,33 +85,47 @@ class BeliefBook:
         discount: float = 0.98,
         pool_discount: float = 0.95,
         prior_weight: float = 16.0,
+        foreign_weight: float = 8.0,
         max_live: int = 65_536,
         max_workloads: int = 256,
+        max_pools: int = 1024,
     ) -> None:
+        """`max_workloads`: classes that are kept of one caller."""
         self._discount = discount
-        self._pool_discount = pool_discount
-        self._prior_weight = prior_weight
         self._max_live = max_live
-        self._max_workloads = max_workloads
+        self._new_pools = partial(
+            Pools,
+            discount=pool_discount,
+            prior_weight=prior_weight,
+            foreign_weight=foreign_weight,
+            max_workloads=max_workloads,
+            max_pools=max_pools,
+        )
         self._live: OrderedDict[RequestId, _Live] = OrderedDict()
-        self._num_live_of: Counter[str] = Counter()
-        self._pools: OrderedDict[str, Belief] = OrderedDict()
+        self._num_live_of: Counter[tuple[str, str]] = Counter()
+        """By caller and class."""
+        self._pools = self._new_pools()
         self._page = 0
         self._is_pinned = False
         self._version = 0
-        self._of_all: tuple[int, Belief] | None = None
-        """All pools merged, and their version; None before the first use."""
 
-    def admit(self, request_id: RequestId, workload: str = "default") -> DraftPlan:
+    def admit(
+        self, request_id: RequestId, workload: str = "default", *, caller: str = NO_CALLER
+    ) -> DraftPlan:
         """Adds a request and returns its first plan. Admitted again (resumed in another pipeline)
         it keeps its belief."""
         live = self._live.get(request_id)
         if live is not None:
             live = replace(live, page=self._page)
         else:
-            prior = self.prior(workload)
-            live = _Live(workload=workload, belief=prior, own=Belief(), page=self._page)
-            self._num_live_of[workload] += 1
+            live = _Live(
+                workload=workload,
+                caller=caller,
+                belief=self.prior(workload, caller=caller),
+                own=Belief(),
+                page=self._page,
+            )
+            self._num_live_of[caller, workload] += 1
         self._keep(request_id, live)
         return DraftPlan(request_id=request_id, belief=live.belief)
 
@@ -113,10 +136,10 @@ class BeliefBook:
         for outcome in outcomes:
             request_id = outcome.request_id
             if request_id not in self._live:
-                self.admit(request_id)
+                self.admit(request_id, caller=_UNKNOWN)
             old = self._live[request_id]
-            live = _Live(
-                workload=old.workload,
+            live = replace(
+                old,
                 belief=old.belief.after(outcome, discount=self._discount),
                 own=old.own.after(outcome, discount=self._discount),
                 page=self._page,
@@ -148,19 +171,22 @@ class BeliefBook:
             count += 1
         return count
 
-    def prior(self, workload: str) -> Belief:
-        """Returns the belief that a new request of this class starts with."""
-        pool = self._pools.get(workload)
-        if pool is None:
-            pool = self._all_together()
-        return structs.replace(pool.bounded(self._prior_weight), num_rounds=0)
+    def prior(self, workload: str, *, caller: str = NO_CALLER) -> Belief:
+        """Returns the belief that a new request of this class and caller starts with."""
+        return self._pools.prior(caller, workload)
 
     def pools(self) -> Mapping[str, Belief]:
-        """Returns a copy of the pooled beliefs by class."""
-        return dict(self._pools)
+        """Returns the pooled belief of each class, over all callers."""
+        return self._pools.by_workload()
 
     def priors(self) -> Priors:
-        return Priors(pools=self.pools(), is_pinned=self._is_pinned)
+        named = self._pools.by_caller()
+        return Priors(pools=named.pop(NO_CALLER, {}), is_pinned=self._is_pinned, by_caller=named)
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """Yields the callers and classes of pools and live requests."""
+        yield from self._pools.names()
+        yield from self._num_live_of
 
     def adopt(self, priors: Priors) -> None:
         """Replaces the pools; live requests keep their beliefs.
@@ -168,7 +194,7 @@ class BeliefBook:
         May be called while another thread uses the book: at most the update of one request is lost.
         """
         self._is_pinned = priors.is_pinned
-        self._pools = OrderedDict(priors.pools)
+        self._pools.replace(priors.all_pools)
         self._version += 1
 
     @property
@@ -196,20 +222,19 @@ class BeliefBook:
 
     def live_by_workload(self) -> Mapping[str, int]:
         """Returns the number of live requests of each class."""
-        return dict(self._num_live_of)
+        counts: Counter[str] = Counter()
+        for (_, workload), count in self._num_live_of.items():
+            counts[workload] += count
+        return counts
 
     def copy(self) -> "BeliefBook":
         """Returns a copy, to be read or saved while this book changes."""
-        twin = BeliefBook(
-            discount=self._discount,
-            pool_discount=self._pool_discount,
-            prior_weight=self._prior_weight,
-            max_live=self._max_live,
-            max_workloads=self._max_workloads,
-        )
+        twin = BeliefBook(discount=self._discount, max_live=self._max_live)
+        twin._new_pools = self._new_pools
         twin._live = self._live.copy()
         twin._num_live_of = self._num_live_of.copy()
-        twin._pools = self._pools.copy()
+        twin._pools = self._new_pools()
+        twin._pools.replace(self._pools.by_caller())
         twin._page = self._page
         twin._is_pinned = self._is_pinned
         twin._version = self._version
@@ -218,9 +243,7 @@ class BeliefBook:
     def snapshot(self) -> dict[str, object]:
         """Returns the whole state as plain JSON."""
         return {
-            "version": _VERSION,
-            "pinned": self._is_pinned,
-            "pools": {name: pool.to_json() for name, pool in self._pools.items()},
+            **priors_to_json(self.priors()),
             "live": [_live_to_json(*entry) for entry in self._live.items()],
         }
 
@@ -231,12 +254,18 @@ class BeliefBook:
                 f"belief snapshot: found version {snapshot.get('version')!r}, expected "
                 f"{_VERSION}: delete the file to start with no beliefs"
             )
-        pools = _read_pools(snapshot.get("pools"))
+        priors = Priors(
+            pools=_read_pools(snapshot.get("pools")),
+            is_pinned=snapshot.get("pinned") is True,
+            by_caller={
+                caller: _read_pools(pools)
+                for caller, pools in _mapping(snapshot.get("by_caller", {})).items()
+            },
+        )
         live = _read_live(snapshot.get("live", []), page=self._page)
-        self._pools, self._live = pools, live
-        self._num_live_of = Counter(one.workload for one in live.values())
-        self._is_pinned = snapshot.get("pinned") is True
-        self._version += 1
+        self.adopt(priors)
+        self._live = live
+        self._num_live_of = Counter((one.caller, one.workload) for one in live.values())
 
     def save(self, file: Path) -> None:
         """Writes a snapshot atomically: readers, also after a crash, see the old file or the new.
@@ -260,12 +289,6 @@ class BeliefBook:
             time.sleep(_PAUSE_S)
         yield "]}"
 
-    def _all_together(self) -> Belief:
-        version = self._version
-        if self._of_all is None or self._of_all[0] != version:
-            self._of_all = (version, reduce(Belief.merged, self._pools.values(), Belief()))
-        return self._of_all[1]
-
     def _keep(self, request_id: RequestId, live: _Live) -> None:
         self._live[request_id] = live
         self._live.move_to_end(request_id)
@@ -274,20 +297,13 @@ class BeliefBook:
             self._leave(silent)
 
     def _leave(self, live: _Live) -> None:
-        self._num_live_of[live.workload] -= 1
-        if not self._num_live_of[live.workload]:
-            del self._num_live_of[live.workload]
+        name = (live.caller, live.workload)
+        self._num_live_of[name] -= 1
+        if not self._num_live_of[name]:
+            del self._num_live_of[name]
         if live.own.num_rounds > 0 and not self._is_pinned:
-            self._fold(live)
-
-    def _fold(self, live: _Live) -> None:
-        pools = self._pools
-        pool = pools.get(live.workload, Belief()).scaled(self._pool_discount)
-        pools[live.workload] = pool.merged(live.own)
-        pools.move_to_end(live.workload)
-        while len(pools) > self._max_workloads:
-            pools.popitem(last=False)
-        self._version += 1
+            self._pools.add(live.caller, live.workload, live.own)
+            self._version += 1
 
 
 def priors_to_json(priors: Priors) -> dict[str, object]:
@@ -295,12 +311,17 @@ def priors_to_json(priors: Priors) -> dict[str, object]:
     return {
         "version": _VERSION,
         "pinned": priors.is_pinned,
-        "pools": {name: pool.to_json() for name, pool in priors.pools.items()},
+        "pools": _pools_to_json(priors.pools),
+        "by_caller": {name: _pools_to_json(pools) for name, pools in priors.by_caller.items()},
     }
 
 
+def _pools_to_json(pools: Mapping[str, Belief]) -> dict[str, object]:
+    return {name: pool.to_json() for name, pool in pools.items()}
+
+
 def pools_from_json(snapshot: Mapping[str, object]) -> Mapping[str, Belief]:
-    """Returns the pools of a snapshot, which may also contain live requests."""
+    """Returns the pools of a snapshot over all callers; it may also contain live requests."""
     book = BeliefBook()
     book.restore(snapshot)
     return book.pools()
@@ -343,13 +364,14 @@ def _live_to_json(request_id: RequestId, live: _Live) -> dict[str, object]:
     return {
         "request_id": request_id,
         "workload": live.workload,
+        "caller": live.caller,
         "belief": live.belief.to_json(),
         "own": live.own.to_json(),
     }
 
 
-def _read_pools(data: object) -> OrderedDict[str, Belief]:
-    return OrderedDict((name, Belief.from_json(_mapping(x))) for name, x in _mapping(data).items())
+def _read_pools(data: object) -> dict[str, Belief]:
+    return {name: Belief.from_json(_mapping(x)) for name, x in _mapping(data).items()}
 
 
 def _read_live(data: object, *, page: int) -> OrderedDict[RequestId, _Live]:
@@ -364,6 +386,7 @@ def _read_live(data: object, *, page: int) -> OrderedDict[RequestId, _Live]:
 def _one(entry: Mapping[str, object], *, page: int) -> _Live:
     return _Live(
         workload=str(entry.get("workload")),
+        caller=str(entry.get("caller", NO_CALLER)),
         belief=Belief.from_json(_mapping(entry.get("belief"))),
         own=Belief.from_json(_mapping(entry.get("own"))),
         page=page,

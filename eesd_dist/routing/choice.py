@@ -47,10 +47,13 @@ class PipelineChoice:
     """Estimated number of its prompt tokens in the pipeline's cache."""
 
 
-def block_digests(tokens: Sequence[int], *, block_size: int, max_blocks: int) -> list[bytes]:
-    """Returns digests of the full blocks a text begins with, each of all tokens up to its end."""
+def block_digests(
+    tokens: Sequence[int], *, block_size: int, max_blocks: int, cache_salt: str = ""
+) -> list[bytes]:
+    """Returns digests of the full blocks a text begins with, each of all tokens up to its end and
+    of the salt: requests with another one do not find the pages of this text."""
     digests: list[bytes] = []
-    parent = b""
+    parent = cache_salt.encode("utf-8", "surrogatepass")
     for index in range(min(len(tokens) // block_size, max_blocks)):
         content = array("q", tokens[index * block_size : (index + 1) * block_size])
         parent = blake2b(parent + content.tobytes(), digest_size=8).digest()
@@ -196,6 +199,7 @@ class PipelineChooser:
         self,
         tokens: Sequence[int],
         *,
+        cache_salt: str = "",
         excluded: Collection[str] = (),
         only: str | None = None,
     ) -> PipelineChoice | None:
@@ -216,7 +220,7 @@ class PipelineChooser:
         } or ready
         if not usable:
             return None
-        digests = self._digests(tokens)
+        digests = self._digests(tokens, cache_salt)
         speeds = _speeds(usable)
         cached = self._cached_tokens(usable, speeds, digests=digests, num_tokens=len(tokens))
         costs = {
@@ -236,12 +240,14 @@ class PipelineChooser:
             num_cached_tokens=cached[chosen],
         )
 
-    def ended(self, pipeline: PipelineId, tokens: Sequence[int] = ()) -> None:
+    def ended(
+        self, pipeline: PipelineId, tokens: Sequence[int] = (), *, cache_salt: str = ""
+    ) -> None:
         """Records that a request left a pipeline; `tokens`: its computed ones, prompt included."""
         known = self._pipelines.get(pipeline)
         if known is not None:
             known.change(-1, now_s=self._clock())
-            known.memory.remember(self._digests(tokens))
+            known.memory.remember(self._digests(tokens, cache_salt))
 
     def lost(self, pipeline: PipelineId) -> None:
         """Records that a pipeline failed; it is not chosen before its next report."""
@@ -283,9 +289,11 @@ class PipelineChooser:
             for name, pipeline in self._pipelines.items()
         ]
 
-    def _digests(self, tokens: Sequence[int]) -> list[bytes]:
+    def _digests(self, tokens: Sequence[int], cache_salt: str) -> list[bytes]:
         most = max((p.memory.max_blocks for p in self._pipelines.values()), default=0)
-        return block_digests(tokens, block_size=self._block_size, max_blocks=most)
+        return block_digests(
+            tokens, block_size=self._block_size, max_blocks=most, cache_salt=cache_salt
+        )
 
     def _cached_tokens(
         self,

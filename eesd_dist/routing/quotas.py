@@ -1,12 +1,18 @@
 """Limits of API keys over all ingresses: requests at the same time, and tokens per minute.
 
+A request gets a permit before its body is read. What it may use is charged as soon as that is
+known, before anything is computed, and when it ends the rest is refunded, once. The account is a
+bucket that leaks: what is charged is forgotten at the rate of the limit.
+
 The router holds one book for all ingresses, and each ingress one of its own, which holds while the
 router is silent. Pure: times are passed in.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec import structs
 
 from eesd_dist.types import Value
 
@@ -15,6 +21,8 @@ BUSY_RETRY_S = 1.0
 """When to try again where too many requests are being answered, of which any may end next."""
 
 Refusal = Literal["concurrency", "tokens"]
+Held = Mapping[str, Mapping[str, int]]
+"""Permits of callers, and the tokens that are charged for each so far."""
 
 
 class Quota(Value, frozen=True, kw_only=True):
@@ -41,19 +49,27 @@ class Standing(Value, frozen=True, kw_only=True):
 class _Account:
     """What one caller uses."""
 
+    at_s: float
+    rate: float = 0.0
+    """Tokens that are forgotten in a second; 0 before the limit is known."""
     num_owed: float = 0.0
-    """Tokens used and not yet forgotten; above the limit where answers took more than was left."""
-    at_s: float = 0.0
-    held: dict[str, dict[str, None]] = field(default_factory=dict)
-    """Permits in use, by ingress."""
+    """Tokens charged and not yet forgotten; above the limit where requests took more than was
+    left."""
+    held: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By ingress: permits in use, and the tokens that are charged for each so far."""
 
     @property
     def num_running(self) -> int:
         return sum(map(len, self.held.values()))
 
-    def forget(self, rate: float, now_s: float) -> None:
+    def charge(self, num_tokens: int, *, now_s: float) -> None:
+        """Charges tokens; a negative number is a refund."""
+        self.forget(now_s)
+        self.num_owed = max(0.0, self.num_owed + num_tokens)
+
+    def forget(self, now_s: float) -> None:
         elapsed_s = max(0.0, now_s - self.at_s)
-        self.num_owed = max(0.0, self.num_owed - elapsed_s * rate)
+        self.num_owed = max(0.0, self.num_owed - elapsed_s * self.rate)
         self.at_s = now_s
 
 
@@ -71,55 +87,70 @@ class QuotaBook:
     ) -> Standing:
         """Gives a permit for one request, or refuses it."""
         self._hear(ingress, now_s)
-        account = self._accounts.setdefault(caller, _Account(at_s=now_s))
+        account = self._account(caller, now_s)
         account.held.get(ingress, {}).pop(permit, None)  # told of before it was asked for
-        refused: Refusal | None = None
-        num_left, wait_s = 0, 0.0
-        if quota.max_concurrent is not None and account.num_running >= quota.max_concurrent:
-            refused, wait_s = "concurrency", BUSY_RETRY_S
-        if quota.tokens_per_minute is not None:
-            rate = quota.tokens_per_minute / _MINUTE_S
-            account.forget(rate, now_s)
-            left = quota.tokens_per_minute - account.num_owed
-            if left < 1:
-                refused, wait_s = "tokens", (1 - left) / rate
-            elif refused is None:
-                wait_s = account.num_owed / rate
-            num_left = max(0, int(left))
-        if refused is None and quota.max_concurrent is not None:
-            account.held.setdefault(ingress, {})[permit] = None
-        return Standing(
-            refused=refused,
-            num_running=account.num_running,
-            num_tokens_left=num_left,
-            wait_s=wait_s,
-        )
+        standing = _standing(account, quota, now_s=now_s)
+        if standing.refused is not None:
+            return standing
+        account.held.setdefault(ingress, {})[permit] = 0
+        return structs.replace(standing, num_running=account.num_running)
+
+    def reserve(
+        self,
+        caller: str,
+        quota: Quota,
+        *,
+        permit: str,
+        ingress: str,
+        num_tokens: int,
+        now_s: float,
+    ) -> Standing:
+        """Charges tokens for a request in advance, in place of those charged for it before; or
+        refuses that, if the caller has none left without the request."""
+        self._hear(ingress, now_s)
+        account = self._account(caller, now_s)
+        held = account.held.setdefault(ingress, {})
+        before = held.get(permit, 0)
+        account.charge(-before, now_s=now_s)
+        standing = _standing(account, structs.replace(quota, max_concurrent=None), now_s=now_s)
+        held[permit] = before if standing.refused is not None else num_tokens
+        account.charge(held[permit], now_s=now_s)
+        return standing
 
     def release(
         self, caller: str, *, permit: str, ingress: str, num_tokens: int, now_s: float
     ) -> None:
-        """Takes a permit back, and notes what its request has used."""
-        account = self._accounts.setdefault(caller, _Account(at_s=now_s))
-        account.held.get(ingress, {}).pop(permit, None)
-        account.num_owed += num_tokens
+        """Takes a permit back, and charges what its request has used in place of what was charged
+        in advance."""
+        account = self._account(caller, now_s)
+        charged = account.held.get(ingress, {}).pop(permit, 0)
+        account.charge(num_tokens - charged, now_s=now_s)
 
-    def hold(self, ingress: str, held: Mapping[str, Collection[str]], *, now_s: float) -> None:
-        """Notes all permits that an ingress has given out, by caller, in place of those known: a
-        book that was lost learns them again, and what was not returned is forgotten."""
+    def hold(self, ingress: str, held: Held, *, now_s: float) -> None:
+        """Notes all permits that an ingress has given out, in place of those known: a book that was
+        lost learns them again. A permit that is no longer among them was returned by a call that
+        was lost: what was charged for it stays."""
         self._hear(ingress, now_s)
-        for account in self._accounts.values():
-            account.held.pop(ingress, None)
+        before = {
+            caller: account.held.pop(ingress, {}) for caller, account in self._accounts.items()
+        }
         for caller, permits in held.items():
-            account = self._accounts.setdefault(caller, _Account(at_s=now_s))
-            account.held[ingress] = dict.fromkeys(permits)
+            account = self._account(caller, now_s)
+            account.held[ingress] = dict(permits)
+            known = before.get(caller, {})
+            for permit, charged in permits.items():
+                account.charge(charged - known.get(permit, 0), now_s=now_s)
 
-    def held_by(self, ingress: str) -> dict[str, tuple[str, ...]]:
-        """Returns the permits that this ingress has given out, by caller."""
+    def held_by(self, ingress: str) -> Held:
+        """Returns the permits that this ingress has given out."""
         found = {
-            caller: tuple(account.held.get(ingress, ()))
+            caller: dict(account.held.get(ingress, {}))
             for caller, account in self._accounts.items()
         }
         return {caller: permits for caller, permits in found.items() if permits}
+
+    def _account(self, caller: str, now_s: float) -> _Account:
+        return self._accounts.setdefault(caller, _Account(at_s=now_s))
 
     def _hear(self, ingress: str, now_s: float) -> None:
         self._heard_s[ingress] = now_s
@@ -127,4 +158,30 @@ class QuotaBook:
         for each in silent:
             del self._heard_s[each]
             for account in self._accounts.values():
-                account.held.pop(each, None)
+                # Of requests that the service has lost; an ingress that was only silent tells of
+                # its permits again.
+                charged = sum(account.held.pop(each, {}).values())
+                account.charge(-charged, now_s=now_s)
+
+
+def _standing(account: _Account, quota: Quota, *, now_s: float) -> Standing:
+    """Returns how a caller stands before one more request of it."""
+    refused: Refusal | None = None
+    num_left, wait_s = 0, 0.0
+    if quota.max_concurrent is not None and account.num_running >= quota.max_concurrent:
+        refused, wait_s = "concurrency", BUSY_RETRY_S
+    if quota.tokens_per_minute is not None:
+        account.rate = quota.tokens_per_minute / _MINUTE_S
+        account.forget(now_s)
+        left = quota.tokens_per_minute - account.num_owed
+        if left < 1:
+            refused, wait_s = "tokens", (1 - left) / account.rate
+        elif refused is None:
+            wait_s = account.num_owed / account.rate
+        num_left = max(0, int(left))
+    return Standing(
+        refused=refused,
+        num_running=account.num_running,
+        num_tokens_left=num_left,
+        wait_s=wait_s,
+    )

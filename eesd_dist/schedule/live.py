@@ -115,7 +115,7 @@ class LiveRequest:
     @property
     def salt(self) -> str:
         """Salt of its page digests: only requests that draft fill the exit head's own pages."""
-        return salt_of(drafts=self.drafts, drafter=self.drafter)
+        return salt_of(drafts=self.drafts, drafter=self.drafter, cache_salt=self.request.cache_salt)
 
     @property
     def drafts(self) -> bool:
@@ -151,9 +151,10 @@ class LiveRequest:
         return None
 
 
-def salt_of(*, drafts: bool, drafter: int) -> str:
+def salt_of(*, drafts: bool, drafter: int, cache_salt: str) -> str:
     """Returns the salt of page digests: requests share pages when it is equal."""
-    return f"exit {drafter}" if drafts else "plain"
+    stage = f"exit {drafter}" if drafts else "plain"
+    return f"{stage}\n{cache_salt}"  # the first part has no line break: two salts are never equal
 
 
 def _draft_ceiling(request: Request, *, service: int) -> int:

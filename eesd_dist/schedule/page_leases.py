@@ -12,7 +12,7 @@ recomputed. How bytes travel is decided in other modules.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from typing import Literal
 from uuid import uuid4
@@ -81,6 +81,8 @@ class LeasedPages:
     pages: tuple[PageId, ...]
     drafts: bool
     """Whether the exit head's pages are filled too."""
+    cache_salt: str = field(default="", repr=False)
+    """Of the request: only requests with the same one find these pages, here and there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,7 @@ class PageLeases:
         self,
         requests: Sequence[LeasedPages],
         *,
-        salt_of: Callable[[bool], str],
+        salt_of: Callable[[LeasedPages], str],
         num_kept: int,
         untouchable: Set[int],
         epoch: int = 0,
@@ -168,7 +170,7 @@ class PageLeases:
         left: set[PageId] = set()
         num_found = 0
         for request in requests:
-            salt = salt_of(request.drafts)
+            salt = salt_of(request)
             table = self._pages.match_prefix([*request.tokens, _ANY], salt=salt)
             num_found += len(table)
             shared = _known(request.pages[len(table) :], arriving)
@@ -198,12 +200,12 @@ class PageLeases:
         )
 
     def num_missing(
-        self, requests: Sequence[LeasedPages], *, salt_of: Callable[[bool], str]
+        self, requests: Sequence[LeasedPages], *, salt_of: Callable[[LeasedPages], str]
     ) -> dict[RequestId, int]:
         """Returns for each request how many of its pages are not cached here."""
         missing: dict[RequestId, int] = {}
         for request in requests:
-            found = self._pages.match_prefix([*request.tokens, _ANY], salt=salt_of(request.drafts))
+            found = self._pages.match_prefix([*request.tokens, _ANY], salt=salt_of(request))
             self._pages.release(found)
             missing[request.request_id] = len(request.pages) - len(found)
         return missing

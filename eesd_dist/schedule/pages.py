@@ -220,4 +220,4 @@ class PageAllocator:
 
 
 def _root(salt: str) -> bytes:
-    return blake2b(salt.encode(), digest_size=16).digest()
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()

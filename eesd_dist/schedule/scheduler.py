@@ -303,6 +303,7 @@ class Scheduler:
                     tokens=tuple(live.tokens[: len(pages) * self._pages.page_size]),
                     pages=pages,
                     drafts=live.drafts,
+                    cache_salt=live.request.cache_salt,
                 )
             )
         return self.leases.lease(leased)
@@ -329,8 +330,12 @@ class Scheduler:
         """Returns for each request of another pipeline how many of its pages are not cached."""
         return self.leases.num_missing(leased, salt_of=self._salt_of)
 
-    def _salt_of(self, drafts: bool) -> str:
-        return salt_of(drafts=drafts and self._max_draft_tokens > 0, drafter=self._drafter)
+    def _salt_of(self, leased: LeasedPages) -> str:
+        return salt_of(
+            drafts=leased.drafts and self._max_draft_tokens > 0,
+            drafter=self._drafter,
+            cache_salt=leased.cache_salt,
+        )
 
     def _num_spoken_for(self) -> int:
         """Returns how many free pages to keep for requests of this pipeline, each up to its fair

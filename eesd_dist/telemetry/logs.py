@@ -21,16 +21,19 @@ current_request: ContextVar[str] = ContextVar("current_request", default="")
 
 _PLACEHOLDER = re.compile(r"%[-\d.]*[a-z]")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Characters that would end a line, or move a terminal's cursor."""
 
 
 class TextLines(logging.Formatter):
-    """Adds the request to lines that do not name it."""
+    """Writes one line for each message, whatever is in its values, and adds the request to lines
+    that do not name it. The traceback of an exception follows on lines of its own."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
-        line = super().formatMessage(record)
+        line = _CONTROL.sub(_escaped, super().formatMessage(record))
         request = current_request.get()
         return f"{line} request={request}" if request and " request=" not in line else line
 
@@ -61,6 +64,10 @@ def set_up_logs(form: LogFormat, *, level: int = logging.WARNING) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, object]:

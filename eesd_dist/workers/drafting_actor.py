@@ -346,7 +346,7 @@ class DraftActor(WorkerActor):
             return
         self._watch.arrived(request)
         if self._router is not None:
-            self._router.admitted(request.request_id, request.workload)
+            self._router.admitted(request)
 
     async def take(self, client: str, last: tuple[str, int]) -> Delivery:
         """Returns what the client's streams have to read, as soon as there is something.

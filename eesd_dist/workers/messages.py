@@ -7,7 +7,7 @@ that ended the stream: errors travel as values, because Ray wraps raised ones.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from eesd_dist.errors import EesdError
 from eesd_dist.routing.activity import NO_ACTIVITY, Activity
@@ -199,13 +199,20 @@ class DraftStats:
     num_pages: int
 
 
+class Admission(NamedTuple):
+    """A new request, as the router gets to know it."""
+
+    request_id: RequestId
+    workload: str
+    caller: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterNews:
     """A drafting actor's message to the router, covering a few rounds."""
 
     pipeline: str
-    admitted: tuple[tuple[RequestId, str], ...]
-    """New requests and their workload classes."""
+    admitted: tuple[Admission, ...]
     outcomes: tuple[Outcome, ...]
     finished: tuple[RequestId, ...]
     known_priors: str | None = None

@@ -17,8 +17,8 @@ from typing import TypeVar
 from msgspec import structs
 
 from eesd_dist.routing.beliefs import DraftPlan, Priors
-from eesd_dist.types import Evidence, Outcome, RequestId
-from eesd_dist.workers.messages import RouterAdvice, RouterNews
+from eesd_dist.types import Evidence, Outcome, Request, RequestId
+from eesd_dist.workers.messages import Admission, RouterAdvice, RouterNews
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class RouterLink:
         """Id of the pools received last; empty before the first."""
         self._asked_s = -math.inf
         """When pools were last asked for."""
-        self._admitted: deque[tuple[RequestId, str]] = deque(maxlen=max_kept)
+        self._admitted: deque[Admission] = deque(maxlen=max_kept)
         self._outcomes: deque[Outcome] = deque(maxlen=max_kept)
         self._finished: deque[RequestId] = deque(maxlen=max_kept)
         self._news = asyncio.Event()
@@ -66,8 +66,8 @@ class RouterLink:
             self._news.set()  # ask for the pools at once
             self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def admitted(self, request_id: RequestId, workload: str) -> None:
-        self._admitted.append((request_id, workload))
+    def admitted(self, request: Request) -> None:
+        self._admitted.append(Admission(request.request_id, request.workload, request.caller))
         self._news.set()
 
     def observed(self, outcomes: Iterable[Outcome], finished: Iterable[RequestId]) -> None:

@@ -183,6 +183,7 @@ def _body(request: Request, *, model: str) -> dict[str, object]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "allowed_token_ids": sampling.allowed_token_ids,
         "return_token_ids": True,
+        "cache_salt": request.cache_salt or None,
         "speculation": {
             "mode": speculation.mode,
             "controller": speculation.controller,

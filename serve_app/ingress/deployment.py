@@ -30,6 +30,7 @@ from eesd_dist.workers.process import prepare_process, set_log_level, tracing_of
 from serve_app.config import (
     LimitsConfig,
     ServiceConfig,
+    StreamsConfig,
     live_config,
     require_autoscaled,
     require_key,
@@ -46,6 +47,7 @@ from serve_app.openai.api import Degraded, build_api
 from serve_app.openai.errors import NotDrained, UnknownPipeline
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware.http_metrics import HttpMetrics
+from serve_app.openai.pacing import Pace
 from serve_app.openai.workloads import UNNAMED_CLASSES
 from serve_app.pages.beliefs import belief_page
 from serve_app.pages.fleet import fleet_as_json, fleet_page
@@ -71,10 +73,19 @@ _CHANGE_TIMEOUT_S = 3600.0
 class Ingress:
     """One HTTP replica; deployed by `serve_app.app`."""
 
-    def __init__(self, config: ServiceConfig, pipelines: Any, api_key: SecretStr | None) -> None:
+    def __init__(
+        self,
+        config: ServiceConfig,
+        pipelines: Any,
+        event_key: SecretStr,
+        api_key: SecretStr | None,
+    ) -> None:
+        """`event_key` signs the ids of events where there is no API key: in hexadecimal, the same
+        for all replicas."""
         prepare_process(config.log_format)
         self._config = config
         self._api_key = api_key
+        self._event_key = event_key
         self._tracing = tracing_of(config.telemetry_options, process=f"ingress-{os.getpid()}")
         self._name = serve.get_replica_context().replica_id.unique_id
         self._load_balancer = LoadBalancer(config, pipelines=pipelines, ingress=self._name)
@@ -160,11 +171,14 @@ class Ingress:
             controller=config.engine.speculation.controller,
             workloads_by_temperature=config.router.workloads_by_temperature,
             api_key=api_key,
+            event_key=bytes.fromhex(self._event_key.get_secret_value()),
             keys=self._keys,
             quotas=quotas,
             cors_origins=config.cors_origins,
             created_unix_s=int(time.time()),
             resume_window_s=config.recovery.resume_window_s,
+            share_prefix_cache=config.share_prefix_cache,
+            pace=_pace_of(config.streams),
             names_answers=False,
             departures=(TaskCancelledError, RequestCancelledError),
             observe_request=self._http_metrics.observe_request,
@@ -371,6 +385,12 @@ def key_of(config: ServiceConfig, *, given: SecretStr | None) -> str | None:
     if given is not None:
         return given.get_secret_value()
     return os.environ.get(config.api_key_env) or None
+
+
+def _pace_of(config: StreamsConfig) -> Pace | None:
+    if config.interval_s is None:
+        return None
+    return Pace(interval_s=config.interval_s, tokens_per_event=config.tokens_per_event)
 
 
 def _joined(reasons: Mapping[str, str]) -> str:

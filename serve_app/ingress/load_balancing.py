@@ -8,7 +8,7 @@ makes no call; while the router is silent the pipelines themselves are asked. Th
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -20,6 +20,7 @@ from eesd_dist.errors import EesdError
 from eesd_dist.routing.choice import PipelineChoice, PipelineChooser
 from eesd_dist.routing.directory import Listed, PipelineId
 from eesd_dist.routing.fleet.size import FleetTargets
+from eesd_dist.routing.quotas import Held
 from eesd_dist.types import RequestId
 from serve_app.config import ServiceConfig
 from serve_app.ingress.replicas import of_all
@@ -69,8 +70,8 @@ class LoadBalancer:
         self._is_silent = False
         self.page_of_ingress: Callable[[], bytes] = self.page
         """What the router is told: all metrics of this ingress."""
-        self.permits_held: Callable[[], Mapping[str, Collection[str]]] = dict
-        """What the router is told: the permits in use at this ingress, by caller."""
+        self.permits_held: Callable[[], Held] = dict
+        """What the router is told: the permits in use at this ingress."""
         self.router: Any = None
         """None while it is silent."""
         self._told_s = 0.0
@@ -86,13 +87,13 @@ class LoadBalancer:
         Raises PoisonRequest for a request that has killed the engine it was alone in.
         """
         attempts.blame(self._chooser.crashed())
-        tokens = attempts.tokens
+        tokens, salt = attempts.tokens, attempts.cache_salt
         choice = None
         if attempts.target is not None:
-            choice = self._chooser.choose(tokens, only=attempts.target)
+            choice = self._chooser.choose(tokens, cache_salt=salt, only=attempts.target)
             attempts.target = None
         if choice is None:
-            choice = self._chooser.choose(tokens, excluded=attempts.refused)
+            choice = self._chooser.choose(tokens, cache_salt=salt, excluded=attempts.refused)
         if choice is not None:
             self._counts.count(choice)
         return choice
@@ -113,9 +114,9 @@ class LoadBalancer:
         """Counts a stream that another pipeline continues."""
         self._counts.migrations.inc()
 
-    def ended(self, pipeline: str, tokens: Sequence[int]) -> None:
-        """A stream is over; `tokens` are all that its pipeline has computed."""
-        self._chooser.ended(PipelineId(pipeline), tokens)
+    def ended(self, pipeline: str, attempts: Attempts) -> None:
+        """A stream is over; its pipeline has computed the tokens of its attempts."""
+        self._chooser.ended(PipelineId(pipeline), attempts.tokens, cache_salt=attempts.cache_salt)
 
     def lost(self, pipeline: str) -> None:
         self._chooser.lost(PipelineId(pipeline))

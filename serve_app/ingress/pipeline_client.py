@@ -164,7 +164,7 @@ class ServiceClient:
             was_taken = link.has_taken(request.submission)
             if link.is_lost:  # else the process lives, and no crash of it was this request's
                 attempts.lost(choice.leader, was_taken=was_taken)
-            self._load_balancer.ended(choice.pipeline, attempts.tokens)
+            self._load_balancer.ended(choice.pipeline, attempts)
 
     async def _of_all(
         self, method: str, *, timeout_s: float, rest_s: float | None = None

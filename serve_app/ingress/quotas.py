@@ -1,18 +1,19 @@
 """Permits for requests of keys with limits, over all ingresses together.
 
-The router is asked once for a request, before its body is read. While it is silent this ingress
-decides by itself, as if it were the only one: a service without its router is slower, not closed.
+The router is asked for a request before its body is read, and again when it is known how many
+tokens it may use. While it is silent this ingress decides by itself, as if it were the only one: a
+service without its router is slower, not closed.
 """
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from eesd_dist.errors import EngineError
-from eesd_dist.routing.quotas import Quota, QuotaBook, Standing
+from eesd_dist.routing.quotas import Held, Quota, QuotaBook, Standing
 from serve_app.keys import ApiKey, Permit
-from serve_app.router import acquired
+from serve_app.router import acquired, reserved
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +33,7 @@ class GlobalQuotas:
         """Of this ingress alone."""
 
     async def acquire(self, key: ApiKey, permit: str) -> Standing:
-        quota = Quota(
-            max_concurrent=key.max_concurrent_requests, tokens_per_minute=key.tokens_per_minute
-        )
+        quota = _quota_of(key)
         mine = self._book.acquire(
             key.name, quota, permit=permit, ingress=self._ingress, now_s=time.monotonic()
         )
@@ -42,24 +41,51 @@ class GlobalQuotas:
         if mine.refused or router is None:
             return mine
         try:
-            everyones = await acquired(
-                router,
-                app=self._app,
-                caller=key.name,
-                quota=quota,
-                permit=permit,
-                ingress=self._ingress,
-                timeout_s=_ASK_S,
+            everyones = await self._asked(
+                acquired(
+                    router,
+                    app=self._app,
+                    caller=key.name,
+                    quota=quota,
+                    permit=permit,
+                    ingress=self._ingress,
+                    timeout_s=_ASK_S,
+                )
             )
-        except EngineError as error:
-            logger.warning("limits of this ingress alone hold: error=%s", error)
-            return mine
         except BaseException:  # the client left
             self.release(Permit(key=key, name=permit))
             raise
-        if everyones.refused:
+        if everyones is not None and everyones.refused:
             self._return(key.name, permit, num_tokens=0)
-        return everyones
+        return everyones or mine
+
+    async def reserve(self, permit: Permit, num_tokens: int) -> Standing:
+        """Reserves so many tokens for a request, in place of those reserved for it before; a
+        refusal leaves the latter."""
+        if permit.key.tokens_per_minute is None:
+            return Standing()
+        quota = _quota_of(permit.key)
+        mine = self._reserve(permit, quota, num_tokens)
+        router = self._router()
+        if not mine.refused and router is not None:
+            everyones = await self._asked(
+                reserved(
+                    router,
+                    app=self._app,
+                    caller=permit.key.name,
+                    quota=quota,
+                    permit=permit.name,
+                    ingress=self._ingress,
+                    num_tokens=num_tokens,
+                    timeout_s=_ASK_S,
+                )
+            )
+            if everyones is not None and everyones.refused:
+                self._reserve(permit, Quota(), permit.num_reserved)
+            mine = everyones or mine
+        if not mine.refused:
+            permit.num_reserved = num_tokens
+        return mine
 
     def release(self, permit: Permit) -> None:
         """Does not wait for the router: it is told all permits in use every two seconds."""
@@ -68,6 +94,24 @@ class GlobalQuotas:
         router = self._router()
         if router is not None:
             router.release.remote(self._app, name, permit.name, self._ingress, used)
+
+    async def _asked(self, asking: Awaitable[Standing]) -> Standing | None:
+        """Returns the router's answer; None without one."""
+        try:
+            return await asking
+        except EngineError as error:
+            logger.warning("limits of this ingress alone hold: error=%s", error)
+            return None
+
+    def _reserve(self, permit: Permit, quota: Quota, num_tokens: int) -> Standing:
+        return self._book.reserve(
+            permit.key.name,
+            quota,
+            permit=permit.name,
+            ingress=self._ingress,
+            num_tokens=num_tokens,
+            now_s=time.monotonic(),
+        )
 
     def _return(self, caller: str, permit: str, *, num_tokens: int) -> None:
         self._book.release(
@@ -78,5 +122,11 @@ class GlobalQuotas:
             now_s=time.monotonic(),
         )
 
-    def held(self) -> Mapping[str, Collection[str]]:
+    def held(self) -> Held:
         return self._book.held_by(self._ingress)
+
+
+def _quota_of(key: ApiKey) -> Quota:
+    return Quota(
+        max_concurrent=key.max_concurrent_requests, tokens_per_minute=key.tokens_per_minute
+    )

@@ -64,6 +64,10 @@ class Attempts:
         return self._request.prompt + self._request.generated
 
     @property
+    def cache_salt(self) -> str:
+        return self._request.cache_salt
+
+    @property
     def is_new(self) -> bool:
         """Whether nothing is lost if it is refused."""
         request = self._request

@@ -51,6 +51,7 @@ from serve_app.openai.middleware.request_ids import (
 )
 from serve_app.openai.middleware.unexpected_errors import UnexpectedErrors
 from serve_app.openai.openapi import describe_truly
+from serve_app.openai.pacing import Pace
 from serve_app.openai.preparation import Preparation, Prepared
 from serve_app.openai.responses import Event, Json
 from serve_app.openai.sampling_fields import check_ids
@@ -64,7 +65,6 @@ from serve_app.openai.schema import (
 from serve_app.openai.service import RequestObserver, Service, size_of_chat
 from serve_app.openai.sse import EventStream, encoded, while_listened_to
 from serve_app.openai.text_responses import response_events, response_of
-from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.workloads import WORKLOAD_HEADER, checked_workload
 
 logger = logging.getLogger(__name__)
@@ -97,15 +97,19 @@ def build_api(
     controller: str = "",
     workloads_by_temperature: bool = True,
     api_key: str | None = None,
+    event_key: bytes | None = None,
     keys: KeyRing | None = None,
     quotas: Quotas | None = None,
     cors_origins: Sequence[str] = (),
     created_unix_s: int = 0,
     resume_window_s: float = 0.0,
+    share_prefix_cache: bool = False,
+    pace: Pace | None = None,
     names_answers: bool = True,
     departures: tuple[type[Exception], ...] = (),
 ) -> FastAPI:
-    """Builds the OpenAI API of one model. With `api_key` None no key is required; `keys` are others
+    """Builds the OpenAI API of one model. With `api_key` None no key is required, and `event_key`
+    signs the ids of events (None: a key that is drawn here); `keys` are others
     that open it too, and `quotas` keep their limits. `kv_tokens` returns what the KV pages hold,
     None while it is not known. `controller`: the default one. `names_answers`: whether
     answers get the header X-Request-Id here. `departures`: errors of the server that mean that a
@@ -120,8 +124,9 @@ def build_api(
         max_draft_tokens=max_draft_tokens,
         workloads_by_temperature=workloads_by_temperature,
         limits=limits,
-        event_key=(api_key or "").encode(),
+        event_key=event_key if api_key is None else api_key.encode(),
         resume_window_s=resume_window_s,
+        share_prefix_cache=share_prefix_cache,
     )
     service = Service(
         engine,
@@ -132,6 +137,8 @@ def build_api(
         max_choices_at_once=limits.max_choices_at_once,
         limits=limits,
         controller=controller,
+        quotas=quotas,
+        pace=pace,
     )
     title = f"{model_name} behind an OpenAI-compatible API"
     app = FastAPI(title=title, version=_version(), docs_url=None, redoc_url=None)
@@ -139,7 +146,7 @@ def build_api(
     _answer_errors(app)
     _add_generation(app, service)
     _add_models(app, preparation, model_name=model_name, created_unix_s=created_unix_s)
-    _add_tokens(app, tokenizer, preparation, service.threads)
+    _add_tokens(app, tokenizer, preparation, service)
     _add_operations(app, health=health, metrics=metrics)
     describe_truly(app, has_key=keys is not None)
     app.add_middleware(AdmissionGate, limits=limits, keys=keys, quotas=quotas)
@@ -272,7 +279,7 @@ def _add_tokens(
     app: FastAPI,
     codec: TextCodec,
     preparation: Preparation,
-    threads: TextThreads,
+    service: Service,
 ) -> None:
     def tokens_of(fields: TokenizeFields) -> Sequence[TokenId]:
         if fields.messages is None:
@@ -282,24 +289,29 @@ def _add_tokens(
         )
 
     @app.post("/tokenize", response_model=None)
-    async def tokenize(fields: TokenizeFields) -> Response:
+    async def tokenize(fields: TokenizeFields, request: HttpRequest) -> Response:
         """Returns the token ids of a prompt, or of a conversation through the chat template."""
         preparation.check_model(fields.model)
         size = len(fields.prompt or "") + size_of_chat(fields.messages or (), {})
-        tokens = await threads.run(partial(tokens_of, fields), size=size)
+        permit = noted_permit(request.scope)
+        tokenising = service.threads.run(partial(tokens_of, fields), size=size)
+        tokens = await service.charges.tokenised(tokenising, permit, size=size)
+        if permit is not None:
+            permit.num_work_tokens += len(tokens)
         preparation.check_count(tokens, param="prompt" if fields.messages is None else "messages")
         limit = preparation.max_model_len
         return _json({"count": len(tokens), "max_model_len": limit, "tokens": list(tokens)})
 
     @app.post("/detokenize", response_model=None)
-    async def detokenize(fields: DetokenizeFields) -> Response:
+    async def detokenize(fields: DetokenizeFields, request: HttpRequest) -> Response:
         """Returns the text of token ids, special tokens included."""
         preparation.check_model(fields.model)
         preparation.check_count(fields.tokens, param="tokens")
         check_ids(fields.tokens, codec, param="tokens")
         tokens = [TokenId(token) for token in fields.tokens]
+        await service.charges.work(noted_permit(request.scope), len(tokens))
         decode = partial(codec.decode, tokens, skip_special_tokens=False)
-        return _json({"prompt": await threads.run(decode, size=len(tokens))})
+        return _json({"prompt": await service.threads.run(decode, size=len(tokens))})
 
 
 def _add_operations(app: FastAPI, *, health: Health, metrics: Metrics) -> None:

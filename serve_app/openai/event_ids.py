@@ -9,6 +9,7 @@ import binascii
 import hashlib
 import hmac
 import json
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel
 
 from eesd_dist.errors import RequestError
+from serve_app.openai.schema import REQUEST_ID_PATTERN
 
 HEADER = "Last-Event-ID"
 
+EVENT_KEY_BYTES = 32
+"""Of a key that is drawn, where no API key is configured."""
 NONCE_BYTES = 16
 MAX_ID_CHARS = 128
 _VERSION = 2
@@ -29,6 +33,7 @@ _POSITION_BYTES = 8
 _MAC_BYTES = 16
 _OVER = 1 << 31
 """Flag of a choice that is over, in its number of tokens."""
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN.encode())
 _TO_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
@@ -84,7 +89,8 @@ class WrongEventId(RequestError):
         super().__init__(
             f"{HEADER}: found an id that does not belong to this request, expected the last one "
             "that was received for the same body (request_id included) at the same endpoint with "
-            "the same API key: send it unchanged, or begin a new stream without it",
+            "the same API key, or without a key since the service was started: send it unchanged, "
+            "or begin a new stream without it",
             param=HEADER,
         )
 
@@ -104,7 +110,10 @@ def opened(
     version, _, nonce, seed, created_unix_s = _ORIGIN.unpack_from(origin)
     if not hmac.compare_digest(mac, expected) or version != _VERSION:
         raise WrongEventId
-    request_id = origin[_ORIGIN.size :].decode("ascii")
+    name = origin[_ORIGIN.size :]
+    if name and not _REQUEST_ID.fullmatch(name):
+        raise WrongEventId
+    request_id = name.decode("ascii")
     values = struct.unpack(f"<{2 * num_choices}I", positions)
     shown = tuple(
         Shown(tokens & ~_OVER, chars, bool(tokens & _OVER))

@@ -7,7 +7,7 @@ another choice failed. Knows no JSON.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,17 +27,24 @@ _NOTHING = TextDelta(
 )
 
 
+class EndedByEngine(RequestError):
+    """The engine has ended a request that it had begun, for a reason that lies in the request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one round of one choice adds to the answer."""
+    """What one or more rounds of one choice add to the answer."""
 
     index: int
     added: TextDelta
-    emission: Emission
+    rounds: tuple[Emission, ...]
+    """The rounds of which it has the first token."""
     at_s: float
-    """Time of arrival, on the monotonic clock."""
+    """When it may be sent, on the monotonic clock."""
     text_s: float = 0.0
     """Time that it took to make text of its tokens."""
+    num_ahead: int = 0
+    """Tokens that were made and are sent later."""
 
 
 class ChoiceTally:
@@ -45,6 +52,8 @@ class ChoiceTally:
 
     def __init__(self) -> None:
         self.num_tokens = 0
+        self.num_ahead = 0
+        """Tokens that were made and not sent yet."""
         self.num_cached = 0
         self.num_interruptions = 0
         self.text_s = 0.0
@@ -59,19 +68,23 @@ class ChoiceTally:
         """ABORT until the text has ended."""
 
     def add(self, delta: Delta) -> None:
-        emission = delta.emission
-        if emission.logprobs or emission.prompt_logprobs:
-            emission = structs.replace(emission, logprobs=(), prompt_logprobs=())
-        self.rounds.append(emission)
-        self.num_interruptions = max(self.num_interruptions, emission.num_interruptions)
+        for emission in delta.rounds:
+            self._add_round(emission)
         self.text_s += delta.text_s
-        self.num_cached = max(self.num_cached, emission.num_cached_prompt_tokens)
-        if emission.queue_s is not None:
-            self.queue_s = emission.queue_s
+        self.num_ahead = delta.num_ahead
         if delta.added.finish_reason is not None:
             self.finish_reason = FinishReason(delta.added.finish_reason)
         if delta.added.tokens:
             self._take_time(delta)
+
+    def _add_round(self, emission: Emission) -> None:
+        if emission.logprobs or emission.prompt_logprobs:
+            emission = structs.replace(emission, logprobs=(), prompt_logprobs=())
+        self.rounds.append(emission)
+        self.num_interruptions = max(self.num_interruptions, emission.num_interruptions)
+        self.num_cached = max(self.num_cached, emission.num_cached_prompt_tokens)
+        if emission.queue_s is not None:
+            self.queue_s = emission.queue_s
 
     def _take_time(self, delta: Delta) -> None:
         self.num_tokens += len(delta.added.tokens)
@@ -83,9 +96,15 @@ class ChoiceTally:
 
 
 async def generate(
-    engine: EngineClient, choice: Choice, *, codec: TextCodec, options: TextOptions
+    engine: EngineClient,
+    choice: Choice,
+    *,
+    codec: TextCodec,
+    options: TextOptions,
+    by_token: bool = False,
 ) -> AsyncGenerator[Delta, None]:
-    """Yields the deltas of one choice, until its text ends."""
+    """Yields the deltas of one choice, until its text ends: one for each round, or for each
+    token."""
     text = TextAssembler(
         codec,
         choice.request.sampling,
@@ -100,17 +119,35 @@ async def generate(
         async for emission in emissions:
             _check(emission)
             ended_itself = emission.finish_reason is not None
-            arrived_s = time.monotonic()
-            added = text.take(emission)
-            if options.drops_tokens:
-                added = _NOTHING
-            now_s = time.monotonic()
-            yield Delta(choice.index, added, emission, now_s, text_s=now_s - arrived_s)
-            if added.finish_reason is not None:
-                return
+            rounds: tuple[Emission, ...] = (emission,)
+            for part in _tokens_of(emission) if by_token else rounds:
+                arrived_s = time.monotonic()
+                added = text.take(part)
+                if options.drops_tokens:
+                    added = _NOTHING
+                now_s = time.monotonic()
+                yield Delta(choice.index, added, rounds, now_s, text_s=now_s - arrived_s)
+                if added.finish_reason is not None:
+                    return
+                rounds = ()
         raise EngineError("the engine ended a stream without a finish reason")
     finally:
         await _release(engine, choice, emissions, abort=not ended_itself)
+
+
+def _tokens_of(emission: Emission) -> Iterator[Emission]:
+    """Yields the tokens of an emission one by one, of which the last one ends what it ends."""
+    last = len(emission.tokens) - 1
+    if last <= 0:
+        yield emission
+        return
+    for at in range(last + 1):
+        yield structs.replace(
+            emission,
+            tokens=emission.tokens[at : at + 1],
+            logprobs=emission.logprobs[at : at + 1],
+            finish_reason=emission.finish_reason if at == last else None,
+        )
 
 
 async def merged(
@@ -166,7 +203,7 @@ async def _pump(
 
 def _check(emission: Emission) -> None:
     if emission.error is not None:
-        raise RequestError(emission.error)
+        raise EndedByEngine(emission.error)
     if emission.finish_reason is FinishReason.ABORT:
         raise EngineError("the service ended this request before it was finished")
 

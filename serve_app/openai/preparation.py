@@ -20,6 +20,7 @@ from serve_app.keys import ANYONE, Permit
 from serve_app.openai.conversation import chat_options, conversation_of
 from serve_app.openai.errors import UnknownModel
 from serve_app.openai.event_ids import (
+    EVENT_KEY_BYTES,
     HEADER,
     NONCE_BYTES,
     EventIds,
@@ -56,6 +57,9 @@ Prompt = tuple[TokenId, ...]
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_LISTED_TOKENS = 32_768
 """Of `/tokenize` and `/detokenize`, unless the model takes more."""
+_UNSTATED_TOKENS = 1024
+"""Reserved for an answer of which the request states no length: the rest of a long context, which
+few answers need, would keep the other requests of a key waiting."""
 _MAX_WARNINGS = 16
 _LISTED_CHARS = 64
 
@@ -118,11 +122,26 @@ class Prepared:
     """What the client has of each choice; nothing, unless it resumes a stream."""
     permit: Permit | None
     """None outside of HTTP."""
+    states_length: bool
+    """Whether the request says how many tokens an answer has at most."""
     event_ids: EventIds
 
     @property
     def response_id(self) -> str:
         return _response_id(self.kind, self.request_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens of prompts and answers that are reserved before anything is computed."""
+        texts = [choice.request.sampling for choice in self.choices]
+        longest = [sampling.max_tokens for sampling in texts]
+        if not self.states_length:
+            longest = [min(s.max_tokens, max(s.min_tokens, _UNSTATED_TOKENS)) for s in texts]
+        return self.num_prompt_tokens + sum(longest)
 
     @property
     def is_resumed(self) -> bool:
@@ -158,14 +177,17 @@ class Preparation:
         max_draft_tokens: int = 8,
         workloads_by_temperature: bool = True,
         limits: Limits | None = None,
-        event_key: bytes = b"",
+        event_key: bytes | None = None,
         resume_window_s: float = 0.0,
+        share_prefix_cache: bool = False,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
     ) -> None:
         """`kv_tokens` returns what the KV pages hold, None while it is not known.
 
         `limits` None: no limit on texts, log-probabilities and repeated prompt tokens of one
-        answer. Event ids of another `event_key` are refused."""
+        answer. Event ids of another `event_key` are refused; None draws one, so that no other
+        process takes the ids that are made here. `share_prefix_cache`: callers find each other's
+        prefixes."""
         self._codec = codec
         self._grammars = GrammarCompiler(lambda: codec, probe=GrammarProbe().check)
         self._tool_format = format_of(codec.tool_template)
@@ -177,8 +199,9 @@ class Preparation:
         self._max_draft_tokens = max_draft_tokens
         self._workloads_by_temperature = workloads_by_temperature
         self._limits = limits
-        self._event_key = event_key
+        self._event_key = event_key or secrets.token_bytes(EVENT_KEY_BYTES)
         self._resume_window_s = resume_window_s
+        self._share_prefix_cache = share_prefix_cache
         self._draw_seed = draw_seed
 
     @property
@@ -460,9 +483,10 @@ class Preparation:
                     traceparent=traceparent,
                     resume_window_s=self._resume_window_s if fields.stream else 0.0,
                     resumption=start.resumption,
-                    caller=caller.name,
+                    caller="" if caller is ANYONE else caller.name,
                     weight=caller.weight,
                     priority=caller.priority + fields.priority,
+                    cache_salt=self._cache_salt(fields, start.permit),
                 ),
             )
             for j, prompt in enumerate(prompts)
@@ -505,6 +529,7 @@ class Preparation:
             ),
             shown=start.shown,
             permit=start.permit,
+            states_length=fields.states_length,
             event_ids=EventIds(
                 start.origin,
                 start.shown,
@@ -553,6 +578,12 @@ class Preparation:
             temperature=fields.temperature,
             by_temperature=self._workloads_by_temperature,
         )
+
+    def _cache_salt(self, fields: GenerationFields, permit: Permit | None) -> str:
+        salt = fields.cache_salt or ""
+        if permit is None or permit.key is ANYONE or self._share_prefix_cache:
+            return salt
+        return f"{permit.key.name}\n{salt}"  # a name has no line break
 
     def _draft_ceiling(self, fields: GenerationFields) -> int | None:
         asked = fields.speculation

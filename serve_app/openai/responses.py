@@ -187,8 +187,8 @@ class _GrowingChoice:
         self._stop_reason: str | int | None = None
 
     def add(self, delta: Delta) -> None:
-        if self._prompt_logprobs is None:
-            self._prompt_logprobs = delta.emission.prompt_logprobs
+        if self._prompt_logprobs is None and delta.rounds:
+            self._prompt_logprobs = delta.rounds[0].prompt_logprobs
         self._text += delta.added.text
         self._tokens += delta.added.tokens
         if self._wants_origins:
@@ -341,7 +341,7 @@ class _GrowingChoice:
             rest["token_ids"] = self._tokens[start:]
             rest |= {"prompt_token_ids": list(self._prompt)} if start == 0 else {}
         if self._wants_origins:
-            rest["token_origins"] = self._origins[start:]
+            rest["token_origins"] = self._origins[start : len(self._tokens)]
             rest["token_texts"] = self._pieces[start:]
             rest["per_step_drafted"] = [num_drafted for num_drafted, _ in self._steps]
             rest["per_step_accepted"] = [num_accepted for _, num_accepted in self._steps]
@@ -355,12 +355,12 @@ class _GrowingChoice:
         return self._shape.of_chat(entries) if self._is_chat else self._shape.of_text(entries)
 
     def _take_origins(self, delta: Delta) -> None:
-        emission = delta.emission
-        self._origins += _origins(emission)[: len(delta.added.tokens)]
         self._pieces += delta.added.pieces
-        # Before a resumed stream continues, it makes again what was sent.
-        if emission.num_drafted > 0 and len(self._tokens) > self._num_shown:
-            self._steps.append((emission.num_drafted, emission.num_accepted))
+        for emission in delta.rounds:
+            self._origins += _origins(emission)
+            # Before a resumed stream continues, it makes again what was sent.
+            if emission.num_drafted > 0 and len(self._tokens) > self._num_shown:
+                self._steps.append((emission.num_drafted, emission.num_accepted))
 
     def _take_logprobs(self, delta: Delta) -> None:
         for token, piece, logprobs in zip(

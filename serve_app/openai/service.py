@@ -18,10 +18,13 @@ from eesd_dist.telemetry.request_spans import request_span, traceparent_of
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
 from serve_app.keys import Permit
+from serve_app.openai.charges import GRAMMAR_TOKENS, Charges, charge
 from serve_app.openai.client import EngineClient
 from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
 from serve_app.openai.limits import Limits
+from serve_app.openai.middleware.permits import Quotas
+from serve_app.openai.pacing import Pace, paced
 from serve_app.openai.preparation import Choice, Preparation, Prepared
 from serve_app.openai.request_metrics import asked_attributes, total_attributes
 from serve_app.openai.responses import Answer, Event, Json
@@ -57,9 +60,12 @@ class Service:
         max_choices_at_once: int = 32,
         limits: Limits | None = None,
         controller: str = "",
+        quotas: Quotas | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """`observe_request` is called for every choice that ended, in whatever way. `limits`
-        None: a request may take as long as it takes. `controller`: the default one."""
+        None: a request may take as long as it takes. `controller`: the default one. `pace`: of
+        streams; None sends what a round has made at once."""
         self._engine = engine
         self._codec = codec
         self._preparation = preparation
@@ -68,6 +74,8 @@ class Service:
         self._max_choices_at_once = max_choices_at_once
         self._limits = limits
         self._controller = controller
+        self._pace = pace
+        self.charges = Charges(quotas)
         self._throughput = Throughput()
         self.threads = TextThreads()
         self._grammar_threads = TextThreads()
@@ -100,9 +108,14 @@ class Service:
 
         must_call = isinstance(fields, ChatFields) and fields.must_call
         if has_grammar(fields) or must_call:
+            await self.charges.work(permit, GRAMMAR_TOKENS)
             compile_ = partial(self._preparation.compile_grammar, fields)
             await self._grammar_threads.run(compile_, size=_SLOW)
-        return await self.threads.run(prepare, size=_size_of(fields))
+        size = _size_of(fields)
+        tokenising = self.threads.run(prepare, size=size)
+        prepared = await self.charges.tokenised(tokenising, permit, size=size)
+        await self.charges.reserve(prepared)
+        return prepared
 
     def retry_after_s(self) -> float:
         """Returns how long a client should wait that is refused now."""
@@ -148,6 +161,7 @@ class Service:
         self, prepared: Prepared, tallies: Sequence[ChoiceTally]
     ) -> AsyncGenerator[Delta, None]:
         self._throughput.started(len(tallies))
+        error: BaseException | None = None
         try:
             with self._span(prepared) as span:
                 sources = self._sources(prepared, traceparent_of(span))
@@ -160,11 +174,14 @@ class Service:
                 finally:
                     if span.is_recording():
                         span.set_attributes(total_attributes(prepared, tallies))
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
             # Those without a token say nothing about how fast others end.
             num_served = sum(tally.num_tokens > 0 for tally in tallies)
             self._throughput.ended(num_served, num_refused=len(tallies) - num_served)
-            _charge(prepared, tallies)
+            charge(prepared, tallies, error=error)
             self._report(prepared, tallies)
 
     async def _in_time(
@@ -204,12 +221,17 @@ class Service:
         self, choice: Choice, prepared: Prepared, traceparent: str | None, *, is_continued: bool
     ) -> AsyncGenerator[Delta, None]:
         traced = replace(choice.request, traceparent=traceparent, is_continued=is_continued)
-        return generate(
+        pace = self._pace if prepared.stream else None
+        deltas = generate(
             self._engine,
             replace(choice, request=traced),
             codec=self._codec,
             options=prepared.text,
+            by_token=pace is not None,
         )
+        if pace is None:
+            return deltas
+        return paced(deltas, pace, num_shown=prepared.shown[choice.index].num_tokens)
 
     def _span(self, prepared: Prepared) -> AbstractContextManager[Span]:
         request = prepared.choices[0].request
@@ -242,15 +264,6 @@ class Service:
                     inter_token_s=tuple(tally.inter_token_s),
                 )
             )
-
-
-def _charge(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> None:
-    """Counts the tokens of a request that was computed: one without a round was refused, or waited
-    until its client left."""
-    permit = prepared.permit
-    if permit is not None and any(tally.rounds for tally in tallies):
-        permit.num_prompt_tokens += sum(map(len, prepared.prompts))
-        permit.num_generated_tokens += sum(tally.num_tokens for tally in tallies)
 
 
 def _new_tallies(prepared: Prepared) -> list[ChoiceTally]:

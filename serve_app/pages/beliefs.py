@@ -1,16 +1,18 @@
 """What the router has learnt about acceptance, as Prometheus text.
 
 Clients name workload classes, any number of them over time, and a time series lives on in
-Prometheus after its class is forgotten here. So only the first names get a label of their own.
+Prometheus after its class is forgotten here. So only the first names get a label of their own, and
+one caller names at most half of them.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-MAX_NAMES = 100
+MAX_NAMES = 200
+MAX_NAMES_OF_A_CALLER = 100
 OTHER = "other"
 """Label of all further classes together."""
 
@@ -19,17 +21,27 @@ class FirstNames:
     """The first names of those that were ever noted: they do not change any more when they are
     `limit`."""
 
-    def __init__(self, *, limit: int = MAX_NAMES) -> None:
+    def __init__(
+        self, *, limit: int = MAX_NAMES, limit_of_a_caller: int = MAX_NAMES_OF_A_CALLER
+    ) -> None:
         self._limit = limit
+        self._limit_of_a_caller = limit_of_a_caller
         self._names: dict[str, None] = {}
+        self._num_of: Counter[str] = Counter()
+        """Names that a caller was the first to use."""
 
-    def note(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Adds names while there is room; returns all that have been added so far."""
-        for name in names:
-            if len(self._names) >= self._limit:
-                break
-            self._names[name] = None
+    def note(self, names: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+        """Adds names, each with its caller, while there is room; returns all that have been added
+        so far."""
+        for caller, name in names:
+            has_room = len(self._names) < self._limit
+            if has_room and name not in self._names and self._has_room(caller):
+                self._num_of[caller] += 1
+                self._names[name] = None
         return tuple(self._names)
+
+    def _has_room(self, caller: str) -> bool:
+        return self._num_of[caller] < self._limit_of_a_caller
 
 
 def belief_page(workloads: Mapping[str, Mapping[str, Any]], *, named: Collection[str]) -> bytes:

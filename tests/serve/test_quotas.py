@@ -36,6 +36,7 @@ SLOTS = {
     "greedy": {},
     "modest": {},
     "urgent": {"priority": 0},
+    "leaving": {"tokens_per_minute": 1000},
 }
 
 
@@ -169,6 +170,56 @@ def test_a_limit_of_requests_holds_over_both_ingresses(shared: Running) -> None:
             return one.status
 
     until(lambda: asyncio.run(again()) == 200, timeout_s=30)
+
+
+def _post(service: Running, key: str, **fields: object) -> httpx.Response:
+    return httpx.post(
+        f"{service.url}/v1/completions",
+        json={"max_tokens": 1, "seed": 1, **fields},
+        headers={"Authorization": f"Bearer of {key}", "Connection": "close"},
+        timeout=60,
+    )
+
+
+def test_a_key_finds_its_own_prompts_in_the_cache_and_no_other_keys(shared: Running) -> None:
+    def num_cached(key: str, **fields: object) -> int:
+        prompt = [1 + at % 50 for at in range(200)]
+        answer = _post(shared, key, prompt=prompt, **fields)
+        assert answer.status_code == 200, answer.text
+        cached: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+    assert num_cached("modest") == 0
+    assert num_cached("modest") >= 160
+    assert num_cached("urgent") == 0, "a guess of another key's prompt"
+    assert num_cached("urgent") >= 160
+    assert num_cached("modest", cache_salt="s") == 0
+    assert num_cached("modest", cache_salt="t") == 0
+    assert num_cached("modest", cache_salt="s", n=2) >= 160
+
+
+def test_clients_that_leave_before_their_first_token_use_up_their_key(shared: Running) -> None:
+    async def leave(client: httpx.AsyncClient, at: int) -> int:
+        """Returns the status; 0 where the client has left without one."""
+        asking = client.post(
+            "/v1/completions",
+            json={"prompt": [1 + at] * 2000, "max_tokens": 10, "ignore_eos": True},
+            headers={"Authorization": "Bearer of leaving"},
+        )
+        try:
+            async with asyncio.timeout(0.15):
+                return (await asking).status_code
+        except TimeoutError:
+            return 0
+
+    async def run() -> list[int]:
+        async with _client(shared) as client:
+            return [await leave(client, at) for at in range(12)]
+
+    statuses = asyncio.run(run())
+    assert statuses[0] in (0, 200)
+    until(lambda: _post(shared, "leaving", prompt=[1]).status_code == 429, timeout_s=10)
+    assert _post(shared, "modest", prompt=[1]).status_code == 200
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eesd_dist.config import EngineConfig, ModelConfig, SpeculationConfig
 from eesd_dist.types import Outcome, RequestId
-from eesd_dist.workers.messages import RouterNews
+from eesd_dist.workers.messages import Admission, RouterNews
 from serve_app.bench.options import RouterOptions
 from serve_app.bench.router import measure
 from serve_app.bench.router.measure import ActorRouter
@@ -26,7 +26,7 @@ def _actor(checkpoint: Path) -> Iterator[ActorRouter]:
     def exchange(admitted: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         news = RouterNews(
             pipeline="bench",
-            admitted=tuple((RequestId(name), "class") for name in admitted),
+            admitted=tuple(Admission(RequestId(name), "class") for name in admitted),
             outcomes=tuple(outcomes),
             finished=(),
         )

@@ -62,7 +62,7 @@ class HttpMetrics:
         )
         self._tokens_of_keys = Counter(
             "eesd_key_tokens",
-            "Tokens of prompts and answers of an API key.",
+            "Tokens of prompts, answers and other work of an API key.",
             ("ingress", "key", "kind"),
             registry=self.registry,
         )
@@ -100,6 +100,7 @@ class HttpMetrics:
         for kind, number in (
             ("prompt", permit.num_prompt_tokens),
             ("generated", permit.num_generated_tokens),
+            ("work", permit.num_work_tokens),
         ):
             self._tokens_of_keys.labels(self._ingress, key, kind).inc(number)
 

@@ -28,6 +28,10 @@ class Quotas(Protocol):
         """Returns whether a request of this key may be served now."""
         ...
 
+    async def reserve(self, permit: Permit, num_tokens: int) -> Standing:
+        """Returns whether this request may use so many tokens, which are then reserved for it."""
+        ...
+
     def release(self, permit: Permit) -> None:
         """Takes back what `acquire` gave: the request is over."""
         ...

@@ -37,6 +37,7 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 """64 bits, read with or without a sign: -1 and 2**64 - 1 are one seed."""
 NumAlternatives = Annotated[int, Field(ge=0, le=20)]
@@ -151,10 +152,18 @@ class GenerationFields(Fields, StructuredFields):
     running ones of a higher number."""
     speculation: SpeculationFields = SpeculationFields()
     """How to draft; never changes the text."""
+    cache_salt: CacheSalt | None = None
+    """A secret: of the API key's requests, only those with the same one reuse each other's prefixes
+    in the KV cache."""
 
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def states_length(self) -> bool:
+        """Whether it says how many tokens the answer has at most, or a default does."""
+        return self.max_tokens is not None
 
     @property
     def unknown(self) -> Mapping[str, object]:
@@ -180,6 +189,10 @@ class CompletionFields(GenerationFields):
     """Number of alternatives reported for every token; with `echo` also those of the prompt."""
     add_special_tokens: bool = True
     """Whether the tokenizer's beginning token precedes a text."""
+
+    @property
+    def states_length(self) -> bool:
+        return True
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
@@ -223,3 +236,7 @@ class ChatFields(GenerationFields, ToolFields):
     """Whether the answer continues the last message; needs `add_generation_prompt: false`."""
     chat_template_kwargs: dict[str, object] = {}
     """Options of the chat template."""
+
+    @property
+    def states_length(self) -> bool:
+        return (self.max_completion_tokens or self.max_tokens) is not None

@@ -10,6 +10,7 @@ from serve_app.openai.schema.base import Fields
 from serve_app.openai.schema.generation import (
     MAX_MESSAGES,
     REQUEST_ID_PATTERN,
+    CacheSalt,
     ChatFields,
     Seed,
     SpeculationFields,
@@ -75,6 +76,9 @@ class ResponsesFields(Fields):
     """Becomes part of the answer's id."""
     speculation: SpeculationFields = SpeculationFields()
     """How to draft; never changes the text."""
+    cache_salt: CacheSalt | None = None
+    """A secret: of the API key's requests, only those with the same one reuse each other's prefixes
+    in the KV cache."""
 
     def as_chat(self) -> ChatFields:
         """Returns the same request as a chat. Raises RequestError for what is not supported."""
@@ -101,6 +105,7 @@ class ResponsesFields(Fields):
                 "stream_options": {"include_usage": self.stream},
                 "request_id": self.request_id,
                 "speculation": self.speculation.model_dump(),
+                "cache_salt": self.cache_salt,
             }
         )
 

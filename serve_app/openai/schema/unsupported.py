@@ -25,7 +25,6 @@ _NEVER, _EMPTY = _Harmless(), _Harmless(or_empty=True)
 
 REFUSED: Mapping[str, _Harmless] = {
     "audio": _NEVER,
-    "cache_salt": _NEVER,
     "chat_template": _NEVER,
     "detokenize": _Harmless((True,)),
     "documents": _EMPTY,

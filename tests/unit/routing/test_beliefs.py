@@ -12,6 +12,7 @@ from eesd_dist.control import Belief
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.routing import BeliefBook
 from eesd_dist.routing.beliefs import (
+    Priors,
     pools_from_json,
     priors_to_json,
     read_snapshot,
@@ -29,10 +30,16 @@ def outcome(name: object, drafted: int, accepted: int) -> Outcome:
 
 
 def serve(
-    book: BeliefBook, name: object, workload: str, *, accepted: int, rounds: int = 30
+    book: BeliefBook,
+    name: object,
+    workload: str,
+    *,
+    accepted: int,
+    rounds: int = 30,
+    caller: str = "",
 ) -> None:
     """Runs one request from admission to its end, drafting 8 tokens in every round."""
-    book.admit(rid(name), workload)
+    book.admit(rid(name), workload, caller=caller)
     for _ in range(rounds):
         book.observe([outcome(name, 8, accepted)])
     book.finish(rid(name))
@@ -118,6 +125,83 @@ def test_workload_names_are_bounded() -> None:
     for name in range(50):
         serve(book, name, f"class {name}", accepted=4, rounds=1)
     assert set(book.pools()) == {f"class {name}" for name in range(45, 50)}
+
+
+def test_a_caller_that_lies_about_a_class_moves_anothers_prior_by_eight_judged_tokens() -> None:
+    book = BeliefBook()
+    for name in range(5):
+        serve(book, name, "code", accepted=8, caller="honest")
+    before = book.prior("code", caller="honest")
+    for name in range(500):
+        serve(book, f"lie {name}", "code", accepted=0, caller="hostile")
+    after = book.prior("code", caller="honest")
+    weight = book.pools()["code"].weight
+    assert weight > 1000
+    assert before.mean - after.mean < 0.05
+    fresh = book.prior("code", caller="newcomer")
+    assert 0.4 < fresh.mean < 0.6, "one voice each"
+    assert book.prior("code", caller="hostile").mean < 0.15, "it has itself to blame"
+
+
+def test_a_caller_that_is_first_to_name_a_class_gives_others_little_evidence() -> None:
+    book = BeliefBook()
+    for name in range(100):
+        serve(book, name, "team/code", accepted=0, caller="hostile")
+    assert book.prior("team/code", caller="honest").weight <= 8.0
+    serve(book, "own", "team/code", accepted=8, caller="honest")
+    assert book.prior("team/code", caller="honest").mean > 0.9
+    assert book.prior("new class", caller="honest").mean > 0.9, "of all classes, its own in full"
+
+
+def test_a_caller_that_names_many_classes_loses_its_own_pools_only() -> None:
+    book = BeliefBook(max_workloads=5, max_pools=12)
+    for caller in ("a", "b"):
+        serve(book, caller, f"class of {caller}", accepted=8, caller=caller)
+    for number in range(100):
+        serve(book, f"h{number}", f"h{number}", accepted=0, rounds=1, caller="hostile")
+    assert book.pools().keys() == {"class of a", "class of b", *(f"h{n}" for n in range(95, 100))}
+    for caller in ("c", "d"):  # more than all may have: the callers with most lose some
+        for number in range(5):
+            serve(book, f"{caller}{number}", f"{caller}{number}", accepted=8, caller=caller)
+    named = book.priors().by_caller
+    assert sum(map(len, named.values())) == 12
+    assert {"class of a", "class of b"} <= book.pools().keys()
+    assert max(map(len, named.values())) - min(len(named[name]) for name in "cd") <= 1
+
+
+def test_pools_that_an_operator_loads_count_for_all_callers() -> None:
+    book = BeliefBook()
+    serve(book, 1, "code", accepted=8, caller="before")
+    book.adopt(Priors(pools={"code": Belief(alpha=1.0, beta=900.0)}, is_pinned=False))
+    assert book.prior("code", caller="any").mean < 0.1
+    for name in range(20):
+        serve(book, name, "code", accepted=8, caller="any")
+    assert book.prior("code", caller="any").mean > 0.9, "and its own rounds soon count for more"
+
+
+def test_a_caller_is_no_other_after_a_restart_and_unknown_requests_are_of_no_caller() -> None:
+    book = BeliefBook()
+    book.admit(rid("live"), "code", caller="a")
+    book.observe([outcome("live", 8, 8)])
+    serve(book, 1, "code", accepted=0, caller="b")
+    twin = BeliefBook()
+    twin.restore(json.loads(json.dumps(book.snapshot())))
+    for each in (book, twin):
+        each.observe([outcome("unheard of", 8, 0)])
+        each.finish(rid("unheard of"))
+        each.finish(rid("live"))
+    assert twin.snapshot() == book.snapshot()
+    assert {caller for caller, _ in twin.names()} == {"a", "b", "?"}
+    assert twin.prior("code", caller="a").mean > twin.prior("code", caller="b").mean
+
+
+def test_a_snapshot_without_callers_is_read() -> None:
+    book = BeliefBook()
+    serve(book, 1, "code", accepted=8)
+    old = {name: part for name, part in book.snapshot().items() if name != "by_caller"}
+    twin = BeliefBook()
+    twin.restore(old)
+    assert twin.prior("code", caller="any") == book.prior("code")
 
 
 def test_pinned_pools_stay_as_they_are_and_a_requests_own_rounds_still_count() -> None:

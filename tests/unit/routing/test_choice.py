@@ -70,6 +70,18 @@ def prompt(seed: int, length: int = 40) -> list[int]:
     return [rng.randrange(1000) for _ in range(length)]
 
 
+def test_a_prefix_is_expected_only_where_it_went_with_the_same_salt() -> None:
+    world = World()
+    for name in "ab":
+        world.say(name)
+    text = prompt(1)
+    first = world.send(text, cache_salt="one")
+    world.chooser.ended(first.pipeline, [*text, *prompt(2)], cache_salt="one")
+    assert world.send(text, cache_salt="two").num_cached_tokens == 0
+    again = world.send(text, cache_salt="one")
+    assert (again.pipeline, again.num_cached_tokens) == (first.pipeline, 36)
+
+
 def test_a_prefix_is_sent_where_it_went_before_until_too_much_goes_on_there() -> None:
     world = World(max_imbalance=4.0)
     for name in "abcd":

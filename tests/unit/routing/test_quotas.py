@@ -1,13 +1,20 @@
 """Limits of callers over several ingresses, which come, go and fall silent."""
 
+from collections.abc import Mapping
 from random import Random
+from typing import Literal, NamedTuple
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from eesd_dist.routing.quotas import Quota, QuotaBook, Standing
 
 TWO_AT_ONCE = Quota(max_concurrent=2)
 SIXTY = Quota(tokens_per_minute=60)
+INGRESSES = st.sampled_from(["one", "two"])
+MOSTLY = st.sampled_from([True, True, True, False])
 
 
 class Asking:
@@ -22,6 +29,18 @@ class Asking:
         self._num += 1
         return self.book.acquire(
             caller, quota, permit=f"p{self._num}", ingress=ingress, now_s=self.now_s
+        )
+
+    def reserve(
+        self, number: int, quota: Quota, *, num_tokens: int, ingress: str = "one"
+    ) -> Standing:
+        return self.book.reserve(
+            "c",
+            quota,
+            permit=f"p{number}",
+            ingress=ingress,
+            num_tokens=num_tokens,
+            now_s=self.now_s,
         )
 
     def release(self, number: int, *, ingress: str = "one", num_tokens: int = 0) -> None:
@@ -85,7 +104,7 @@ def test_a_book_that_was_lost_learns_again_what_is_held() -> None:
 
 def test_a_permit_that_is_told_of_before_it_is_asked_for_counts_once() -> None:
     asking = Asking()
-    asking.book.hold("one", {"c": ["p1"]}, now_s=asking.now_s)
+    asking.book.hold("one", {"c": {"p1": 0}}, now_s=asking.now_s)
     assert asking.acquire(Quota(max_concurrent=1)).refused is None
     assert asking.acquire(Quota(max_concurrent=1)).refused == "concurrency"
 
@@ -101,7 +120,7 @@ def test_what_an_ingress_no_longer_holds_is_forgotten() -> None:
     asking = Asking()
     asking.acquire(TWO_AT_ONCE)
     asking.acquire(TWO_AT_ONCE)
-    asking.book.hold("one", {"c": ["p2"]}, now_s=asking.now_s)
+    asking.book.hold("one", {"c": {"p2": 0}}, now_s=asking.now_s)
     assert asking.acquire(TWO_AT_ONCE).refused is None
     asking.book.hold("one", {}, now_s=asking.now_s)
     assert asking.acquire(TWO_AT_ONCE).num_running == 1
@@ -151,3 +170,184 @@ def test_no_order_of_calls_lets_more_through_than_the_limits(seed: int) -> None:
         assert num_used <= 600 + elapsed_s * 10 + 3 * 20, "at most what runs is too much"
     assert num_allowed > 100
     assert num_refused > 100
+
+
+def test_what_a_request_may_use_is_charged_before_it_is_computed_and_the_rest_refunded() -> None:
+    asking = Asking()
+    asking.acquire(SIXTY)
+    assert asking.reserve(1, SIXTY, num_tokens=50).refused is None
+    assert asking.acquire(SIXTY).num_tokens_left == 10
+    assert asking.reserve(2, SIXTY, num_tokens=30).refused is None, "one that began is finished"
+    refused = asking.acquire(SIXTY)
+    assert (refused.refused, refused.wait_s) == ("tokens", 21.0)
+    asking.release(1, num_tokens=8)
+    assert asking.acquire(SIXTY).num_tokens_left == 22
+    asking.release(2, num_tokens=35)
+    assert asking.acquire(SIXTY).num_tokens_left == 17, "it took more than was expected"
+
+
+def test_of_requests_that_come_at_once_those_behind_the_limit_are_refused_before_they_run() -> None:
+    asking = Asking()
+    assert [asking.acquire(SIXTY).refused for _ in range(4)] == [None] * 4
+    standings = [asking.reserve(n, SIXTY, num_tokens=40).refused for n in (1, 2, 3, 4)]
+    assert standings == [None, None, "tokens", "tokens"]
+    for number, num_tokens in ((1, 40), (2, 40), (3, 0), (4, 0)):
+        asking.release(number, num_tokens=num_tokens)
+    assert asking.acquire(SIXTY).wait_s == 21.0
+
+
+def test_a_reservation_that_is_made_again_replaces_the_first() -> None:
+    asking = Asking()
+    asking.acquire(SIXTY)
+    for num_tokens in (30, 45, 20):
+        asking.reserve(1, SIXTY, num_tokens=num_tokens)
+        assert asking.acquire(SIXTY, caller="c").num_tokens_left == 60 - num_tokens
+    asking.acquire(SIXTY)
+    asking.reserve(5, SIXTY, num_tokens=100)
+    assert asking.reserve(1, SIXTY, num_tokens=25).refused == "tokens"
+    asking.release(5, num_tokens=0)
+    assert asking.acquire(SIXTY).num_tokens_left == 40, "the refused change has changed nothing"
+
+
+def test_a_long_stream_is_forgotten_while_it_runs() -> None:
+    asking = Asking()
+    asking.acquire(SIXTY)
+    asking.reserve(1, SIXTY, num_tokens=300)
+    asking.now_s += 240
+    asking.release(1, num_tokens=280)
+    assert asking.acquire(SIXTY).num_tokens_left == 20
+
+
+def test_what_was_computed_long_after_the_last_request_is_not_forgotten_at_once() -> None:
+    asking = Asking()
+    asking.acquire(SIXTY)
+    asking.now_s += 600
+    asking.release(1, num_tokens=50)
+    assert asking.acquire(SIXTY).num_tokens_left == 10
+
+
+def test_what_an_ingress_that_has_died_had_in_work_is_refunded_and_charged_if_it_lives() -> None:
+    asking = Asking(expiry_s=5.0)
+    slow = Quota(tokens_per_minute=1000)
+    asking.acquire(slow, ingress="silent")
+    asking.reserve(1, slow, ingress="silent", num_tokens=900)
+    held = asking.book.held_by("silent")
+    asking.now_s += 6
+    assert asking.acquire(slow).num_tokens_left == 1000
+    asking.book.hold("silent", held, now_s=asking.now_s)
+    assert asking.acquire(slow).num_tokens_left == 100
+    asking.release(1, ingress="silent", num_tokens=300)
+    assert asking.acquire(slow).num_tokens_left == 700
+
+
+class Message(NamedTuple):
+    """What an ingress tells the router, in order; any but the first may be lost."""
+
+    kind: Literal["acquire", "reserve", "release", "hold"]
+    permit: str = ""
+    num_tokens: int = 0
+    held: Mapping[str, int] = {}
+
+
+class Charging(RuleBasedStateMachine):
+    """Requests at two ingresses and a router that restarts and misses calls: each is charged once.
+
+    No time passes, so that nothing is forgotten, and the limit is never reached.
+    """
+
+    LIMIT = Quota(tokens_per_minute=10**9, max_concurrent=10**6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = QuotaBook(expiry_s=5.0)
+        self.now_s = 100.0
+        self.number = 0
+        self.running: dict[str, dict[str, int]] = {"one": {}, "two": {}}
+        """By ingress: what was reserved for each permit, as the ingress knows it."""
+        self.known: dict[str, dict[str, int]] = {"one": {}, "two": {}}
+        """The same, as the router was told."""
+        self.num_charged = 0
+        """Tokens of requests that have ended, as the router was told."""
+
+    def _send(self, ingress: str, message: Message, *, arrives: bool) -> None:
+        known = self.known[ingress]
+        if not arrives:
+            return
+        call = {"ingress": ingress, "now_s": self.now_s}
+        permit, num_tokens = message.permit, message.num_tokens
+        if message.kind == "acquire":
+            self.book.acquire("c", self.LIMIT, permit=permit, **call)
+            known[permit] = 0
+        elif message.kind == "reserve":
+            self.book.reserve("c", self.LIMIT, permit=permit, num_tokens=num_tokens, **call)
+            known[permit] = num_tokens
+        elif message.kind == "release":
+            self.book.release("c", permit=permit, num_tokens=num_tokens, **call)
+            known.pop(permit, None)
+            self.num_charged += num_tokens
+        else:
+            self.book.hold(ingress, {"c": message.held} if message.held else {}, now_s=self.now_s)
+            self.num_charged += sum(n for p, n in known.items() if p not in message.held)
+            self.known[ingress] = dict(message.held)
+
+    @rule(ingress=INGRESSES, arrives=MOSTLY)
+    def begin(self, ingress: str, arrives: bool) -> None:
+        self.number += 1
+        permit = f"p{self.number}"
+        self.running[ingress][permit] = 0
+        self._send(ingress, Message("acquire", permit), arrives=arrives)
+
+    @rule(ingress=INGRESSES, arrives=MOSTLY, num_tokens=st.integers(0, 500), data=st.data())
+    def reserve(self, ingress: str, arrives: bool, num_tokens: int, data: st.DataObject) -> None:
+        if self.running[ingress]:
+            permit = data.draw(st.sampled_from(sorted(self.running[ingress])))
+            self.running[ingress][permit] = num_tokens
+            self._send(ingress, Message("reserve", permit, num_tokens), arrives=arrives)
+
+    @rule(ingress=INGRESSES, arrives=MOSTLY, num_tokens=st.integers(0, 500), data=st.data())
+    def end(self, ingress: str, arrives: bool, num_tokens: int, data: st.DataObject) -> None:
+        if self.running[ingress]:
+            permit = data.draw(st.sampled_from(sorted(self.running[ingress])))
+            del self.running[ingress][permit]
+            self._send(ingress, Message("release", permit, num_tokens), arrives=arrives)
+
+    @rule(ingress=INGRESSES)
+    def tell(self, ingress: str) -> None:
+        self._send(ingress, Message("hold", held=dict(self.running[ingress])), arrives=True)
+
+    @rule()
+    def restart_the_router(self) -> None:
+        self.book = QuotaBook(expiry_s=5.0)
+        self.known = {"one": {}, "two": {}}
+        self.num_charged = 0
+
+    @rule(ingress=INGRESSES)
+    def lose_the_ingress(self, ingress: str) -> None:
+        """It dies with its requests; the book hears of the other one only."""
+        other = "two" if ingress == "one" else "one"
+        self.book._heard_s[ingress] = -100.0
+        self.running[ingress].clear()
+        self._send(other, Message("hold", held=dict(self.running[other])), arrives=True)
+        self.known[ingress].clear()
+
+    @invariant()
+    def each_request_is_charged_once(self) -> None:
+        in_work = sum(sum(permits.values()) for permits in self.known.values())
+        account = self.book._accounts.get("c")
+        owed = 0.0 if account is None else account.num_owed
+        assert owed == self.num_charged + in_work
+
+    def teardown(self) -> None:
+        """In the end, with all told and all ended, nothing is held and nothing charged twice."""
+        for ingress, permits in self.running.items():
+            self.tell(ingress)
+            for permit in list(permits):
+                del permits[permit]
+                self._send(ingress, Message("release", permit, 7), arrives=True)
+        self.each_request_is_charged_once()
+        assert not self.book.held_by("one")
+        assert not self.book.held_by("two")
+
+
+TestCharging = Charging.TestCase
+TestCharging.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

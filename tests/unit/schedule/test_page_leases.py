@@ -100,13 +100,16 @@ class Pipeline:
                         mine[(here, offset)] = theirs[(there, offset)]
 
 
-def _request(name: str, *, length: int, seed: int, drafts: bool = True) -> Request:
+def _request(
+    name: str, *, length: int, seed: int, drafts: bool = True, cache_salt: str = ""
+) -> Request:
     prompt = tuple(TokenId(3 + i % 5) for i in range(length))
     return Request(
         request_id=RequestId(name),
         prompt=prompt,
         sampling=SamplingParams(seed=seed, max_tokens=12),
         speculation=SpeculationParams(mode="auto" if drafts else "off"),
+        cache_salt=cache_salt,
     )
 
 
@@ -117,6 +120,7 @@ def _resumed(pipeline: Pipeline, request: Request) -> Request:
         prompt=request.prompt,
         sampling=request.sampling,
         speculation=request.speculation,
+        cache_salt=request.cache_salt,
         generated=generated,
     )
 
@@ -151,6 +155,34 @@ def test_a_request_goes_on_in_another_pipeline_from_its_full_pages() -> None:
     target.finish()
     whole, _ = toy_answer(request, max_model_len=40)
     assert list(moved.generated) + target.ledger.answers[request.request_id] == whole
+
+
+def test_migrated_pages_are_found_by_their_own_request_and_by_no_other_salt() -> None:
+    source, target = (Pipeline(num_pages=64, seed=seed) for seed in (1, 2))
+    for salt in ("one", "two"):
+        source.scheduler.add(_request(salt, length=19, seed=5, cache_salt=salt))
+    while min(map(len, source.ledger.answers.values()), default=0) < 2:
+        source.step()
+    while any(live.in_flight for live in source.scheduler._running.values()):
+        source.step()
+    reservation = _migrate(source, target)
+    assert len(reservation.moves) == len({here for _, here in reservation.moves}) >= 8
+    for salt in ("one", "two"):
+        moved = _resumed(source, _request(salt, length=19, seed=5, cache_salt=salt))
+        source.scheduler.abort(moved.request_id)
+        target.scheduler.add(moved)
+    target.scheduler.add(_request("three", length=19, seed=5, cache_salt="three"))
+    starts: dict[str, int] = {}
+    while len(starts) < 3:
+        plan = target.scheduler.plan(0)
+        assert plan is not None
+        for item in plan.items:
+            starts.setdefault(item.live.request_id, item.start)
+        target.ledger.write(target.scheduler.commit(plan, target.stages.run(plan)))
+    assert starts["one"] >= 16
+    assert starts["two"] >= 16
+    assert starts["three"] == 0
+    target.finish()
 
 
 def test_a_prefix_that_is_cached_already_is_not_copied_and_a_shared_one_is_copied_once() -> None:

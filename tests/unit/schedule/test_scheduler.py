@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from eesd_dist.config import SchedulerConfig, TreeConfig
 from eesd_dist.errors import PromptTooLong, QueueFull, RequestError
-from eesd_dist.schedule.live import LiveRequest
+from eesd_dist.schedule.live import LiveRequest, salt_of
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
 from eesd_dist.types import (
@@ -73,8 +73,10 @@ def _request(
     seed: int = 0,
     speculation: SpeculationParams | None = None,
     generated: Sequence[int] = (),
+    cache_salt: str = "",
 ) -> Request:
     return Request(
+        cache_salt=cache_salt,
         request_id=RequestId(name),
         prompt=tuple(map(TokenId, prompt)),
         sampling=SamplingParams(
@@ -527,6 +529,36 @@ def test_an_aborted_request_that_comes_back_with_its_tokens_starts_behind_its_pa
     scheduler.add(_request(prompt=range(18), max_tokens=100, generated=generated))
     known = 18 + len(generated)
     assert _only(_plan(scheduler)).start == (known - 1) // 4 * 4, "all full pages were found"
+
+
+@pytest.mark.parametrize(
+    ("salt", "num_cached"), [("alice\n", 16), ("bob\n", 0), ("alice\nx", 0), ("", 0)]
+)
+def test_a_prompt_is_found_only_by_requests_with_its_salt(salt: str, num_cached: int) -> None:
+    scheduler, stages, ledger = _scheduler(), _stages(), Ledger()
+    prompt = range(18)
+    scheduler.add(_request("first", prompt=prompt, cache_salt="alice\n"))
+    run_until_idle(scheduler, stages, ledger)
+    scheduler.add(_request("guess", prompt=prompt, cache_salt=salt))
+    assert _only(_plan(scheduler)).start == num_cached
+
+
+def test_two_salts_are_two_roots_whatever_they_contain() -> None:
+    salts = ["", "plain", "exit 0", "exit 0\n", "\n", "\ud800", "é"]
+    made = {
+        salt_of(drafts=drafts, drafter=drafter, cache_salt=salt)
+        for drafts in (False, True)
+        for drafter in range(3)
+        for salt in salts
+    }
+    assert len(made) == len(salts) * 4, "one without drafts, and one for each drafter"
+    pages = make_pages()
+    for salt in made:
+        table = pages.match_prefix([1] * 9, salt=salt)
+        assert table == []
+        table = pages.allocate(2, after=None) or []
+        pages.register([1] * 8, table, num_computed=8, salt=salt)
+        assert pages.match_prefix([1] * 9, salt=salt) == table
 
 
 def test_a_prompt_that_begins_like_an_earlier_one_starts_behind_its_pages() -> None:

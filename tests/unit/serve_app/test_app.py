@@ -25,6 +25,14 @@ def test_a_key_reaches_the_http_replicas_and_shows_itself_nowhere() -> None:
     assert "runtime_env" not in ingress.ray_actor_options  # Ray prints and logs that
 
 
+def test_without_a_key_all_replicas_sign_with_one_that_is_drawn() -> None:
+    drawn = [application_of(CONFIG)._bound_deployment.init_args[-2] for _ in range(2)]
+    keys = {bytes.fromhex(each.get_secret_value()) for each in drawn}
+    assert len(keys) == 2
+    assert {len(key) for key in keys} == {32}
+    assert all(each.get_secret_value() not in repr(drawn) for each in drawn)
+
+
 def test_the_key_of_the_starting_process_overrides_the_environment_of_a_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

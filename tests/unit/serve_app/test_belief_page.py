@@ -7,15 +7,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.types import RequestId
-from eesd_dist.workers.messages import RouterNews
+from eesd_dist.workers.messages import Admission, RouterNews
 from serve_app.config import RouterConfig
 from serve_app.openai.workloads import UNNAMED_CLASSES, workload_of
-from serve_app.pages.beliefs import MAX_NAMES, OTHER, FirstNames, belief_page
+from serve_app.pages.beliefs import MAX_NAMES_OF_A_CALLER, OTHER, FirstNames, belief_page
 from serve_app.router import Router
 
 
 def _news(
-    *, admitted: tuple[tuple[RequestId, str], ...] = (), finished: tuple[RequestId, ...] = ()
+    *, admitted: tuple[Admission, ...] = (), finished: tuple[RequestId, ...] = ()
 ) -> RouterNews:
     return RouterNews(pipeline="p", admitted=admitted, outcomes=(), finished=finished)
 
@@ -30,9 +30,15 @@ def _samples(page: bytes) -> dict[str, dict[str, float]]:
 
 def test_the_first_names_stay() -> None:
     names = FirstNames(limit=2)
-    assert names.note(["a"]) == ("a",)
-    assert names.note(["a", "b", "c"]) == ("a", "b")
-    assert names.note(["d"]) == ("a", "b")
+    assert names.note([("", "a")]) == ("a",)
+    assert names.note([("", "a"), ("", "b"), ("", "c")]) == ("a", "b")
+    assert names.note([("", "d")]) == ("a", "b")
+
+
+def test_one_caller_leaves_names_to_the_others() -> None:
+    names = FirstNames(limit=4, limit_of_a_caller=2)
+    assert names.note([("hostile", f"h{number}") for number in range(9)]) == ("h0", "h1")
+    assert names.note([("modest", "h1"), ("modest", "m"), ("modest", "n")])[2:] == ("m", "n")
 
 
 def test_classes_without_a_label_are_added_up() -> None:
@@ -65,7 +71,8 @@ def test_a_client_that_names_ten_thousand_classes_makes_few_time_series() -> Non
         labels: set[str] = set()
         for first in range(0, 10_000, 500):
             ids = [RequestId(f"r{number}") for number in range(first, first + 500)]
-            admitted = [(each, f"hostile/{each}") for each in ids] + [(RequestId("mine"), "chat")]
+            admitted = [Admission(each, f"hostile/{each}", "hostile") for each in ids]
+            admitted.append(Admission(RequestId("mine"), "code", "modest"))
             await router.advise(_news(admitted=tuple(admitted)))
             described = await router.describe()
             named = UNNAMED_CLASSES.union(described["named"])  # type: ignore[arg-type]
@@ -75,5 +82,5 @@ def test_a_client_that_names_ten_thousand_classes_makes_few_time_series() -> Non
         return labels
 
     labels = asyncio.run(run())
-    assert {"chat", OTHER} <= labels
-    assert len(labels) <= MAX_NAMES + len(UNNAMED_CLASSES) + 1
+    assert {"code", OTHER} <= labels
+    assert len(labels) <= MAX_NAMES_OF_A_CALLER + len(UNNAMED_CLASSES) + 2

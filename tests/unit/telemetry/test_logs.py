@@ -50,6 +50,22 @@ def test_a_value_cannot_forge_a_line_or_a_field() -> None:
     assert json.loads(JsonLines().format(record("a: level=%s", "HIGH")))["level"] == "INFO"
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", "\x1b[2K", "\x85", "\u2028"])
+def test_a_value_cannot_forge_a_line_of_text(end: str) -> None:
+    written = TextLines().format(record("stream resumed: request=%s", f"a{end}ERROR forged"))
+    assert len(written.splitlines()) == 1
+    assert written.isprintable()
+    assert "ERROR forged" in written
+
+
+def test_a_traceback_keeps_its_lines() -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        written = TextLines().format(record("loop broke: loop=%s", "a", error=True))
+    assert len(written.splitlines()) > 2
+
+
 def test_lines_name_the_request_of_their_task() -> None:
     token = current_request.set("r-1")
     try:

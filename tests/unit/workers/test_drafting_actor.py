@@ -77,8 +77,8 @@ class Router:
         self.ended: list[str] = []
 
     async def __call__(self, news: RouterNews) -> RouterAdvice:
-        self.met += [request_id for request_id, _ in news.admitted]
-        self.live |= {request_id for request_id, _ in news.admitted}
+        self.met += [new.request_id for new in news.admitted]
+        self.live |= {new.request_id for new in news.admitted}
         self.live |= {outcome.request_id for outcome in news.outcomes}
         self.live -= set(news.finished)
         self.ended += news.finished

@@ -7,13 +7,14 @@ from msgspec import structs
 
 from eesd_dist.control.belief import Belief
 from eesd_dist.routing.beliefs import DraftPlan, Priors
-from eesd_dist.types import Evidence, Outcome, RequestId
-from eesd_dist.workers.messages import RouterAdvice, RouterNews
+from eesd_dist.types import Evidence, Outcome, Request, RequestId, SamplingParams
+from eesd_dist.workers.messages import Admission, RouterAdvice, RouterNews
 from eesd_dist.workers.router_client import Plans, RouterLink
 
 RARELY_S = 60.0
 
 R = RequestId("r")
+REQUEST = Request(request_id=R, prompt=(), sampling=SamplingParams(), workload="chat", caller="c")
 PLAN = DraftPlan(request_id=R, belief=Belief())
 PRIORS = Priors(pools={"chat": Belief(alpha=9.0)}, is_pinned=False)
 
@@ -73,7 +74,7 @@ def test_news_of_several_rounds_go_out_as_one_without_evidence_and_the_answer_is
         router = Router()
         link = router.link()
         link.start()
-        link.admitted(R, "chat")
+        link.admitted(REQUEST)
         seen = Evidence(depth=0, top1_prob=0.5)
         link.observed([structs.replace(_outcome(), evidence=(seen,) * 3)], [])
         link.observed([_outcome()], [R])
@@ -82,7 +83,7 @@ def test_news_of_several_rounds_go_out_as_one_without_evidence_and_the_answer_is
         assert router.heard == [
             RouterNews(
                 pipeline="p",
-                admitted=((R, "chat"),),
+                admitted=(Admission(R, "chat", "c"),),
                 outcomes=(_outcome(), _outcome()),
                 finished=(R,),
                 known_priors="",

@@ -12,6 +12,8 @@ from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError,
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.batch.http_client import HttpClient, ModelCard
 from tests.support.live_server import serving
+from tests.support.toy_api import toy_api
+from tests.support.toy_engine import ToyEngine
 
 REQUEST = Request(
     request_id=RequestId("r"), prompt=(TokenId(1),), sampling=SamplingParams(max_tokens=4)
@@ -142,3 +144,15 @@ def test_what_the_service_would_not_do_is_refused_before_it_is_asked(
     with pytest.raises(RequestError, match="not available over --url") as error:
         asyncio.run(ask())
     assert error.value.param == param
+
+
+def test_the_salt_of_a_row_reaches_the_service() -> None:
+    async def answer(url: str) -> None:
+        async with aclosing(HttpClient(url, model="toy", api_key=None)) as client:
+            async for _ in client.stream(replace(REQUEST, cache_salt="s")):
+                pass
+
+    engine = ToyEngine()
+    with serving(toy_api(engine, max_model_len=100)) as url:
+        asyncio.run(answer(url))
+    assert [request.cache_salt for request in engine.requests] == ["s"]

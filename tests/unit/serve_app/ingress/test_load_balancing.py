@@ -30,7 +30,7 @@ async def _choices(balancer: LoadBalancer) -> set[str]:
     chosen = [balancer.choose(_attempts()) for _ in range(20)]
     for choice in chosen:
         if choice is not None:
-            balancer.ended(choice.pipeline, ())
+            balancer.ended(choice.pipeline, _attempts())
     return {"none" if choice is None else choice.pipeline for choice in chosen}
 
 

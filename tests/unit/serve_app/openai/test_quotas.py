@@ -5,18 +5,25 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 import yaml
 
+from eesd_dist.errors import EngineError, PoisonRequest, QueueFull, RequestError
 from serve_app.ingress.quotas import GlobalQuotas
 from serve_app.keys import KeyRing, operators_key
+from serve_app.openai.charges import GRAMMAR_TOKENS
+from serve_app.openai.generation import EndedByEngine
 from serve_app.openai.middleware.http_metrics import HttpMetrics
+from serve_app.openai.preparation import Preparation
+from serve_app.openai.schema import ChatFields, CompletionFields
 from tests.support.live_server import serving
 from tests.support.running import until
 from tests.support.toy_api import toy_api
+from tests.support.toy_codec import ByteCodec
 from tests.support.toy_engine import ToyEngine
 
 KEYS: dict[str, dict[str, object]] = {
@@ -241,3 +248,128 @@ def test_a_caller_cannot_resume_the_stream_of_another(site: Site) -> None:
     event_id = next(line.removeprefix("id: ") for line in told if line.startswith("id: "))
     assert lines("search", **{"Last-Event-ID": event_id})[0] == 400
     assert lines("free", **{"Last-Event-ID": event_id})[0] == 200
+
+
+def _leave(site: Site, name: str, **fields: object) -> None:
+    """Sends a request and closes the connection before its first token."""
+    num_asked = len(site.engine.requests)
+    site.engine.stalls_after = 0
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{site.url}/v1/completions",
+            json={"prompt": "x" * 40, "max_tokens": 10, **fields},
+            headers={"Authorization": f"Bearer secret of {name}"},
+            timeout=httpx.Timeout(20, read=0.3),
+        )
+    until(lambda: not site.engine.num_live)
+    site.engine.stalls_after = None
+    assert len(site.engine.requests) == num_asked + 1
+
+
+def _used(site: Site, kind: str) -> float:
+    line = f'eesd_key_tokens_total{{ingress="i",key="nightly",kind="{kind}"}} '
+    found = [each for each in site.metrics.page().decode().splitlines() if each.startswith(line)]
+    return float(found[0].removeprefix(line)) if found else 0.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_the_first_token_is_charged_its_prompt(
+    site: Site, stream: bool
+) -> None:
+    _leave(site, "nightly", stream=stream)
+    until(lambda: _used(site, "prompt") == 40.0)
+    answer = site.post("nightly", prompt="x", max_tokens=1)
+    assert answer.status_code == 200
+    assert 19 < int(answer.headers["x-ratelimit-remaining-tokens"]) < 25
+
+
+def test_clients_that_leave_again_and_again_are_refused(site: Site) -> None:
+    for _ in range(2):
+        _leave(site, "nightly")
+    until(lambda: _used(site, "prompt") == 80.0)
+    num_asked = len(site.engine.requests)
+    refused = [site.post("nightly") for _ in range(5)]
+    assert [(each.status_code, each.json()["error"]["code"]) for each in refused] == [
+        (429, "token_limit")
+    ] * 5
+    assert len(site.engine.requests) == num_asked
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("refusal", "status"),
+    [
+        (QueueFull(num_waiting=1, limit=1), 429),
+        (EngineError("no pipeline is ready"), 503),
+        (RequestError("not here"), 400),
+        (RuntimeError("toy broke"), 500),
+    ],
+)
+def test_what_the_service_refuses_or_fails_before_its_first_token_costs_nothing(
+    site: Site, refusal: Exception, status: int, stream: bool
+) -> None:
+    site.engine.refusal = refusal
+    for _ in range(3):
+        assert site.post("nightly", prompt="x" * 50, stream=stream).status_code == status
+    site.engine.refusal = None
+    answer = site.post("nightly", prompt="x", max_tokens=1)
+    assert answer.headers["x-ratelimit-remaining-tokens"] == "60"
+
+
+@pytest.mark.parametrize(
+    "breakage",
+    [EndedByEngine("its own fault"), PoisonRequest(request_id="r", crashes=2, reason="died")],
+)
+def test_what_ends_an_engine_of_its_own_fault_costs_its_prompt(
+    site: Site, breakage: Exception
+) -> None:
+    site.engine.refusal = breakage
+    assert 400 <= site.post("nightly", prompt="x" * 50).status_code < 500
+    assert _used(site, "prompt") == 50.0
+
+
+def test_a_burst_of_requests_is_refused_behind_the_limit_before_it_is_computed(site: Site) -> None:
+    site.engine.delay_s = 0.3
+    asked = {"prompt": "x" * 30, "max_tokens": 20}
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: site.post("nightly", **asked), range(8)))
+    site.engine.delay_s = 0.0
+    statuses = sorted(each.status_code for each in answers)
+    assert statuses == [200] * 2 + [429] * 6, "the second one begins with ten tokens left"
+    assert len(site.engine.requests) == 2
+
+
+def test_an_answer_of_which_no_length_is_stated_leaves_other_requests_room() -> None:
+    preparation = Preparation(ByteCodec(), model_name="toy", max_model_len=10_000)
+
+    def expected(**fields: object) -> int:
+        body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+        prepared = preparation.chat(ChatFields.model_validate(body))
+        return prepared.num_expected_tokens - prepared.num_prompt_tokens
+
+    assert expected() == 1024
+    assert expected(n=3) == 3 * 1024
+    assert expected(min_tokens=2000) == 2000
+    assert expected(max_tokens=5000, n=2) == 10_000
+    assert expected(max_completion_tokens=7) == 7
+    fields = CompletionFields.model_validate({"prompt": ["a", "bc"], "n": 2})
+    assert preparation.completion(fields).num_expected_tokens == 3 + 4 * 16
+
+
+def test_tokenising_detokenising_and_grammars_count_too(site: Site) -> None:
+    headers = {"Authorization": "Bearer secret of nightly"}
+
+    def post(path: str, body: object) -> httpx.Response:
+        return httpx.post(site.url + path, json=body, headers=headers, timeout=20)
+
+    assert post("/tokenize", {"prompt": "x" * 20}).status_code == 200
+    assert post("/detokenize", {"tokens": [65] * 30}).status_code == 200
+    assert _used(site, "work") == 50.0
+    assert 9 < int(post("/tokenize", {"prompt": ""}).headers["x-ratelimit-remaining-tokens"]) < 15
+    wrong = site.post("nightly", guided_regex="(")
+    assert wrong.status_code == 400
+    assert _used(site, "work") == 50.0 + GRAMMAR_TOKENS, "it was compiled, to be refused"
+    assert post("/detokenize", {"tokens": [65]}).status_code == 429
+    assert post("/tokenize", {"prompt": "x"}).status_code == 429
+    assert site.post("nightly", guided_choice=["a"]).status_code == 429
+    assert not site.engine.requests

@@ -1,5 +1,6 @@
 """A stream that is cut anywhere and resumed is the stream that was not cut, field by field."""
 
+import hmac
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,12 +16,13 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from eesd_dist.errors import ResumedElsewhere
-from serve_app.openai.event_ids import EventIds, Origin, Shown, WrongEventId, opened
+from serve_app.openai.event_ids import EventIds, Origin, Shown, WrongEventId, digest_of, opened
+from serve_app.openai.schema import CompletionFields
 from tests.support.event_stream import SentEvent, folded, parsed
 from tests.support.live_server import serving
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
-from tests.unit.serve_app.openai.conftest import LIMITS, Api
+from tests.unit.serve_app.openai.conftest import LIMITS, MODEL, Api
 
 Body = dict[str, Any]
 COMPLETION = "/v1/completions"
@@ -241,10 +243,43 @@ def test_an_id_with_one_other_character_is_refused(num_choices: int, name: str) 
                 opened(changed, key=b"k", digest=b"d" * 32, num_choices=num_choices)
 
 
+@pytest.mark.parametrize("name", [b"\xff\xfe", b"a\nERROR forged", b"a b", b"\x7f"])
+def test_a_name_that_no_request_may_have_is_refused_also_with_the_right_mac(name: bytes) -> None:
+    origin = Origin(seed=1, nonce=bytes(16), created_unix_s=1, request_id="x" * len(name))
+    packed = origin.packed()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Origin, "packed", lambda _: packed[: -len(name)] + name)
+        ids = EventIds(origin, [Shown()], key=b"k", digest=bytes(32))
+    forged = ids.after(0, Shown(3, 3)).decode()
+    with pytest.raises(WrongEventId):
+        opened(forged, key=b"k", digest=bytes(32), num_choices=1)
+
+
+def test_without_a_key_an_id_that_was_made_elsewhere_is_refused(api: Api) -> None:
+    body = {"prompt": "x", "stream": True}
+    fields = CompletionFields.model_validate(body)
+    digest = digest_of(fields, kind="completion", model=MODEL)
+    key = hmac.digest(b"", b"anyone", "sha256")
+    origin = Origin(seed=1, nonce=bytes(16), created_unix_s=1, request_id="mine")
+    forged = EventIds(origin, [Shown()], key=key, digest=digest).after(0, Shown(3, 3))
+    answer = api.http.post(COMPLETION, json=body, headers={"Last-Event-ID": forged})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == str(WrongEventId())
+
+
 @contextmanager
-def _service(key: str | None, *, model: str = "toy") -> Iterator[tuple[str, ToyEngine]]:
+def _service(
+    key: str | None, *, model: str = "toy", event_key: bytes | None = None
+) -> Iterator[tuple[str, ToyEngine]]:
     engine = ToyEngine(vocab_size=128)
-    app = toy_api(engine, model_name=model, max_model_len=100, limits=LIMITS, api_key=key)
+    app = toy_api(
+        engine,
+        model_name=model,
+        max_model_len=100,
+        limits=LIMITS,
+        api_key=key,
+        event_key=event_key,
+    )
     with serving(app) as url:
         yield url, engine
 
@@ -266,8 +301,28 @@ def test_a_stream_goes_on_at_another_ingress_with_its_key_and_with_no_other() ->
         assert not engine.requests
 
 
+def test_without_a_key_a_stream_goes_on_at_another_ingress_of_the_service() -> None:
+    one, other = b"1" * 32, b"2" * 32
+    with (
+        _service(None, event_key=one) as (a, _),
+        _service(None, event_key=one) as (b, _),
+        _service(None, event_key=other) as (after_a_restart, engine),
+    ):
+        whole = parsed(_asked(a, key="any").text)
+        rest = parsed(_asked(b, key="any", after=whole[1].id).text)
+        assert folded(whole[:2] + rest) == folded(whole)
+        refused = _asked(after_a_restart, key="any", after=whole[1].id)
+        assert refused.status_code == 400
+        assert "since the service was started" in refused.json()["error"]["message"]
+        assert not engine.requests
+
+
 def test_an_id_of_another_model_is_refused() -> None:
-    with _service(None) as (a, _), _service(None, model="other") as (b, engine):
+    key = b"1" * 32
+    with (
+        _service(None, event_key=key) as (a, _),
+        _service(None, model="other", event_key=key) as (b, engine),
+    ):
         last = parsed(_asked(a, key="any").text)[1].id
         assert _asked(b, key="any", after=last).status_code == 400
         assert not engine.requests

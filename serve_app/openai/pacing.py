@@ -1,0 +1,137 @@
+"""Sends the tokens of a stream in events of a fixed number, at fixed times.
+
+How many tokens of a draft are accepted depends on the text, and shows in the sizes and times of
+events also where they are encrypted. Here neither depends on it, as long as the engine is ahead:
+from the first token on there is one event of as many tokens at every tick, and where too few have
+been made by then, that tick has none. Knows no engine and no HTTP.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from eesd_dist.text import TextDelta
+from serve_app.openai.generation import Delta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """When the events of a stream are sent, and how many tokens each has."""
+
+    interval_s: float
+    tokens_per_event: int
+
+
+async def paced(
+    deltas: AsyncGenerator[Delta, None], pace: Pace, *, num_shown: int = 0
+) -> AsyncGenerator[Delta, None]:
+    """Yields deltas of at most one token each as deltas of `tokens_per_event` tokens, at ticks; the
+    last one may have fewer. The first `num_shown` tokens, which the client has, are not delayed.
+
+    An error of the source is raised behind the tokens that came before it.
+    """
+    made = _Made()
+    reading = asyncio.create_task(made.read(deltas))
+    try:
+        while num_shown > 0 and (delta := await made.next()) is not None:
+            num_shown -= len(delta.added.tokens)
+            yield delta
+        if not await made.has_begun():
+            return
+        async for _ in _ticks(pace.interval_s):
+            if made.num_tokens >= pace.tokens_per_event or made.is_over:
+                chunk = made.take(pace.tokens_per_event)
+                if chunk is None:
+                    return
+                yield chunk
+                if chunk.added.finish_reason is not None:
+                    return
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def _ticks(interval_s: float) -> AsyncGenerator[None, None]:
+    """Yields at multiples of the interval from now on; those that were missed are left out."""
+    loop = asyncio.get_running_loop()
+    began_s, number = loop.time(), 0
+    while True:
+        number = max(number + 1, math.ceil((loop.time() - began_s) / interval_s))
+        await asyncio.sleep(began_s + number * interval_s - loop.time())
+        yield
+
+
+class _Made:
+    """What an engine has made of one text and was not sent yet."""
+
+    def __init__(self) -> None:
+        self._deltas: deque[Delta] = deque()
+        self._arrived = asyncio.Event()
+        self._error: Exception | None = None
+        self.num_tokens = 0
+        self.is_over = False
+
+    async def read(self, deltas: AsyncGenerator[Delta, None]) -> None:
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    self._deltas.append(delta)
+                    self.num_tokens += len(delta.added.tokens)
+                    self._arrived.set()
+        except Exception as error:  # raised again behind what came before it
+            self._error = error
+        self.is_over = True
+        self._arrived.set()
+
+    async def has_begun(self) -> bool:
+        """Waits for the first delta; returns False if there is none. Raises the source's error."""
+        await self._arrived.wait()
+        if not self._deltas and self._error is not None:
+            raise self._error
+        return bool(self._deltas)
+
+    async def next(self) -> Delta | None:
+        """Returns the next delta as soon as it is there; None behind the last one."""
+        if not await self.has_begun():
+            return None
+        return self.take(1)
+
+    def take(self, num_tokens: int) -> Delta | None:
+        """Returns the next deltas with so many tokens as one; None if there is none. Raises the
+        source's error behind the last one."""
+        taken: list[Delta] = []
+        num_left = num_tokens
+        while self._deltas and len(self._deltas[0].added.tokens) <= num_left:
+            taken.append(self._deltas.popleft())
+            num_left -= len(taken[-1].added.tokens)
+        self.num_tokens -= num_tokens - num_left
+        if not self._deltas and not self.is_over:
+            self._arrived.clear()
+        if taken:
+            return _together(taken, num_ahead=self.num_tokens)
+        if self._error is not None:
+            raise self._error
+        return None
+
+
+def _together(deltas: list[Delta], *, num_ahead: int) -> Delta:
+    added = [delta.added for delta in deltas]
+    return Delta(
+        index=deltas[0].index,
+        added=TextDelta(
+            text="".join(each.text for each in added),
+            pieces=tuple(piece for each in added for piece in each.pieces),
+            tokens=tuple(token for each in added for token in each.tokens),
+            logprobs=tuple(entry for each in added for entry in each.logprobs),
+            finish_reason=added[-1].finish_reason,
+            stop_reason=added[-1].stop_reason,
+        ),
+        rounds=tuple(emission for delta in deltas for emission in delta.rounds),
+        at_s=time.monotonic(),
+        text_s=sum(delta.text_s for delta in deltas),
+        num_ahead=num_ahead,
+    )
