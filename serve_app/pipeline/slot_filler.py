@@ -87,7 +87,7 @@ class SlotFiller:
     async def _unless_lost(self, worker: Worker, work: Coroutine[Any, Any, T]) -> T:
         """Returns the result of the work. Raises the loss of the worker as soon as it is known."""
         working = asyncio.ensure_future(work)
-        losses = (worker.death, worker.failure)
+        losses: set[asyncio.Future[Any]] = {worker.death, worker.failure}
         try:
             await asyncio.wait({working, *losses}, return_when=asyncio.FIRST_COMPLETED)
             if working.done() and isinstance(working.exception(), PeerLost):
