@@ -1,12 +1,11 @@
 """The admission gate: what a request must pass before anything parses it.
 
 Headers are checked first, then the API key and its limits, then the body: its size, the time it
-takes to arrive, and the nesting of its JSON. A refusal costs one line in the log, and closes the
+takes to arrive, and the nesting of its JSON. A refusal is logged by `RefusalLog`, and closes the
 connection, since the rest of the body may still be under way.
 """
 
 import asyncio
-import logging
 import re
 import secrets
 from collections.abc import Iterable, Mapping
@@ -38,10 +37,10 @@ from serve_app.openai.middleware.permits import (
     note_permit,
     rate_limit_headers,
 )
+from serve_app.openai.middleware.refusal_log import RefusalLog
+from serve_app.openai.middleware.request_ids import leave_out_of_log
 from serve_app.openai.schema import REQUEST_ID_PATTERN, check_json
 from serve_app.openai.sse import encoded
-
-logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 2**10
 _MAX_BODIES_IN_MEMORY = 64
@@ -67,6 +66,7 @@ class HeadGate:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._log = RefusalLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -76,7 +76,7 @@ class HeadGate:
             try:
                 check_head(scope)
             except RequestError as error:
-                await refusal(error, scope)(scope, receive, send)
+                await refusal(error, scope, log=self._log)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -92,6 +92,7 @@ class AdmissionGate:
         self._limits = limits
         self._keys = keys
         self._quotas = quotas
+        self._log = RefusalLog()
         self._num_bytes = 0
         """Of all bodies that are incomplete."""
 
@@ -116,7 +117,8 @@ class AdmissionGate:
             except EesdError as error:
                 if not isinstance(error, TooSlow):
                     await body.discard()
-                await refusal(error, scope)(scope, receive, send)
+                leave_out_of_log(scope)
+                await refusal(error, scope, log=self._log)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
 
@@ -210,13 +212,15 @@ def check_head(scope: Scope) -> None:
         )
 
 
-def refusal(error: Exception, scope: Scope) -> Response:
+def refusal(error: Exception, scope: Scope, *, log: RefusalLog) -> Response:
     """Returns the answer to a request that is refused before it is parsed."""
     answer = http_error_of(error)
     note_refusal(scope, answer)
-    logger.info(
-        "request refused: status=%d path=%s reason=%s",
-        *(answer.status, ascii(scope["path"])[:_LOGGED_CHARS], answer.message[:_LOGGED_CHARS]),
+    log.note(
+        client=(scope.get("client") or ("unknown",))[0],
+        status=answer.status,
+        path=ascii(scope["path"])[:_LOGGED_CHARS],
+        reason=answer.message[:_LOGGED_CHARS],
     )
     return Response(
         encoded(answer.body),

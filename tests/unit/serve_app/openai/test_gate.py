@@ -21,6 +21,7 @@ from serve_app.openai.errors import HeadTooLarge
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware import gate
 from serve_app.openai.middleware.gate import AdmissionGate, check_head
+from serve_app.openai.middleware.request_ids import NamedRequests
 from serve_app.openai.schema import check_json
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.throughput import Throughput
@@ -217,6 +218,22 @@ def test_a_refusal_is_one_short_line_in_the_log(caplog: pytest.LogCaptureFixture
     (record,) = caplog.records
     assert len(record.getMessage()) < 400
     assert "\n" not in record.getMessage()
+
+
+def test_guesses_at_a_key_take_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sent = _Sent(b"{}", key=b"wrong")
+    admission = AdmissionGate(sent.app, limits=LIMITS, keys=KeyRing(operators_key("right")))
+    app = NamedRequests(admission, routes=())
+
+    async def guess() -> None:
+        for _ in range(50):
+            await app(dict(sent.scope), sent.receive, sent.send)
+
+    asyncio.run(guess())
+    assert sent.status == 401
+    (line,) = caplog.messages
+    assert line.startswith("request refused: client=")
 
 
 def test_a_body_takes_sixteen_bytes_for_each_token_of_the_model() -> None:
