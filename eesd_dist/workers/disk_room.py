@@ -17,7 +17,7 @@ def require_room(
     *,
     room: Callable[[Path], os.statvfs_result] = os.statvfs,
 ) -> None:
-    """Raises EngineError with the folder whose disk is full. `folders` None: those of Ray's logs
+    """Raises EngineError with the first folder on a full disk. `folders` None: those of Ray's logs
     and of temporary files."""
     if folders is None:
         folders = (log_folder(), Path(tempfile.gettempdir()))
