@@ -1,5 +1,5 @@
 """Folders of this user: in the home folder, or in a private one among the machine's temporary
-folders for a user whose home is missing or cannot be written, as in many containers."""
+folders where the home folder is missing or cannot be written, as in many containers."""
 
 import os
 import stat
@@ -38,7 +38,8 @@ def require_private(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or not is_private(found):
         raise ConfigError(
             f"{folder}: expected a folder that only you can read, since it holds secrets and code "
-            "that your processes run: remove it, or chmod 700"
+            "that your processes run: remove it, chmod 700, or name others (XDG_RUNTIME_DIR, "
+            "XDG_STATE_HOME, XDG_CACHE_HOME)"
         )
 
 

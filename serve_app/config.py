@@ -461,7 +461,8 @@ class ServiceConfig(Section):
 
     log_folder: HomePath | None = None
     """Where `eesd serve` without --address keeps the logs of its last ten starts, a folder each;
-    None: `$XDG_STATE_HOME/eesd/logs`, or `~/.local/state/eesd/logs`."""
+    None: `$XDG_STATE_HOME/eesd/logs`, `~/.local/state/eesd/logs`, or `/tmp/eesd-UID/state/logs` for
+    a user without a home folder."""
 
     log_format: LogFormat = "text"
     """Of the log lines of all processes: `json` is one object a line."""

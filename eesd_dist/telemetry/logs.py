@@ -4,21 +4,27 @@ Messages have the form `event: key=%s key=%d`; in JSON the event and each key ar
 values that were given and not their text.
 """
 
+import fcntl
 import json
 import logging
 import math
 import os
 import re
+import shutil
+import stat
 import sys
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TextIO
 
 LogFormat = Literal["text", "json"]
 
 current_request: ContextVar[str] = ContextVar("current_request", default="")
 """Id of the request that this task serves; empty outside of requests."""
 
+_MAX_BYTES = 8 * 2**20
 _PLACEHOLDER = re.compile(r"%[-\d.]*[a-z]")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -59,9 +65,42 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class BoundedStream(logging.StreamHandler[TextIO]):
+    """Writes to a stream. Where that is a file of its own, as Ray makes one of each process's
+    stderr, the file begins again at a size; what it had until then is kept as FILE.1.
+
+    The file stays the same one: native code, which reports its crashes there, and children write
+    to it too.
+    """
+
+    def __init__(self, stream: TextIO, *, max_bytes: int = _MAX_BYTES) -> None:
+        super().__init__(stream)
+        self._max_bytes = max_bytes
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        try:
+            handle = self.stream.fileno()
+            found = os.fstat(handle)
+            if stat.S_ISREG(found.st_mode) and found.st_size > self._max_bytes:
+                _begin_again(handle)
+        except (OSError, ValueError):  # no handle, or closed; the line itself was written
+            return
+
+
+def _begin_again(handle: int) -> None:
+    """Empties a file; a copy that a full disk does not take is left out."""
+    # Another position than the end would leave a hole of the old size.
+    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_APPEND)
+    file = Path(os.readlink(f"/proc/self/fd/{handle}"))
+    with suppress(OSError):
+        shutil.copyfile(file, file.with_name(f"{file.name}.1"))
+    os.ftruncate(handle, 0)
+
+
 def set_up_logs(form: LogFormat, *, level: int = logging.WARNING) -> None:
     """Sends the log lines of this process to stderr, unless that was set up before."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = BoundedStream(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=level, handlers=[handler])
 

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 def end_token_ids(named: Mapping[Path, object], *, vocab_size: int) -> list[int]:
     """Returns the ids that the files name, each once, in the order of the files.
 
-    Some checkpoints name ids outside the vocabulary beside valid ones: these can never be
+    Some checkpoints name ids outside the vocabulary next to valid ones: these can never be
     generated, and are left out with a warning. Raises CheckpointError for values that are no ids,
     and if all are outside.
     """
@@ -38,8 +38,9 @@ def end_token_ids(named: Mapping[Path, object], *, vocab_size: int) -> list[int]
 def _ids(value: object, file: Path) -> list[int]:
     if value is None:
         return []
-    ids = value if isinstance(value, list) else [value]
-    if any(type(id_) is not int for id_ in ids):
+    entries = value if isinstance(value, list) else [value]
+    ids = [id_ for id_ in entries if type(id_) is int]
+    if len(ids) < len(entries):
         raise CheckpointError(
             file=file, found=f"eos_token_id {value!r:.200}", expected="an id or a list of ids"
         )

@@ -130,8 +130,8 @@ def _connect(exchange: "_Exchange", device: GlooDevice, *, address: str) -> Gloo
 
 
 def _prove_secret(plane: GlooPlane, exchange: "_Exchange") -> None:
-    """Proves the secret of the epoch to each peer. Raises PeerLost that names one whose place
-    another process has taken."""
+    """Proves the secret of the epoch to each peer. Raises PeerLost that names a rank if another
+    process has taken its place."""
     others = [peer for peer in range(len(exchange.members)) if peer != exchange.rank]
     nonces = {peer: new_nonce() for peer in others}
     peer_nonces = _swap(plane, exchange, nonces)

@@ -8,7 +8,11 @@ request, and one without is not.
 import faulthandler
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+
+_TAIL_BYTES = 4096
+_MAX_CHARS = 300
 
 
 def report_crashes() -> None:
@@ -28,9 +32,26 @@ def crash_report(pid: int) -> str:
     return lines[0] if lines else ""
 
 
-def _file(pid: int) -> Path:
-    """Ray's log folder is where it has put this process's standard error."""
+def last_words(pid: int) -> str:
+    """Returns what a dead process of this node has said last: its crash report, or the last line of
+    its standard error; empty if it has said nothing."""
+    if report := crash_report(pid):
+        return report
+    for file in log_folder().glob(f"worker-*-{pid}.err"):
+        with suppress(OSError), file.open("rb") as opened:
+            opened.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+            lines = opened.read().decode(errors="replace").split("\n")
+            said = [line.strip() for line in lines if line.strip() and not line.startswith(":")]
+            return said[-1][:_MAX_CHARS] if said else ""
+    return ""
+
+
+def log_folder() -> Path:
+    """Returns Ray's log folder: where it has put this process's standard error."""
     stderr = Path("/proc/self/fd/2")
     log = stderr.resolve() if stderr.exists() else Path()
-    folder = log.parent if log.is_file() else Path(tempfile.gettempdir())
-    return folder / f"eesd-crash-{pid}.txt"
+    return log.parent if log.is_file() else Path(tempfile.gettempdir())
+
+
+def _file(pid: int) -> Path:
+    return log_folder() / f"eesd-crash-{pid}.txt"

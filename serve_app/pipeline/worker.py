@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,6 +30,13 @@ logger = logging.getLogger(__name__)
 
 _NODE_DIED = "its node has died"
 """Why an actor died, if its node did; Ray's words for it."""
+
+_PID = re.compile(r"\bpid[:=] *(\d+)")
+_EXIT_DETAIL = re.compile(
+    r"Worker exit detail: (?!Worker unexpectedly exits with a connection error code 2)"
+    r"(.{1,200}?)\.?(?: Some common causes| There are some potential|\n|$)"
+)
+"""How a process has ended, where Ray knows more than that its connection did."""
 
 _LOOK_MARGIN_S = 0.01
 """So that a look at the end of a deadline is not too early for it."""
@@ -215,8 +223,15 @@ def _why_gone(error: ray.exceptions.RayError) -> str:
     if isinstance(error, ray.exceptions.ActorUnavailableError):  # Ray cannot tell which
         return f"{PROCESS_DIED}, or the link to it"
     if not getattr(error, "actor_init_failed", False):
-        return PROCESS_DIED
+        detail = _EXIT_DETAIL.search(str(error))
+        return f"{PROCESS_DIED}: {detail[1]}" if detail else PROCESS_DIED
     return f"it could not be started: {str(error).strip().splitlines()[-1]}"
+
+
+def pid_of(error: Exception) -> int | None:
+    """Returns the process of an actor that has died, if Ray names it."""
+    pid = _PID.search(str(error))
+    return int(pid[1]) if pid else None
 
 
 def _plain(error: EesdError) -> EesdError:

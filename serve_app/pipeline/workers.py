@@ -21,7 +21,8 @@ from eesd_dist.errors import (
     EngineError,
     PeerLost,
 )
-from eesd_dist.workers.crash_report import crash_report
+from eesd_dist.workers.crash_report import crash_report, last_words
+from eesd_dist.workers.disk_room import require_room
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
     Lease,
@@ -41,7 +42,7 @@ from serve_app.pipeline.placement.placement_groups import PlacementGroups
 from serve_app.pipeline.placement.rank_slots import LEADER, RankSlot
 from serve_app.pipeline.spares import Spares
 from serve_app.pipeline.timings import Timings
-from serve_app.pipeline.worker import Worker, converted, death_of
+from serve_app.pipeline.worker import Worker, converted, death_of, pid_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,15 @@ class Workers:
     """The worker in each slot, and the workers that are being spawned."""
 
     def __init__(
-        self, placement_groups: PlacementGroups, slots: Sequence[RankSlot], *, spec: WorkerSpec
+        self,
+        placement_groups: PlacementGroups,
+        slots: Sequence[RankSlot],
+        *,
+        spec: WorkerSpec,
+        require_room: Callable[[], None] = require_room,
     ) -> None:
+        """`require_room` raises EngineError where the disks of this node are full."""
+        self._require_room = require_room
         self.placement_groups = placement_groups
         self.slots = tuple(slot for slot in slots if not slot.is_spare)
         self.spares = Spares(
@@ -231,15 +239,31 @@ class Workers:
                 timeout_s *= 2
 
     async def _spawn(self, slot: RankSlot, operation: str) -> Worker:
+        self._require_room()
         handle = self._create_actor(slot)
         try:
             process_info = await handle.process_info.remote()
         except BaseException as error:
             ray.kill(handle)  # or it keeps the bundle that the next attempt needs
             if isinstance(error, Exception):
-                raise converted(error, peer=slot.name, operation=operation) from error
+                raise await self._failed_start(error, slot, operation) from error
             raise
         return self._worker(slot, handle, process_info)
+
+    async def _failed_start(self, error: Exception, slot: RankSlot, operation: str) -> EesdError:
+        """Returns why an actor could not be built: its own error, or what is known of its death."""
+        failure = converted(error, peer=slot.name, operation=operation)
+        if not isinstance(failure, PeerLost):
+            return failure
+        try:
+            self._require_room()
+        except EngineError as full:
+            return full
+        said = await asyncio.to_thread(last_words, pid) if (pid := pid_of(error)) else ""
+        if not said:
+            return failure
+        reason = f"{failure.reason}; its last words: {said}"
+        return PeerLost(peer=slot.name, operation=operation, reason=reason)
 
     def _worker(self, slot: RankSlot, handle: Any, process_info: ProcessInfo) -> Worker:
         return Worker(

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from eesd_dist.errors import ConfigError, EngineError
+from eesd_dist.workers.disk_room import require_room
 from serve_app.config import ServiceConfig
 from serve_app.session.connection_file import connection_file_for, is_silent
 from serve_app.session.watchdog import RAY_LOGS, Watchdog, logs_of, ray_folder
@@ -36,6 +37,7 @@ def local_ray(
     The same holds after the end of this process, were it killed. Ray's logs are kept in `logs`.
     """
     with watched_folder(_short_folder(), logs=logs) as (folder, watchdog):
+        require_room([folder, logs or folder])
         if logs is not None:
             (logs / RAY_LOGS).symlink_to(logs_of(folder))
         num_cpus = max(_num_cpus(config), min_cpus)

@@ -170,6 +170,7 @@ class ToyWorkers(Workers):
         owner: str = "replica-1",
         digest: str = "d",
         spares: Sequence[RankSlot] = (),
+        require_room: Callable[[], None] = lambda: None,
         **timings: float,
     ) -> None:
         self._cluster = cluster
@@ -187,7 +188,8 @@ class ToyWorkers(Workers):
             timings=toy_timings(**timings),
         )
         slots = (*slots_of(num_draft_ranks), *spares)
-        super().__init__(PlacementGroups([], name="p", owner=owner), slots, spec=spec)
+        groups = PlacementGroups([], name="p", owner=owner)
+        super().__init__(groups, slots, spec=spec, require_room=require_room)
 
     def _create_actor(self, slot: RankSlot) -> ToyHandle:
         how = self.spec

@@ -1,6 +1,6 @@
 """Decides without privileges when a library accepts connections at its listening socket.
 
-For users whom the kernel denies packet filters (`connection_filter`). The library watches its
+For users without the right to packet filters (`connection_filter`). The library watches its
 socket with epoll, and the registration is this process's to change: taken out of the epoll set, the
 socket is never accepted from; its connections wait in the kernel, to be cut. When the group is
 connected the socket is closed for good, although the library offers no way to: a socket that

@@ -1,8 +1,8 @@
 """The admission gate: what a request must pass before anything parses it.
 
 Headers are checked first, then the API key and its limits, then the body: its size, the time it
-takes to arrive, and the nesting of its JSON. A refusal waits for no byte of the body, costs one
-line in the log, and closes the connection, since the rest of the body may still be under way.
+takes to arrive, and the nesting of its JSON. A refusal waits for no byte of the body, is logged by
+`RefusalLog`, and closes the connection, since the rest of the body may still be under way.
 """
 
 import asyncio
@@ -34,6 +34,8 @@ from serve_app.openai.middleware.permits import (
     note_permit,
     rate_limit_headers,
 )
+from serve_app.openai.middleware.refusal_log import RefusalLog
+from serve_app.openai.middleware.request_ids import leave_out_of_log
 from serve_app.openai.schema import check_json
 
 _MAX_BODIES_IN_MEMORY = 64
@@ -57,6 +59,7 @@ class AdmissionGate:
         self._limits = limits
         self._keys = keys
         self._quotas = quotas
+        self._log = RefusalLog()
         self._num_bytes = 0
         """Of all bodies that are incomplete."""
 
@@ -79,7 +82,8 @@ class AdmissionGate:
                         check_standing(standing, key)
                     receive = await self._with_body_read(scope, receive)
             except EesdError as error:
-                await refusal(error, scope)(scope, receive, send)
+                leave_out_of_log(scope)
+                await refusal(error, scope, log=self._log)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
 

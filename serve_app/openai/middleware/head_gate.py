@@ -5,7 +5,6 @@ values for ever, and answers what is not UTF-8 with 500. Only the headers that t
 go on.
 """
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -18,10 +17,9 @@ from eesd_dist.errors import RequestError
 from serve_app.openai.errors import HeadTooLarge, http_error_of
 from serve_app.openai.middleware.body_limits import BodyLimits
 from serve_app.openai.middleware.http_metrics import note_refusal
+from serve_app.openai.middleware.refusal_log import RefusalLog
 from serve_app.openai.schema import REQUEST_ID_PATTERN
 from serve_app.openai.sse import encoded
-
-logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 2**10
 FORWARDED_HEADERS = frozenset(
@@ -58,6 +56,7 @@ class HeadGate:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._limits = BodyLimits()
+        self._log = RefusalLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -72,7 +71,7 @@ class HeadGate:
             scope = {**scope, "headers": forwarded(scope["headers"])}
             self._limits.check(scope)
         except RequestError as error:
-            await refusal(error, scope)(scope, receive, send)
+            await refusal(error, scope, log=self._log)(scope, receive, send)
             return
         await self._app(
             scope, self._limits.bounded(receive, scope), self._limits.learning(send, scope)
@@ -135,13 +134,15 @@ def header_of(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-def refusal(error: Exception, scope: Scope) -> Response:
+def refusal(error: Exception, scope: Scope, *, log: RefusalLog) -> Response:
     """Returns the answer to a request that is refused before it is parsed."""
     answer = http_error_of(error)
     note_refusal(scope, answer)
-    logger.info(
-        "request refused: status=%d path=%s reason=%s",
-        *(answer.status, ascii(scope["path"])[:_LOGGED_CHARS], answer.message[:_LOGGED_CHARS]),
+    log.note(
+        client=(scope.get("client") or ("unknown",))[0],
+        status=answer.status,
+        path=ascii(scope["path"])[:_LOGGED_CHARS],
+        reason=answer.message[:_LOGGED_CHARS],
     )
     return Response(
         encoded(answer.body),

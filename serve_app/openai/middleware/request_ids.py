@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "x-request-id"
 _ID = "eesd.request_id"
 _NONCE = "eesd.nonce"
+_IS_LEFT_OUT = "eesd.left_out_of_log"
 """Keys of a request's scope."""
 _VALID = re.compile(REQUEST_ID_PATTERN.encode())
 _QUIET = frozenset({"/health", "/metrics", "/ping", "/ready", "/version", "/debug/state"})
@@ -32,7 +33,8 @@ _QUIET = frozenset({"/health", "/metrics", "/ping", "/ready", "/version", "/debu
 
 
 class NamedRequests:
-    """ASGI middleware around the whole API: names each request, and logs its end in one line."""
+    """ASGI middleware around the whole API: names each request, and logs its end in one line,
+    unless it was refused at the gate."""
 
     def __init__(
         self, app: ASGIApp, *, routes: Sequence[BaseRoute], names_answers: bool = True
@@ -72,6 +74,8 @@ class NamedRequests:
             self._log(scope, status=status, seconds=time.monotonic() - began_s)
 
     def _log(self, scope: Scope, *, status: int, seconds: float) -> None:
+        if _IS_LEFT_OUT in scope:
+            return
         path = path_format_of(scope, self._routes)
         status = CLIENT_CLOSED_REQUEST if has_left(scope) else status
         if path in _QUIET and status < HTTPStatus.BAD_REQUEST:
@@ -91,6 +95,11 @@ def note_request_id(scope: Scope, request_id: str) -> None:
     """Names the request, for what is logged and answered from now on."""
     scope[_ID] = request_id
     current_request.set(request_id)
+
+
+def leave_out_of_log(scope: Scope) -> None:
+    """Writes no line about the end of this request: another log counts it."""
+    scope[_IS_LEFT_OUT] = True
 
 
 def request_id_of(scope: Scope) -> str:

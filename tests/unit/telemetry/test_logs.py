@@ -2,11 +2,13 @@
 
 import json
 import logging
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
-from eesd_dist.telemetry.logs import JsonLines, TextLines, current_request
+from eesd_dist.telemetry.logs import BoundedStream, JsonLines, TextLines, current_request
 
 
 def record(message: str, *args: object, error: bool = False) -> logging.LogRecord:
@@ -85,3 +87,31 @@ def test_an_error_has_its_traceback() -> None:
     except ValueError:
         line = json.loads(JsonLines().format(record("loop broke: loop=%s", "a", error=True)))
     assert line["error"].endswith("ValueError: broken")
+
+
+def test_a_file_of_log_lines_begins_again_at_a_size_and_its_last_part_is_kept(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "worker.err"
+    with file.open("w") as stream:
+        handler = BoundedStream(stream, max_bytes=10_000)
+        for number in range(5000):
+            handler.emit(record("line %05d: of no other interest", number))
+            assert file.stat().st_size <= 10_100
+        stream.write("a child's line\n")
+    before, now = (tmp_path / "worker.err.1").read_text(), file.read_text()
+    assert b"\0" not in (before + now).encode()
+    numbers = [int(line[5:10]) for line in (before + now).splitlines()[:-1]]
+    assert numbers == list(range(numbers[0], 5000))
+    assert len(numbers) > 200
+    assert now.endswith("a child's line\n")
+
+
+def test_a_stream_that_is_no_file_of_its_own_is_written_as_it_is() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        handler = BoundedStream(stream, max_bytes=10)
+        for number in range(100):
+            handler.emit(record("line %d", number))
+    with os.fdopen(reader) as lines:
+        assert len(lines.readlines()) == 100

@@ -22,6 +22,7 @@ from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware import gate
 from serve_app.openai.middleware.gate import AdmissionGate
 from serve_app.openai.middleware.head_gate import MAX_HEAD_BYTES, check_head
+from serve_app.openai.middleware.request_ids import NamedRequests
 from serve_app.openai.schema import check_json
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.throughput import Throughput
@@ -218,6 +219,22 @@ def test_a_refusal_is_one_short_line_in_the_log(caplog: pytest.LogCaptureFixture
     (record,) = caplog.records
     assert len(record.getMessage()) < 400
     assert "\n" not in record.getMessage()
+
+
+def test_guesses_at_a_key_take_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sent = _Sent(b"{}", key=b"wrong")
+    admission = AdmissionGate(sent.app, limits=LIMITS, keys=KeyRing(operators_key("right")))
+    app = NamedRequests(admission, routes=())
+
+    async def guess() -> None:
+        for _ in range(50):
+            await app(dict(sent.scope), sent.receive, sent.send)
+
+    asyncio.run(guess())
+    assert sent.status == 401
+    (line,) = caplog.messages
+    assert line.startswith("request refused: client=")
 
 
 def test_a_body_takes_sixteen_bytes_for_each_token_of_the_model() -> None:

@@ -2,9 +2,11 @@
 fare."""
 
 import asyncio
+import os
 import re
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from eesd_dist.errors import (
 from eesd_dist.routing.directory import Promotion, RankLoad, StartReport
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import LoadProgress
+from eesd_dist.workers.disk_room import require_room
 from eesd_dist.workers.messages import Epoch, Lease, LoadedRank
 from eesd_dist.workers.roles import DraftLeader, RankWorker
 from serve_app.pipeline.placement import placement_groups
@@ -72,6 +75,31 @@ def _story(
 
 def _fails(slot: RankSlot) -> Any:
     raise EngineError(f"no device for {slot.name}")
+
+
+def test_a_full_disk_is_named_while_a_lost_worker_cannot_be_replaced(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    free_mib = 100
+
+    def room(folder: Path) -> os.statvfs_result:
+        known = os.statvfs(folder)
+        return os.statvfs_result((1, 1, *known[2:4], free_mib * 2**20, *known[5:]))
+
+    def workers() -> ToyWorkers:
+        check = partial(require_room, [tmp_path], room=room)
+        return ToyWorkers(cluster, tmp_path, fallback=False, require_room=check)
+
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        nonlocal free_mib
+        free_mib = 3
+        handle_of(group, "verify rank 1").killed.set()
+        named = f"no space on the disk of {tmp_path}: found 3.0 MiB free, expected at least 16 MiB"
+        await until(lambda: named in supervisor.why_unavailable())
+        free_mib = 100
+        await until(lambda: supervisor.is_ready)
+
+    _story(story, workers)
 
 
 # Streams.

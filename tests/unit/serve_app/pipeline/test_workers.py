@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
-from eesd_dist.errors import PROCESS_DIED, CheckpointError, ConfigError, LeaseLost, PeerLost
+from eesd_dist.errors import (
+    PROCESS_DIED,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    LeaseLost,
+    PeerLost,
+)
+from eesd_dist.workers import crash_report
 from eesd_dist.workers.messages import WorkerIdentity
 from eesd_dist.workers.tenure import Tenure
 from serve_app.pipeline import worker as worker_module
@@ -36,6 +44,56 @@ def test_what_ray_says_of_a_death_tells_processes_from_nodes_and_links() -> None
     assert worker_module._why_gone(of_node) == "its node has died"
     cut = ActorUnavailableError("RpcError", None)
     assert worker_module._why_gone(cut) == "its process has died, or the link to it"
+
+
+def test_the_end_of_a_process_is_told_where_ray_knows_more_than_its_connection() -> None:
+    of_signal = RayActorError(
+        error_msg="The actor died unexpectedly before finishing this task.\n\tpid: 71\n The actor "
+        "is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit "
+        "detail: Worker exits with an exit code 7. Some common causes include: (1) the process was "
+    )
+    told = worker_module._why_gone(of_signal)
+    assert told == "its process has died: Worker exits with an exit code 7"
+    assert worker_module.pid_of(of_signal) == 71
+    of_link = RayActorError(
+        error_msg="Worker exit detail: Worker unexpectedly exits with a connection error code 2. "
+        "End of file. Some common causes include: (1) the process was killed by the OOM killer"
+    )
+    assert worker_module._why_gone(of_link) == PROCESS_DIED
+    assert worker_module.pid_of(of_link) is None
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_process_that_dies_while_it_starts_is_told_with_its_last_words_or_the_full_disk(
+    is_full: bool, tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker-0a-01000000-71.err").write_text(
+        ":job_id:01000000\nloading\nlibgomp: out of memory\n"
+    )
+    monkeypatch.setattr(crash_report, "log_folder", lambda: tmp_path)
+    died = RayActorError(error_msg="The actor died unexpectedly.\n\tpid: 71\n")
+
+    def require_room() -> None:
+        if is_full and has_tried:
+            raise EngineError("no space on the disk of /tmp")
+
+    has_tried = False
+
+    class Dying(ToyWorkers):
+        def _create_actor(self, slot: RankSlot) -> Any:
+            nonlocal has_tried
+            has_tried = True
+            return SimpleNamespace(
+                process_info=SimpleNamespace(remote=lambda: _raises(died)), killed=asyncio.Event()
+            )
+
+    async def story() -> None:
+        spawns = Dying(cluster, tmp_path, require_room=require_room)
+        expected = "no space on the disk" if is_full else "its last words: libgomp: out of memory"
+        with pytest.raises(EngineError, match=expected):
+            await spawns.fill(spawns.slots[0], "start")
+
+    asyncio.run(story())
 
 
 def test_a_process_that_ray_ends_for_want_of_memory_is_lost_like_any_other() -> None:
