@@ -4,6 +4,7 @@ Maps paths to operations, behind the admission gate. Holds no state outside the 
 builds, so that the same application runs under uvicorn and inside Ray Serve.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import cache, partial
@@ -241,10 +242,13 @@ async def _sent(
         if not prepared.stream:
             return await while_listened_to(request.receive, body)
         first = await while_listened_to(request.receive, lambda: _first(events))
-        return EventStream(first, events)
     except CapacityError as error:
         error.retry_after_s = service.retry_after_s()
         raise
+    except asyncio.CancelledError:  # perhaps with a first event that nothing sends
+        await events.aclose()
+        raise
+    return EventStream(first, events)
 
 
 async def _first(events: AsyncGenerator[Event, None]) -> Event:

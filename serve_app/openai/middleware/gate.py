@@ -42,6 +42,7 @@ _MAX_BODIES_IN_MEMORY = 64
 """Bodies of full size that may be incomplete at the same time."""
 _SMALL_BODY_BYTES = 64 * 2**10
 """Smaller bodies are read however many large ones are held back."""
+_OF_BODIES = frozenset({b"content-length", b"transfer-encoding"})
 OPEN_PATHS = frozenset({"/health", "/metrics", "/ping", "/ready", "/version"}) | PAGES
 """Paths for probes, scrapers and browsers that open a page, which send no key."""
 OPERATORS = "/debug/"
@@ -112,9 +113,9 @@ class AdmissionGate:
 
     async def _with_body_read(self, scope: Scope, receive: Receive) -> Receive:
         """Returns a `receive` that begins with the whole body. Raises an EesdError."""
-        length = declared_bytes(scope)
-        if length is None and header_of(scope, b"transfer-encoding") is None:
+        if not any(name in _OF_BODIES for name, _ in scope["headers"]):
             return receive
+        length = declared_bytes(scope)
         if length is not None and length > self._max_bytes:
             raise BodyTooLarge(limit=self._max_bytes)
         try:

@@ -90,7 +90,8 @@ class _Client:
         if message["type"] == "http.response.start":
             self.statuses.append(message["status"])
 
-    async def leaves(self, app: FastAPI) -> None:
+    async def leaves(self, app: FastAPI, *, after_steps: int | None = None) -> None:
+        """Leaves after a while, or after so many steps of the event loop."""
         scope: dict[str, Any] = {
             "type": "http",
             "method": "POST",
@@ -104,7 +105,10 @@ class _Client:
             ],
         }
         answering = asyncio.ensure_future(app(scope, self.receive, self.send))
-        await asyncio.sleep(_PAUSE_S)
+        if after_steps is None:
+            await asyncio.sleep(_PAUSE_S)
+        for _ in range(after_steps or 0):
+            await asyncio.sleep(0)
         self.left.set()
         if self._departure is None:
             answering.cancel()
@@ -135,7 +139,19 @@ def test_a_client_that_leaves_is_no_error(
     assert "error.type" not in span.attributes
 
 
-async def _left(point: str, departure: Departure | None, tracing: Tracing) -> None:
+@pytest.mark.parametrize("point", ["in a stream", "before an answer"])
+@pytest.mark.parametrize("departure", _DEPARTURES)
+def test_a_client_may_leave_at_any_step(point: str, departure: str) -> None:
+    async def leave() -> None:
+        for steps in range(1, 12):
+            await _left(point, _DEPARTURES[departure], Tracing(), after_steps=steps)
+
+    asyncio.run(leave())
+
+
+async def _left(
+    point: str, departure: Departure | None, tracing: Tracing, *, after_steps: int | None = None
+) -> None:
     client, metrics = _Client(point, departure), HttpMetrics(ingress="a")
     quotas = _Quotas(client.left, departure, waits=point == "waiting for a permit")
     engine = ToyEngine(delay_s=math.inf if point == "before the first token" else 0.0)
@@ -150,7 +166,7 @@ async def _left(point: str, departure: Departure | None, tracing: Tracing) -> No
         http_metrics=metrics,
         departures=(TaskCancelledError, RequestCancelledError),
     )
-    await client.leaves(app)
+    await client.leaves(app, after_steps=after_steps)
     counted = [
         line.partition("{")[2]
         for line in metrics.page().decode().splitlines()
