@@ -123,10 +123,10 @@ class QuotaBook:
             return Standing()
         held = account.held.setdefault(ingress, {})
         before = self._charged(permit, held)
-        account.charge(-before, now_s=now_s)
-        standing = _standing(account, structs.replace(quota, max_concurrent=None), now_s=now_s)
+        tokens_alone = structs.replace(quota, max_concurrent=None)
+        standing = _standing(account, tokens_alone, num_own=before, now_s=now_s)
         held[permit] = before if standing.refused is not None else num_tokens
-        account.charge(held[permit], now_s=now_s)
+        account.charge(held[permit] - before, now_s=now_s)
         return standing
 
     def release(
@@ -195,8 +195,8 @@ class QuotaBook:
                 account.charge(-charged, now_s=now_s)
 
 
-def _standing(account: _Account, quota: Quota, *, now_s: float) -> Standing:
-    """Returns how a caller stands before one more request of it."""
+def _standing(account: _Account, quota: Quota, *, now_s: float, num_own: int = 0) -> Standing:
+    """Returns how a caller stands without a request, for which `num_own` tokens are charged."""
     refused: Refusal | None = None
     num_left, wait_s = 0, 0.0
     if quota.max_concurrent is not None and account.num_running >= quota.max_concurrent:
@@ -204,11 +204,12 @@ def _standing(account: _Account, quota: Quota, *, now_s: float) -> Standing:
     if quota.tokens_per_minute is not None:
         account.rate = quota.tokens_per_minute / _MINUTE_S
         account.forget(now_s)
-        left = quota.tokens_per_minute - account.num_owed
+        num_owed = max(0.0, account.num_owed - num_own)
+        left = quota.tokens_per_minute - num_owed
         if left < 1:
             refused, wait_s = "tokens", (1 - left) / account.rate
         elif refused is None:
-            wait_s = account.num_owed / account.rate
+            wait_s = num_owed / account.rate
         num_left = max(0, int(left))
     return Standing(
         refused=refused,

@@ -209,6 +209,15 @@ def test_a_reservation_that_is_made_again_replaces_the_first() -> None:
     assert asking.acquire(SIXTY).num_tokens_left == 40, "the refused change has changed nothing"
 
 
+def test_what_is_forgotten_of_a_request_is_not_charged_again_when_more_is_reserved() -> None:
+    asking = Asking()
+    asking.acquire(SIXTY)
+    asking.reserve(1, SIXTY, num_tokens=30)
+    asking.now_s += 25
+    asking.reserve(1, SIXTY, num_tokens=50)
+    assert asking.acquire(SIXTY).num_tokens_left == 35
+
+
 def test_a_long_stream_is_forgotten_while_it_runs() -> None:
     asking = Asking()
     asking.acquire(SIXTY)
