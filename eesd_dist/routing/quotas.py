@@ -4,10 +4,12 @@ A request gets a permit before its body is read. What it may use is charged as s
 known, before anything is computed, and when it ends the rest is refunded, once. The account is a
 bucket that leaks: what is charged is forgotten at the rate of the limit.
 
-The router holds one book for all ingresses, and each ingress one of its own, which holds while the
-router is silent. Pure: times are passed in.
+Calls may be lost, and may arrive in another order than they were made in: a request is charged once
+all the same. The router holds one book for all ingresses, and each ingress one of its own, which
+holds while the router is silent. Pure: times are passed in.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,6 +19,8 @@ from msgspec import structs
 from eesd_dist.types import Value
 
 _MINUTE_S = 60.0
+_MAX_CLOSED = 4096
+"""Permits that are remembered after their end, for calls that arrive late."""
 BUSY_RETRY_S = 1.0
 """When to try again where too many requests are being answered, of which any may end next."""
 
@@ -81,6 +85,9 @@ class QuotaBook:
         self._accounts: dict[str, _Account] = {}
         self._heard_s: dict[str, float] = {}
         """By ingress."""
+        self._closed: OrderedDict[str, int | None] = OrderedDict()
+        """Permits that are not held any more, and what was charged for each: in advance, where its
+        end was not heard of; None where it was, and nothing changes any more."""
 
     def acquire(
         self, caller: str, quota: Quota, *, permit: str, ingress: str, now_s: float
@@ -88,11 +95,14 @@ class QuotaBook:
         """Gives a permit for one request, or refuses it."""
         self._hear(ingress, now_s)
         account = self._account(caller, now_s)
-        account.held.get(ingress, {}).pop(permit, None)  # told of before it was asked for
+        held = account.held.setdefault(ingress, {})
+        told = held.pop(permit, 0)  # of a permit that the ingress has told of before
         standing = _standing(account, quota, now_s=now_s)
         if standing.refused is not None:
+            account.charge(-told, now_s=now_s)
             return standing
-        account.held.setdefault(ingress, {})[permit] = 0
+        if permit not in self._closed:
+            held[permit] = told
         return structs.replace(standing, num_running=account.num_running)
 
     def reserve(
@@ -109,12 +119,14 @@ class QuotaBook:
         refuses that, if the caller has none left without the request."""
         self._hear(ingress, now_s)
         account = self._account(caller, now_s)
+        if self._has_ended(permit):
+            return Standing()
         held = account.held.setdefault(ingress, {})
-        before = held.get(permit, 0)
-        account.charge(-before, now_s=now_s)
-        standing = _standing(account, structs.replace(quota, max_concurrent=None), now_s=now_s)
+        before = self._charged(permit, held)
+        tokens_alone = structs.replace(quota, max_concurrent=None)
+        standing = _standing(account, tokens_alone, num_own=before, now_s=now_s)
         held[permit] = before if standing.refused is not None else num_tokens
-        account.charge(held[permit], now_s=now_s)
+        account.charge(held[permit] - before, now_s=now_s)
         return standing
 
     def release(
@@ -122,9 +134,12 @@ class QuotaBook:
     ) -> None:
         """Takes a permit back, and charges what its request has used in place of what was charged
         in advance."""
+        if self._has_ended(permit):
+            return
         account = self._account(caller, now_s)
-        charged = account.held.get(ingress, {}).pop(permit, 0)
+        charged = self._charged(permit, account.held.get(ingress, {}))
         account.charge(num_tokens - charged, now_s=now_s)
+        self._close(permit, None)
 
     def hold(self, ingress: str, held: Held, *, now_s: float) -> None:
         """Notes all permits that an ingress has given out, in place of those known: a book that was
@@ -136,10 +151,14 @@ class QuotaBook:
         }
         for caller, permits in held.items():
             account = self._account(caller, now_s)
-            account.held[ingress] = dict(permits)
             known = before.get(caller, {})
-            for permit, charged in permits.items():
-                account.charge(charged - known.get(permit, 0), now_s=now_s)
+            present = {p: n for p, n in permits.items() if not self._has_ended(p)}
+            account.held[ingress] = present
+            for permit, num_tokens in present.items():
+                account.charge(num_tokens - self._charged(permit, known), now_s=now_s)
+        for known in before.values():
+            for permit, charged in known.items():
+                self._close(permit, charged)
 
     def held_by(self, ingress: str) -> Held:
         """Returns the permits that this ingress has given out."""
@@ -151,6 +170,18 @@ class QuotaBook:
 
     def _account(self, caller: str, now_s: float) -> _Account:
         return self._accounts.setdefault(caller, _Account(at_s=now_s))
+
+    def _has_ended(self, permit: str) -> bool:
+        return permit in self._closed and self._closed[permit] is None
+
+    def _charged(self, permit: str, held: dict[str, int]) -> int:
+        """Takes a permit out of those held or closed, and returns what is charged for it."""
+        return held.pop(permit, 0) + (self._closed.pop(permit, 0) or 0)
+
+    def _close(self, permit: str, charged: int | None) -> None:
+        self._closed[permit] = charged
+        if len(self._closed) > _MAX_CLOSED:
+            self._closed.popitem(last=False)
 
     def _hear(self, ingress: str, now_s: float) -> None:
         self._heard_s[ingress] = now_s
@@ -164,8 +195,8 @@ class QuotaBook:
                 account.charge(-charged, now_s=now_s)
 
 
-def _standing(account: _Account, quota: Quota, *, now_s: float) -> Standing:
-    """Returns how a caller stands before one more request of it."""
+def _standing(account: _Account, quota: Quota, *, now_s: float, num_own: int = 0) -> Standing:
+    """Returns how a caller stands without a request, for which `num_own` tokens are charged."""
     refused: Refusal | None = None
     num_left, wait_s = 0, 0.0
     if quota.max_concurrent is not None and account.num_running >= quota.max_concurrent:
@@ -173,11 +204,12 @@ def _standing(account: _Account, quota: Quota, *, now_s: float) -> Standing:
     if quota.tokens_per_minute is not None:
         account.rate = quota.tokens_per_minute / _MINUTE_S
         account.forget(now_s)
-        left = quota.tokens_per_minute - account.num_owed
+        num_owed = max(0.0, account.num_owed - num_own)
+        left = quota.tokens_per_minute - num_owed
         if left < 1:
             refused, wait_s = "tokens", (1 - left) / account.rate
         elif refused is None:
-            wait_s = account.num_owed / account.rate
+            wait_s = num_owed / account.rate
         num_left = max(0, int(left))
     return Standing(
         refused=refused,

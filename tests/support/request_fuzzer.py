@@ -79,6 +79,7 @@ _FIELDS = (
     *("priority", "skip_special_tokens", "include_stop_str_in_output", "frequency_penalty"),
     *("guided_whitespace_pattern", "max_completion_tokens", "add_special_tokens", "suffix"),
     *("previous_response_id", "store", "background", "truncation", "include", "functions"),
+    "cache_salt",
 )
 _HEADERS = (
     *(b"X-Name: \xff", b"X-Request-Id: a b", b"X-Request-Id: fine-1", b"traceparent: nonsense"),

@@ -185,6 +185,8 @@ def _generation(rng: Random) -> Json:
             body[name] = True
     if rng.random() < 0.1:
         body |= {"priority": rng.randint(0, 100)}
+    if rng.random() < 0.1:
+        body |= {"cache_salt": rng.choice(["a", "b", "é🦊"])}
     return body
 
 

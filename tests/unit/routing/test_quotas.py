@@ -1,6 +1,6 @@
 """Limits of callers over several ingresses, which come, go and fall silent."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Literal, NamedTuple
 
@@ -209,6 +209,15 @@ def test_a_reservation_that_is_made_again_replaces_the_first() -> None:
     assert asking.acquire(SIXTY).num_tokens_left == 40, "the refused change has changed nothing"
 
 
+def test_what_is_forgotten_of_a_request_is_not_charged_again_when_more_is_reserved() -> None:
+    asking = Asking()
+    asking.acquire(SIXTY)
+    asking.reserve(1, SIXTY, num_tokens=30)
+    asking.now_s += 25
+    asking.reserve(1, SIXTY, num_tokens=50)
+    assert asking.acquire(SIXTY).num_tokens_left == 35
+
+
 def test_a_long_stream_is_forgotten_while_it_runs() -> None:
     asking = Asking()
     asking.acquire(SIXTY)
@@ -238,6 +247,50 @@ def test_what_an_ingress_that_has_died_had_in_work_is_refunded_and_charged_if_it
     assert asking.acquire(slow).num_tokens_left == 100
     asking.release(1, ingress="silent", num_tokens=300)
     assert asking.acquire(slow).num_tokens_left == 700
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_calls_that_arrive_in_another_order_charge_each_request_once(seed: int) -> None:
+    rng, quota = Random(seed), Quota(tokens_per_minute=10**9, max_concurrent=10**6)
+    here, router = QuotaBook(expiry_s=5.0), QuotaBook(expiry_s=5.0)
+    under_way: list[Callable[[], object]] = []
+    running: list[str] = []
+    num_used = 0
+
+    def send(name: str, *args: object, **options: object) -> None:
+        own = {"ingress": "i", "now_s": 1.0, **options}
+        under_way.append(lambda: getattr(router, name)(*args, **own))
+        getattr(here, name)(*args, **own)
+
+    def tell() -> None:
+        held = here.held_by("i")
+        under_way.append(lambda: router.hold("i", held, now_s=1.0))
+
+    for number in range(200):
+        step = rng.random()
+        if step < 0.4 or not running:
+            running.append(f"p{number}")
+            send("acquire", "c", quota, permit=running[-1])
+            send("reserve", "c", quota, permit=running[-1], num_tokens=rng.randrange(500))
+        elif step < 0.8:
+            permit = running.pop(rng.randrange(len(running)))
+            num_tokens = rng.randrange(500)
+            num_used += num_tokens
+            for _ in range(rng.choice([1, 1, 2])):
+                send("release", "c", permit=permit, num_tokens=num_tokens)
+        else:
+            tell()
+        while len(under_way) > 6 or (under_way and rng.random() < 0.5):
+            under_way.pop(rng.randrange(min(len(under_way), 4)))()
+    for permit in running:
+        send("release", "c", permit=permit, num_tokens=1)
+        num_used += 1
+    tell()
+    for call in under_way:
+        call()
+    for book in (here, router):
+        assert book._accounts["c"].num_owed == num_used
+        assert book._accounts["c"].num_running == 0
 
 
 class Message(NamedTuple):
