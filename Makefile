@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PINNED := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c infra/constraints.txt
 DURATIONS := --durations=25 --durations-min=2
-SOURCES := eesd_dist serve_app cluster tests infra
+SOURCES := eesd_launcher.py eesd_dist serve_app cluster tests infra
 
 .PHONY: install install-serving pins serve test test-fuzz test-hosts test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 

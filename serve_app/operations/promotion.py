@@ -45,7 +45,7 @@ def promote(
         "instead_of": [*instead_of],
     }
     done = subprocess.run(
-        [sys.executable, "-m", "serve_app.operations.promotion", json.dumps(request)],
+        [sys.executable, "-P", "-m", "serve_app.operations.promotion", json.dumps(request)],
         capture_output=True,
         text=True,
         check=False,

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from tests.support.running import free_port
 
@@ -17,16 +18,17 @@ _STOP_S = 120.0
 
 @contextmanager
 def command(
-    *words: str, env: Mapping[str, str] | None = None
+    *words: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
     """Yields the process of `eesd WORDS`, and its lines as they come."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "serve_app.cli.main", *words],
+        [Path(sys.executable).with_name("eesd"), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
         env=None if env is None else {**os.environ, **env},
+        cwd=cwd,
     )
     lines: list[str] = []
 
