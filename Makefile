@@ -100,7 +100,7 @@ bench-online: install
 	@for overlap in true false; do \
 	    echo "engine.scheduler.overlap=$$overlap"; \
 	    $(BIN)/eesd serve --set engine.scheduler.overlap=$$overlap & service=$$!; \
-	    until $(BIN)/python -c 'import httpx; httpx.get("http://127.0.0.1:8000/health", timeout=30).raise_for_status()' 2>/dev/null; do \
+	    until $(BIN)/python -c 'import httpx; httpx.get("http://127.0.0.1:8000/health", timeout=30, trust_env=False).raise_for_status()' 2>/dev/null; do \
 	        kill -0 $$service 2>/dev/null || exit 1; sleep 2; \
 	    done; \
 	    $(BIN)/eesd bench online; status=$$?; \

@@ -51,7 +51,13 @@ def watched_folder(parent: str, *, logs: Path | None) -> Iterator[tuple[Path, Wa
 
     After the block, or the end of this process, the watchdog ends that Ray and removes the folder.
     """
-    folder = Path(tempfile.mkdtemp(prefix="eesd-", dir=parent))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="eesd-", dir=parent))
+    except OSError as error:
+        raise ConfigError(
+            f"no folder for Ray's files in {parent}: {error.strerror}: make room there, or name "
+            "another one in TMPDIR"
+        ) from error
     watchdog = Watchdog(folder, logs=logs)
     try:
         yield folder, watchdog
@@ -106,10 +112,10 @@ def _start(folder: Path, *, num_cpus: int, shows_logs: bool) -> None:
             _temp_dir=str(folder),
         )
     except Exception as error:  # Ray raises many classes, without a common base
-        private = folder.parent
+        place = folder.parent.parent
         raise EngineError(
-            f"Ray could not be started: {reason_of(error)} (its files are in {private.parent}, with "
-            f"{_free_mib(private)} MiB free; TMPDIR names another folder)"
+            f"Ray could not be started: {reason_of(error)} (its files are in {place}, with "
+            f"{_free_mib(place)} MiB free; TMPDIR names another folder)"
         ) from error
 
 
@@ -118,7 +124,13 @@ def _free_mib(folder: Path) -> int:
 
 
 def _short_folder() -> str:
-    folder = tempfile.gettempdir()
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "no folder for temporary files can be written: make room in /tmp, or name a folder of "
+            "yours in TMPDIR"
+        ) from error
     return folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp"
 
 
