@@ -20,7 +20,7 @@ and that returns middlewares. They run before Serve reads the headers."""
 
 
 def job_with_installed_code() -> "JobConfig":
-    """Returns a job whose workers import what is installed on their node, and nothing else.
+    """Returns a job that lets its workers import what is installed on their node, and nothing else.
 
     Ray puts the driver's working directory, and the folder of its script, first on the module path
     of every worker, unless the job brings a working directory.

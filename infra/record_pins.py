@@ -2,10 +2,10 @@
 
     make pins
 
-For every pin of constraints.txt, pins.json has Requires-Python, Requires-Dist and the extras, from
-the public index: a private one may have other builds. torch stands there twice, since its CUDA
-build and its CPU build have one version and different requirements. tests/unit/test_pins.py
-resolves the pins against the record, without a network.
+For every pin of constraints.txt, pins.json has Requires-Python, Requires-Dist and the extras that
+are used, from the public index: a private one may have other builds. torch stands there twice,
+since its CUDA build and its CPU build have one version and different requirements.
+tests/unit/test_pins.py resolves the pins against the record, without a network.
 """
 
 import argparse
@@ -14,10 +14,13 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 _HERE = Path(__file__).parent
@@ -26,6 +29,7 @@ RECORD = _HERE / "pins.json"
 CPU_BUILD = "torch+cpu"
 """Key of torch's build without CUDA; `torch` is the one of the public index, with it."""
 _CPU_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"
+_EXTRA = re.compile(r'extra == "([^"]+)"')
 _OTHER_INDEXES = re.compile(r"PIP_(INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|NO_INDEX|CONSTRAINT)")
 
 
@@ -38,6 +42,7 @@ def main() -> None:
     record = dict(_metadata(pins))
     cpu = [f"{torch}+cpu", "--no-index", "--find-links", cpu_wheels]
     record[CPU_BUILD] = dict(_metadata(cpu))["torch"]
+    _drop_unused_extras(record)
     # One line for each package: a changed pin is a changed line.
     lines = (f" {json.dumps(name)}: {json.dumps(record[name])}" for name in sorted(record))
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -64,6 +69,30 @@ def _metadata(words: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
                 "requires": metadata.get("requires_dist", []),
             },
         )
+
+
+def _drop_unused_extras(record: dict[str, dict[str, Any]]) -> None:
+    """Leaves out extras that neither the project nor a package that it installs asks for."""
+    project = tomllib.loads((_HERE.parent / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    used: set[tuple[str, str]] = set()
+    while texts:
+        requirement = Requirement(texts.pop())
+        name = canonicalize_name(requirement.name)
+        for extra in {"", *map(canonicalize_name, requirement.extras)} if name in record else ():
+            if (name, extra) not in used:
+                used.add((name, extra))
+                texts += [text for text in record[name]["requires"] if extra in _extras_of(text)]
+    for key, entry in record.items():
+        names = {extra for name, extra in used if name == key.removesuffix("+cpu")}
+        entry["extras"] = sorted(names - {""})
+        entry["requires"] = [text for text in entry["requires"] if _extras_of(text) & {"", *names}]
+
+
+def _extras_of(text: str) -> set[str]:
+    """Returns the extras that a requirement belongs to; an empty name for the package itself."""
+    extras = _EXTRA.findall(str(Requirement(text).marker or ""))
+    return set(map(canonicalize_name, extras)) or {""}
 
 
 def _public_view(environment: Mapping[str, str]) -> dict[str, str]:
