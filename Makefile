@@ -3,23 +3,35 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PINNED := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c infra/constraints.txt
 DURATIONS := --durations=25 --durations-min=2
-SOURCES := eesd_dist serve_app cluster tests infra
+SOURCES := eesd_launcher.py eesd_dist serve_app cluster tests infra
 
-.PHONY: install serve test test-fuzz test-hosts test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
+.PHONY: install install-serving pins serve test test-fuzz test-hosts test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 
-install: $(STAMP)
+# Everything, for developers.
+install: $(VENV)/.installed
 
-# The stamp makes the second time quick; a changed dependency makes it install again.
-$(STAMP): pyproject.toml infra/constraints.txt
+# What a host needs that serves: no tools, nothing for training.
+install-serving: $(VENV)/.serving
+
+# The stamps make the second time quick; a changed dependency makes it install again.
+$(VENV)/.serving: pyproject.toml infra/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("found Python " + sys.version.split()[0] + ", need 3.11 or newer: make PYTHON=/path/to/python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (the first time downloads torch and Ray: some minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c infra/constraints.txt -e '.[dev]'
+	@$(PINNED) -e .
 	@touch $@
 
-serve: install
+$(VENV)/.installed: $(VENV)/.serving
+	@$(PINNED) -e '.[dev]'
+	@touch $@
+
+# After a change of infra/constraints.txt: what the pinned packages require.
+pins: install
+	$(BIN)/python infra/record_pins.py
+
+serve: install-serving
 	$(BIN)/eesd serve
 
 # Tests without a service in two processes, one core each; those of a service one after the other.
@@ -88,7 +100,7 @@ bench-online: install
 	@for overlap in true false; do \
 	    echo "engine.scheduler.overlap=$$overlap"; \
 	    $(BIN)/eesd serve --set engine.scheduler.overlap=$$overlap & service=$$!; \
-	    until $(BIN)/python -c 'import httpx; httpx.get("http://127.0.0.1:8000/health", timeout=30).raise_for_status()' 2>/dev/null; do \
+	    until $(BIN)/python -c 'import httpx; httpx.get("http://127.0.0.1:8000/health", timeout=30, trust_env=False).raise_for_status()' 2>/dev/null; do \
 	        kill -0 $$service 2>/dev/null || exit 1; sleep 2; \
 	    done; \
 	    $(BIN)/eesd bench online; status=$$?; \

@@ -9,11 +9,29 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.job_config import JobConfig
 
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 """Environment variable of nodes with an HTTP proxy: a function that each proxy calls when it starts
 and that returns middlewares. They run before Serve reads the headers."""
+
+
+def job_with_installed_code() -> "JobConfig":
+    """Returns a job that lets its workers import what is installed on their node, and nothing else.
+
+    Ray puts the driver's working directory, and the folder of its script, first on the module path
+    of every worker, unless the job brings a working directory.
+    """
+    from ray.job_config import JobConfig
+
+    class InstalledCode(JobConfig):  # type: ignore[misc, unused-ignore]  # Ray is not analysed
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    return InstalledCode()
 
 
 def available_resources() -> Mapping[str, Mapping[str, float]]:

@@ -22,6 +22,13 @@ if [ -z "${EESD_API_KEY:-}" ] && [ -r ~/.ray/eesd_api_key ]; then
     export EESD_API_KEY
 fi
 
+# What is installed in .venv runs, and no file of the same name in a folder of the user's.
+unset PYTHONPATH
+
+# A proxy is for other hosts: health checks, `serve deploy` and a collector beside it are on this one.
+no_proxy="${no_proxy:+$no_proxy,}${NO_PROXY:+$NO_PROXY,}localhost,127.0.0.1,::1"
+export no_proxy NO_PROXY="$no_proxy"
+
 # Open files: a connection for each client, rank and Ray process.
 ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"
 

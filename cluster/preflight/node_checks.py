@@ -27,7 +27,9 @@ def _software(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
         )
     for name, version in facts.versions:
         if version is None:
-            yield error("software", f"{name} is not installed", fix="run `make install` here")
+            yield error(
+                "software", f"{name} is not installed", fix="run `make install-serving` here"
+            )
 
 
 def _processors(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:

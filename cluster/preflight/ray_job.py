@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.preflight.findings import Finding, error
 from cluster.preflight.nodes import ClusterNode, nodes_of
+from cluster.ray_compat import job_with_installed_code
 from eesd_dist.errors import ConfigError
 
 Handle = Any
@@ -30,7 +31,12 @@ def connected(address: str, *, timeout_s: float) -> Iterator[list[ClusterNode]]:
     """
     _require_listener(address, timeout_s)
     try:
-        ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(
+            address,
+            job_config=job_with_installed_code(),
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as failure:
         raise ConfigError(
             f"no Ray cluster at {address}: {str(failure).strip().splitlines()[0]}; expected "

@@ -28,6 +28,7 @@ from opentelemetry.trace import Link, SpanKind, TraceState, get_current_span
 from opentelemetry.util.types import Attributes
 
 from eesd_dist.errors import ConfigError
+from eesd_dist.loopback import bypass_proxies
 from eesd_dist.telemetry.round_spans import PROMISED_SPAN_ID, random_id
 from eesd_dist.telemetry.span_records import SpanRecord
 from eesd_dist.telemetry.tracing_options import TracingOptions
@@ -72,6 +73,7 @@ def _exporter(options: TracingOptions, process: str) -> SpanExporter:
     if options.endpoint is None:
         assert options.folder is not None, "one of the two exports"
         return OtlpJsonFile(Path(options.folder) / f"{process}.jsonl")
+    bypass_proxies()
     if options.protocol == "grpc":
         # grpc takes a second to import.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (

@@ -22,7 +22,7 @@ class ModelCheck:
 
     def __init__(self, config: EngineConfig) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, config.model_dump_json()],
+            [sys.executable, "-P", "-m", __name__, config.model_dump_json()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

@@ -24,7 +24,7 @@ def start_compiling(config: EngineConfig) -> None:
     """Starts the process, unless what it would compile is kept. It ends with this one."""
     if not can_compile() or config.model.numerics != "invariant" or _kept_file(config).exists():
         return
-    command = [sys.executable, "-m", __name__, config.model_dump_json()]
+    command = [sys.executable, "-P", "-m", __name__, config.model_dump_json()]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     atexit.register(process.kill)
     # Without a wait for it, a process that has ended stays in the table.

@@ -14,6 +14,7 @@ from cluster.fleet.options import FleetOptions
 from cluster.planning.options import PlanOptions
 from cluster.preflight.options import PreflightOptions
 from eesd_dist.command_line import add_callback, add_command, add_module, group, run_app
+from eesd_dist.loopback import bypass_proxies
 from serve_app.cli import bench, controllers, distill, pipelines
 from serve_app.cli.batch import batch
 from serve_app.cli.generate import generate
@@ -24,6 +25,7 @@ from serve_app.cli.wait import wait
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    bypass_proxies()
     return run_app(app, sys.argv[1:] if argv is None else argv, program="eesd")
 
 

@@ -14,6 +14,7 @@ from typer import Context, Typer, echo
 
 from eesd_dist.command_line import add_callback, group
 from eesd_dist.errors import EngineError
+from serve_app.session.connection_file import port_of_the_service, prepare_to_connect
 
 if TYPE_CHECKING:  # imports Ray, which reads the environment when it is imported
     from rich.console import RenderableType
@@ -22,10 +23,11 @@ if TYPE_CHECKING:  # imports Ray, which reads the environment when it is importe
     from serve_app.operations.connect import ServiceConnection
 
 _TIMEOUT_S = 30.0
+_USUAL_PORT = 8000
 _NOT_FOUND = 404
 _WAYS = (
     "Reading goes over HTTP, changes go over Ray: to the service that this user started with `eesd "
-    "serve` on --port, or to the cluster at --address."
+    "serve` (on --port, where there are several), or to the cluster at --address."
 )
 
 
@@ -34,7 +36,7 @@ class RunningService:
     """Which service is read or changed."""
 
     url: Annotated[str | None, "URL of the service, to read (http://127.0.0.1:PORT)"] = None
-    port: Annotated[int, "port of a service on this machine"] = 8000
+    port: Annotated[int | None, "port of a service on this machine (your only one, or 8000)"] = None
     address: Annotated[str | None, "Ray cluster of the service, to change it"] = None
     app: Annotated[str, "name of the Serve application"] = "eesd"
     router: Annotated[str | None, "Ray name of the router"] = None
@@ -47,8 +49,6 @@ class RunningService:
     @contextmanager
     def connected(self) -> "Iterator[ServiceConnection]":
         """Joins the Ray that this user's `eesd serve` has started on the port, or the cluster."""
-        from serve_app.session.connection_file import prepare_to_connect
-
         address = prepare_to_connect(self.address, port=self.port)
         # Ray reads the environment when it is imported.
         from serve_app.operations.connect import service_connection
@@ -71,7 +71,8 @@ class RunningService:
         """
         from rich.console import Console
 
-        state = self.page(page, shape=shape)
+        url = self._url()
+        state = _fetched(url, page, shape)
         found = state if part is None else state[part]
         if self.json:
             echo_json(found)
@@ -81,17 +82,21 @@ class RunningService:
             for each in rendered(found):
                 console.print(each)
         except KeyError as error:
-            raise _not_ours(self._url, f"no {error} in its answer") from error
+            raise _not_ours(url, f"no {error} in its answer") from error
 
     def page(
         self, page: str, *, shape: Mapping[str, type], absent: str | None = None
     ) -> Mapping[str, Any]:
         """Returns a page of the service. `absent`: what it means if there is no such page."""
-        return _fetched(self._url, page, shape, absent=absent)
+        return _fetched(self._url(), page, shape, absent=absent)
 
-    @property
     def _url(self) -> str:
-        return self.url or f"http://127.0.0.1:{self.port}"
+        """Returns where to read. A service of a cluster is not among those of this user: without
+        one, the usual port is tried."""
+        if self.url is not None:
+            return self.url
+        port = self.port or port_of_the_service() or _USUAL_PORT
+        return f"http://127.0.0.1:{port}"
 
 
 def router_named(name: str | None, namespace: str | None) -> "RouterConfig":
@@ -133,7 +138,9 @@ def _fetched(
     try:
         answer = httpx.get(address, headers=headers, timeout=_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise EngineError(f"{url}: {error}: is the service running there?") from error
+        raise EngineError(
+            f"{url}: {error}: is the service running there? Name another one with --url or --port"
+        ) from error
     if answer.status_code == _NOT_FOUND and absent is not None:
         raise EngineError(absent)
     if answer.status_code == _NOT_FOUND:

@@ -21,7 +21,7 @@ class Promotion:
     address: Annotated[str | None, "its Ray cluster; without it, the one `eesd serve` started"] = (
         None
     )
-    port: Annotated[int, "of that service"] = 8000
+    port: Annotated[int | None, "of that service, where there are several"] = None
     app: Annotated[str, "its name in Ray Serve"] = "eesd"
     router: Annotated[str, "its router's name"] = RouterConfig().name
     namespace: Annotated[str, "and the Ray namespace of that"] = RouterConfig().namespace

@@ -34,7 +34,7 @@ class ServiceChoice:
     service: Annotated[
         bool, "use the target of a running service: nothing of it is loaded here"
     ] = False
-    port: Annotated[int, "of the service, where `eesd serve` started its Ray"] = 8000
+    port: Annotated[int | None, "of the service that `eesd serve` started, of several"] = None
     app: Annotated[str, "its name in Ray Serve"] = "eesd"
     router: Annotated[str, "its router's name"] = RouterConfig().name
     namespace: Annotated[str, "and the Ray namespace of that"] = RouterConfig().namespace

@@ -22,6 +22,7 @@ from serve_app.config import RouterConfig
 from serve_app.pipeline.drain import Drained
 from serve_app.router import find_router
 from serve_app.session.local_ray import connected_ray
+from serve_app.session.ray_errors import reason_of
 
 _ANSWER_TIMEOUT_S = 15.0
 _LOAD_TIMEOUT_S = 900.0
@@ -130,7 +131,9 @@ class ServiceConnection:
                 timeout_s=timeout_s, return_exceptions=True
             )
         except (ray.exceptions.RayError, RayServeException, TimeoutError) as error:
-            raise EngineError(f"no pipeline of {self.app_name!r} answers: {error}") from error
+            raise EngineError(
+                f"no pipeline of {self.app_name!r} answers: {reason_of(error)}"
+            ) from error
         return answers
 
     def _ask(self, method: str, *arguments: object) -> Any:
@@ -163,4 +166,4 @@ def our_error(error: Exception) -> EesdError:
     for candidate in (cause, error):
         if isinstance(candidate, EesdError):
             return candidate
-    return EngineError(f"{type(error).__name__}: {error}")
+    return EngineError(f"{type(error).__name__}: {reason_of(error)}")

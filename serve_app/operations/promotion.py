@@ -23,7 +23,7 @@ def promote(
     folder: Path,
     *,
     address: str | None = None,
-    port: int = 8000,
+    port: int | None = None,
     app_name: str = "eesd",
     router: RouterConfig | None = None,
     instead_of: Collection[str] = (),
@@ -31,7 +31,8 @@ def promote(
     """Loads the head into every pipeline, for use from its next round on; one report for each.
 
     `address` is the Ray cluster's; without it, the service is the one that this user's `eesd serve`
-    has started on `port`. `instead_of` are the heads (sha256) that it may replace; empty: any.
+    has started, on `port` where there are several. `instead_of` are the heads (sha256) that it may
+    replace; empty: any.
     Raises ConfigError when the head does not fit or another head serves (which stays in use),
     EngineError when the service cannot be reached.
     """
@@ -45,7 +46,7 @@ def promote(
         "instead_of": [*instead_of],
     }
     done = subprocess.run(
-        [sys.executable, "-m", "serve_app.operations.promotion", json.dumps(request)],
+        [sys.executable, "-P", "-m", "serve_app.operations.promotion", json.dumps(request)],
         capture_output=True,
         text=True,
         check=False,
@@ -61,7 +62,7 @@ def _load_head(
     *,
     folder: str,
     address: str | None,
-    port: int,
+    port: int | None,
     app_name: str,
     router: dict[str, str],
     instead_of: Collection[str],

@@ -39,6 +39,7 @@ from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.router import find_router, pipelines_of, router_handle
 from serve_app.session.local_ray import connected_ray, local_ray, service_ray
 from serve_app.session.log_folder import new_log_folder
+from serve_app.session.ray_errors import ray_errors_in_a_line, reason_of
 from serve_app.session.ray_watch import RayWatch
 from serve_app.session.warm_spares import with_default_spares
 
@@ -100,10 +101,13 @@ def run_service(
     stopping = Stopping()
     stopping.listen()
     try:
-        if address is None:
-            _serve_here(config, stopping, shows_logs=shows_logs, line=line)
-        else:
-            _serve_on_cluster(config, stopping, address=address, shows_logs=shows_logs, line=line)
+        with ray_errors_in_a_line():
+            if address is None:
+                _serve_here(config, stopping, shows_logs=shows_logs, line=line)
+            else:
+                _serve_on_cluster(
+                    config, stopping, address=address, shows_logs=shows_logs, line=line
+                )
     except SystemExit:  # Ray's own handler answers a signal while Ray starts
         logger.info("stopped while starting")
     if address is None:
@@ -131,7 +135,7 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
 
 def stop_service(address: str, *, app_name: str, router: RouterConfig) -> None:
     """Removes the service from the cluster. Raises ConfigError if it is not there."""
-    with connected_ray(address, shows_logs=False):
+    with connected_ray(address, shows_logs=False), ray_errors_in_a_line():
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         found = sorted(serve.status().applications)
         if app_name not in found:
@@ -269,7 +273,7 @@ def _start_new_serve(config: ServiceConfig) -> None:
         serve.shutdown()  # or it would keep this address
         raise ConfigError(
             f"cannot listen on {_at(config.host, config.port)} of the cluster's head "
-            f"({error.cause}): choose another with --host or --port"
+            f"({reason_of(error)}): choose another with --host or --port"
         ) from error
 
 

@@ -58,14 +58,44 @@ def remove(file: Path) -> None:
         file.parent.rmdir()
 
 
-def prepare_to_connect(address: str | None, *, port: int) -> str:
+def port_of_the_service() -> int | None:
+    """Returns the port of the service that this user runs here; None without one.
+
+    Raises ConfigError when there are several.
+    """
+    ports = list(_running_ports())
+    if len(ports) > 1:
+        raise ConfigError(
+            f"{len(ports)} services of yours run here, on ports {', '.join(map(str, ports))}: name "
+            "one with --port or --url"
+        )
+    return ports[0] if ports else None
+
+
+def _running_ports() -> Iterator[int]:
+    for file in sorted(_folder().glob("service-*.json")):
+        port = file.stem.removeprefix("service-")
+        with suppress(FileNotFoundError):  # that service has just ended
+            if port.isdecimal() and not is_silent(_read_private(file).address):
+                yield int(port)
+
+
+def prepare_to_connect(address: str | None, *, port: int | None) -> str:
     """Sets the environment for `ray.init` and returns the address to give to it.
 
-    Raises ConfigError when no address is given and no service of this user runs on the port.
+    Without an address it is that of the user's service on this port, or of the only one. Raises
+    ConfigError when there is no such service.
     """
     if address is not None:
         prepare_for_cluster()
         return address
+    if port is None:
+        port = port_of_the_service()
+    if port is None:
+        raise ConfigError(
+            "no service of yours runs here: start one with `eesd serve`, or name the --address of "
+            "the Ray cluster it runs on"
+        )
     file = _file(port)
     try:
         found = _read_private(file)

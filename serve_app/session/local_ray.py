@@ -8,18 +8,20 @@ environment it needs is set by `serve_app.session.environment`.
 import logging
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
 
+from cluster.ray_compat import job_with_installed_code
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.disk_room import require_room
 from serve_app.config import ServiceConfig
 from serve_app.session.connection_file import connection_file_for, is_silent
+from serve_app.session.ray_errors import reason_of
 from serve_app.session.watchdog import RAY_LOGS, Watchdog, logs_of, ray_folder
 
 _OBJECT_STORE_BYTES = 100 * 2**20
@@ -51,7 +53,13 @@ def watched_folder(parent: str, *, logs: Path | None) -> Iterator[tuple[Path, Wa
 
     After the block, or the end of this process, the watchdog ends that Ray and removes the folder.
     """
-    folder = Path(tempfile.mkdtemp(prefix="eesd-", dir=parent))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="eesd-", dir=parent))
+    except OSError as error:
+        raise ConfigError(
+            f"no folder for Ray's files in {parent}: {error.strerror}: make room there, or name "
+            "another one in TMPDIR"
+        ) from error
     watchdog = Watchdog(folder, logs=logs)
     try:
         yield folder, watchdog
@@ -79,10 +87,14 @@ def connected_ray(address: str, *, shows_logs: bool) -> Iterator[None]:
             "and whether Ray runs"
         )
     try:
-        ray.init(address, logging_level=logging.ERROR, log_to_driver=shows_logs)
-    except (ConnectionError, ValueError, RayError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"no Ray cluster at {address}: {reason}") from error
+        ray.init(
+            address,
+            job_config=job_with_installed_code(),
+            logging_level=logging.ERROR,
+            log_to_driver=shows_logs,
+        )
+    except Exception as error:  # Ray raises many classes, without a common base
+        raise ConfigError(f"no Ray cluster at {address}: {reason_of(error)}") from error
     try:
         yield
     finally:
@@ -93,6 +105,7 @@ def _start(folder: Path, *, num_cpus: int, shows_logs: bool) -> None:
     try:
         ray.init(
             "local",
+            job_config=job_with_installed_code(),
             num_cpus=num_cpus,
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
@@ -101,12 +114,25 @@ def _start(folder: Path, *, num_cpus: int, shows_logs: bool) -> None:
             _temp_dir=str(folder),
         )
     except Exception as error:  # Ray raises many classes, without a common base
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise EngineError(f"Ray could not be started: {reason}") from error
+        place = folder.parent.parent
+        raise EngineError(
+            f"Ray could not be started: {reason_of(error)} (its files are in {place}, with "
+            f"{_free_mib(place)} MiB free; TMPDIR names another folder)"
+        ) from error
+
+
+def _free_mib(folder: Path) -> int:
+    return shutil.disk_usage(folder).free >> 20
 
 
 def _short_folder() -> str:
-    folder = tempfile.gettempdir()
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "no folder for temporary files can be written: make room in /tmp, or name a folder of "
+            "yours in TMPDIR"
+        ) from error
     return folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp"
 
 

@@ -39,7 +39,14 @@ class Watchdog:
         self._logs = logs
         self._connection_files: list[Path] = []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(folder), *([] if logs is None else [str(logs)])],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                __name__,
+                str(folder),
+                *([] if logs is None else [str(logs)]),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

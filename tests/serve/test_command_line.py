@@ -22,6 +22,7 @@ from serve_app.session.local_ray import _LONGEST_FOLDER
 from serve_app.session.processes import running_after
 from tests.support.running import descendants, free_port
 from tests.support.served import command, wait_for_line
+from tests.support.shadows import write_shadows
 
 _ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """A local Ray is at 127.0.0.1 for its own drivers too."""
@@ -47,11 +48,13 @@ def _answers(url: str, model: str = "tiny") -> bool:
 
 
 def test_serve_says_when_it_is_ready_and_a_signal_leaves_nothing_behind(
-    tiny_service: Path, folder: Path
+    tiny_service: Path, folder: Path, tmp_path: Path
 ) -> None:
+    """Also where the working directory, and PYTHONPATH, have files of the same names as ours."""
     port = free_port()
     words = ("serve", "--model", str(tiny_service), "--port", str(port))
-    with command(*words, env=_within(folder)) as (process, lines):
+    env = {**_within(folder), "PYTHONPATH": str(write_shadows(tmp_path))}
+    with command(*words, env=env, cwd=tmp_path) as (process, lines):
         wait_for_line(lines, "Ctrl-C stops", process)
         url = f"http://127.0.0.1:{port}"
         assert any(f"curl {url}/v1/chat/completions" in line for line in lines)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from tests.support.ordinary_user import as_ordinary_user, ordinary_environment
 from tests.support.running import free_port
@@ -18,11 +19,14 @@ _STOP_S = 120.0
 
 @contextmanager
 def command(
-    *words: str, env: Mapping[str, str] | None = None, is_ordinary: bool = False
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    is_ordinary: bool = False,
 ) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
     """Yields the process of `eesd WORDS`, and its lines as they come. `is_ordinary`: of a user
     without privileges and without a home folder."""
-    line = [sys.executable, "-m", "serve_app.cli.main", *words]
+    line = [str(Path(sys.executable).with_name("eesd")), *words]
     process = subprocess.Popen(
         as_ordinary_user(line) if is_ordinary else line,
         stdout=subprocess.PIPE,
@@ -30,6 +34,7 @@ def command(
         text=True,
         start_new_session=True,
         env={**(ordinary_environment() if is_ordinary else os.environ), **(env or {})},
+        cwd=cwd,
     )
     lines: list[str] = []
 

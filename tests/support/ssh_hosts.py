@@ -6,7 +6,7 @@ SSH server as its first process: when that ends, the host is empty.
 
 The user of the hosts is `eesd`, another name of root with another home: an interpreter in the home
 of root stays readable. All hosts share one virtual environment, in which the checkout of the host
-comes before the packages of the caller; its stamp makes `make install` do nothing.
+comes before the packages of the caller; its stamps make `make install-serving` do nothing.
 
 Requires what `tests.support.hosts` requires, and sshd, ssh and rsync.
 """
@@ -207,7 +207,7 @@ def _write_environment(folder: Path) -> None:
         _, _, body = script.partition("\n")
         (folder / "bin" / name).write_text(f"#!{_VENV}/bin/python\n{body}")
         (folder / "bin" / name).chmod(0o755)
-    (folder / ".installed").touch()
+    (folder / ".serving").touch()
 
 
 def _first_process(outside: "subprocess.Popen[str]", log: Path) -> int:

@@ -4,12 +4,10 @@ import json
 import re
 import shutil
 import subprocess
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
 
 INFRA = Path(__file__).parents[2] / "infra"
 YAML_FILES = sorted(
@@ -74,15 +72,6 @@ def test_the_alerts_fire_when_they_should() -> None:
 def test_the_dashboards_panels_do_not_lie_on_one_another() -> None:
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in _dashboard()["panels"]]  # type: ignore[call-overload]
     assert len(places) == len(set(places))
-
-
-def test_every_dependency_is_pinned_exactly() -> None:
-    lines = (INFRA / "constraints.txt").read_text().splitlines()
-    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    assert all([spec.operator for spec in pin.specifier] == ["=="] for pin in pins)
-    pinned = {pin.name.lower().replace("_", "-") for pin in pins}
-    wanted = {Requirement(text).name.lower() for text in metadata.requires("eesd-dist") or []}
-    assert wanted - {"eesd-dist"} <= pinned  # one extra contains another
 
 
 def test_the_compose_file_mounts_files_that_are_there() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import ray
 import yaml
 
+from cluster.ray_compat import job_with_installed_code
 from eesd_dist.errors import EngineError
 from serve_app.bench.ports import free_port
 from serve_app.session.local_ray import watched_folder
@@ -45,7 +46,12 @@ def fake_nodes(*, cpus: float, most: int, idle_s: float) -> Iterator[None]:
             yaml.safe_dump(_autoscaler(port=port, cpus=cpus, most=most, idle_s=idle_s))
         )
         _start_head(ray_folder(folder), config, port=port)
-        ray.init(f"127.0.0.1:{port}", log_to_driver=False, logging_level="error")
+        ray.init(
+            f"127.0.0.1:{port}",
+            job_config=job_with_installed_code(),
+            log_to_driver=False,
+            logging_level="error",
+        )
         yield
 
 
@@ -56,7 +62,7 @@ def num_nodes() -> int:
 
 def _start_head(folder: Path, config: Path, *, port: int) -> None:
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"),
+        *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}"),
         *("--num-cpus=0", f'--resources={{"{HEAD_RESOURCE}": 1000}}', f"--temp-dir={folder}"),
         *(f"--object-store-memory={_STORE_BYTES}", "--include-dashboard=false"),
         *("--disable-usage-stats", f"--autoscaling-config={config}"),

@@ -48,7 +48,12 @@ def ask(tracing: Tracing, request_id: str, *, traceparent: str | None = None) ->
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
-def test_spans_arrive_over(protocol: str) -> None:
+def test_spans_arrive_over(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the environment names a proxy, which is for other hosts."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    for name in ("http_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
     with receiving(protocol) as receiver:
         options = TracingOptions(endpoint=receiver.endpoint, protocol=protocol)  # type: ignore[arg-type]
         tracing = make_tracing(options, process="x")

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
 
 from serve_app.cli.main import main
 from serve_app.operations.waiting import ChangedReason
+from serve_app.session.connection_file import connection_file_for
 
 _STATE = '{"default": {}, "pinned": false, "workloads": {}, "pipelines": []}'
 
@@ -48,6 +50,45 @@ def test_options_before_and_behind_an_action_count_and_the_latter_win(
         assert main(["controllers", *words]) == 0
         assert json.loads(capsys.readouterr().out) == json.loads(_STATE)
     assert main(["controllers", at, "show", nowhere]) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["controllers", "--json"], ["pipelines", "--json"], ["trace", "--json"]]
+)
+def test_the_only_service_of_this_user_is_read_whatever_its_port(
+    words: list[str],
+    server: HTTPServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t0ken")
+    page = {**json.loads(_STATE), "starting": [], "traces": []}
+    server.status, server.answer = 200, json.dumps(page).encode()  # type: ignore[attr-defined]
+    port = server.server_port
+    with connection_file_for(port, address=f"127.0.0.1:{port}"):
+        assert main(words) == 0
+        assert json.loads(capsys.readouterr().out) in (page, [])
+        with connection_file_for(port - 1, address=f"127.0.0.1:{port}"):
+            assert main(words) == 2
+        assert f"on ports {port - 1}, {port}: name one with" in capsys.readouterr().err
+
+
+def test_a_proxy_is_for_other_hosts_alone(
+    server: HTTPServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.status, server.answer = 200, _STATE.encode()  # type: ignore[attr-defined]
+    here = f"http://127.0.0.1:{server.server_port}"
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert main(["controllers", "--url", here, "--json"]) == 0
+    assert main(["wait", "--port", str(server.server_port), "--timeout-s", "1"]) == 0
+    monkeypatch.setenv("http_proxy", here)
+    capsys.readouterr()
+    assert main(["controllers", "--url", "http://service.example", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(_STATE)
 
 
 def test_pipelines_are_a_table_or_json(

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.errors import ConfigError
-from serve_app.session.connection_file import connection_file_for, is_silent, prepare_to_connect
+from serve_app.session.connection_file import (
+    connection_file_for,
+    is_silent,
+    port_of_the_service,
+    prepare_to_connect,
+)
 from serve_app.session.local_ray import connected_ray
 
 
@@ -59,6 +64,24 @@ def test_two_services_have_a_connection_file_each(private: Path, alive: str) -> 
             assert prepare_to_connect(None, port=8001) == other
         assert prepare_to_connect(None, port=8000) == alive
         assert len(list(private.iterdir())) == 1
+
+
+def test_the_only_service_that_runs_is_found_whatever_its_port(
+    private: Path, alive: str, dead: str
+) -> None:
+    with pytest.raises(ConfigError, match="no service of yours runs here"):
+        prepare_to_connect(None, port=None)
+    with connection_file_for(7999, address=dead), connection_file_for(8931, address=alive):
+        assert port_of_the_service() == 8931
+        assert prepare_to_connect(None, port=None) == alive
+    assert port_of_the_service() is None
+
+
+def test_several_services_are_listed(private: Path, alive: str) -> None:
+    with connection_file_for(8000, address=alive), connection_file_for(8001, address=alive):
+        with pytest.raises(ConfigError, match="ports 8000, 8001: name one with --port or --url"):
+            port_of_the_service()
+        assert prepare_to_connect(None, port=8001) == alive
 
 
 def test_a_second_service_on_the_port_is_refused_and_the_first_keeps_its_file(
