@@ -5,9 +5,11 @@ thread at a time.
 """
 
 import ctypes
+import threading
+import time
 from collections.abc import Callable, Sequence
 
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 
 _WORD_BITS = 32
 _BEGINS_AGAIN_AFTER = 256
@@ -21,16 +23,24 @@ class TokenMatcher:
     """
 
     def __init__(
-        self, matcher: LLMatcher, *, vocab_size: int, compile_again: Callable[[], LLMatcher] | None
+        self,
+        matcher: LLMatcher,
+        *,
+        vocab_size: int,
+        compile_again: Callable[[], LLMatcher] | None,
+        reader: "BackgroundReader | None" = None,
     ) -> None:
         """`compile_again`: copies of one compiled grammar share the states that matching has made,
         and with them their limit; where it is reached, this text gets states of its own, and new
-        ones each time it has grown by some hundred tokens. None: it fails there."""
+        ones each time it has grown by some hundred tokens. None: it fails there. `reader`: for
+        `mask_beside`."""
         self._matcher = matcher
         self._compile_again = compile_again
+        self._reader = reader
         self._begins_again_at = 0
         """Length of the text from which it may get new states."""
         self._read: list[int] = []
+        self._reading_s = 0.0
         self._words = (ctypes.c_uint32 * -(-vocab_size // _WORD_BITS))()
         self._everything = b"\xff" * ctypes.sizeof(self._words)
 
@@ -41,22 +51,47 @@ class TokenMatcher:
         error = self._matcher.get_error().partition("\n")[0]
         return f"the grammar needs more work than is allowed: {error}" if error else None
 
-    def read(self, tokens: Sequence[int], *, start: int = 0) -> None:
+    @property
+    def num_read(self) -> int:
+        return len(self._read)
+
+    def read(self, tokens: Sequence[int], *, start: int = 0, again: bool = True) -> None:
         """Reads the tokens of the text, from `start` on, that it has not read yet. What it has read
-        stays."""
+        stays. `again`: may compile again, which takes up to a second."""
         fresh = list(tokens[start + len(self._read) :])
         if fresh:
             self._read += fresh
-            if not self._matcher.consume_tokens(fresh):
+            if not self._matcher.consume_tokens(fresh) and again:
                 self._begin_again()
 
-    def mask_after(self, draft: Sequence[int] = ()) -> bytes:
+    def mask_after(self, draft: Sequence[int] = (), *, again: bool = True) -> bytes:
         """Returns the tokens that may follow the text and this draft; all where a token of the
-        draft is not allowed itself, so that none after it is chosen."""
+        draft is not allowed itself, so that none after it is chosen. `again`: as of `read`."""
         mask = self._mask_after(draft)
-        if self._matcher.is_error() and self._begin_again():
+        if self._matcher.is_error() and again and self._begin_again():
             mask = self._mask_after(draft)
         return self._everything if self._matcher.is_error() else mask
+
+    def mask_beside(self, tokens: Sequence[int]) -> tuple[bytes, float]:
+        """Reads the text and returns the tokens that may follow it, as `read` and `mask_after` do,
+        for threads beside others: these go on while the library works. Returns the seconds that
+        reading has taken, too, of which this thread's clock knows nothing."""
+        self._reading_s = 0.0
+        fresh = list(tokens[len(self._read) :])
+        self._read += fresh
+        if not all(map(self._consume_beside, fresh)):
+            self._begin_again(beside=True)
+        mask = self._mask_after(())
+        if self._matcher.is_error() and self._begin_again(beside=True):
+            mask = self._mask_after(())
+        return self._everything if self._matcher.is_error() else mask, self._reading_s
+
+    def _consume_beside(self, token: int) -> bool:
+        assert self._reader is not None
+        started = time.perf_counter()
+        is_taken = self._reader.consume(self._matcher, token)
+        self._reading_s += time.perf_counter() - started
+        return is_taken
 
     def _mask_after(self, draft: Sequence[int]) -> bytes:
         count = self._matcher.try_consume_tokens(list(draft)) if draft else 0
@@ -69,10 +104,31 @@ class TokenMatcher:
             self._matcher.rollback(count)
         return mask
 
-    def _begin_again(self) -> bool:
+    def _begin_again(self, *, beside: bool = False) -> bool:
         """Reads the text with states of its own."""
         if self._compile_again is None or len(self._read) < self._begins_again_at:
             return False
         self._matcher = self._compile_again()
         self._begins_again_at = len(self._read) + _BEGINS_AGAIN_AFTER
+        if beside:
+            return all(map(self._consume_beside, self._read))
         return not self._read or bool(self._matcher.consume_tokens(self._read))
+
+
+class BackgroundReader:
+    """Reads tokens while other threads hold the interpreter's lock.
+
+    The library holds that lock while one matcher reads, however long this takes, and drops it where
+    several read at once: so a second one, which has ended, reads beside each.
+    """
+
+    def __init__(self, ended: LLMatcher) -> None:
+        self._ended = ended
+        self._of_thread = threading.local()
+
+    def consume(self, matcher: LLMatcher, token: int) -> bool:
+        """Reads one token; returns whether the text may have it."""
+        mine = self._of_thread
+        if not hasattr(mine, "executor"):
+            mine.ended, mine.executor = self._ended.deep_copy(), LLExecutor(num_threads=1)
+        return bool(mine.executor.consume_token_par([(matcher, token), (mine.ended, token)])[0])
