@@ -341,7 +341,8 @@ def build_draft_engine(
     `follow_commands` at the other end of `commands`. `shard`: one already built for this `group`;
     without it the draft rank alone decides the number of pages.
 
-    `masks`: in place of those of `grammars`. Without a `cost` the draft step and the verify pass are measured now, through the channel.
+    `masks`: in place of those of `grammars`. Without a `cost` the draft step and the verify pass are
+    measured now, through the channel.
     """
     layout = layout_of(config)
     if shard is None:
@@ -464,6 +465,7 @@ def build_local_engine(
     cost: CostModel | None = None,
     recorder: RecorderSink | None = None,
     grammars: GrammarCompiler | None = None,
+    masks: Masks | None = None,
 ) -> EngineCore:
     """Builds both stages in this process, over a channel in memory.
 
@@ -503,4 +505,5 @@ def build_local_engine(
         recorder=recorder,
         shard=draft.shard(num_pages=num_pages),
         grammars=grammars,
+        masks=masks,
     )

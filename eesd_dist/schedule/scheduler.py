@@ -497,9 +497,7 @@ class Scheduler:
     def _at_rest(self, microbatch: int) -> list[LiveRequest]:
         return [v for v in self._running.values() if v.microbatch == microbatch and not v.in_flight]
 
-    def _take_chunk(
-        self, live: LiveRequest, known: dict[LiveRequest, int], *, budget: int
-    ) -> None:
+    def _take_chunk(self, live: LiveRequest, known: dict[LiveRequest, int], *, budget: int) -> None:
         """Adds the next rows of a prompt; without a mask for its last one all but that one."""
         num_left = live.num_tokens - live.num_computed - self._lacks_mask(live.request_id)
         if num_left > 0:

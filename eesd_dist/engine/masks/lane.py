@@ -4,8 +4,10 @@ Callers take turns, and so do the grammars of each. What a mask costs, and what 
 decided elsewhere.
 """
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import NamedTuple
 
 from eesd_dist.engine.masks.text import ConstrainedText
 
+_ENDS_WITHIN_S = 10.0
 _NUM_TURNS = 4096
 _IDLE_S = 10.0
 """The thread ends after so long without work, and starts again with the next."""
@@ -57,6 +60,7 @@ class MaskLane:
         self._num_turns = 0
         self._thread: threading.Thread | None = None
         """The thread that takes the next job; None: the next job starts one."""
+        _LANES.add(self)
 
     @property
     def has_work(self) -> bool:
@@ -97,7 +101,7 @@ class MaskLane:
             thread, self._thread = self._thread, None
             self._changed.notify_all()
         if thread is not None:
-            thread.join(timeout=1.0)
+            thread.join(timeout=_ENDS_WITHIN_S)
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -147,6 +151,16 @@ class MaskLane:
         caller, digest = job.text.caller, job.text.digest
         turns[caller, None] = turns[caller, digest] = self._num_turns
         return job
+
+
+_LANES: "weakref.WeakSet[MaskLane]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Ends threads of engines that were not closed: the interpreter must not end before them."""
+    for lane in list(_LANES):
+        lane.close()
 
 
 def _result_of(job: MaskJob) -> MaskResult:

@@ -43,7 +43,8 @@ class Masks:
         is_late: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`grammars`: None refuses requests with one. `is_late`: says of masks that they take too long, for tests."""
+        """`grammars`: None refuses requests with one. `is_late`: says of masks that they take too
+        long, for tests."""
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._is_late = is_late
@@ -66,9 +67,9 @@ class Masks:
         budget, unless its grammar is known to be cheap.
         """
         sampling = request.sampling
-        if sampling.grammar is None and sampling.allowed_token_ids is None:
-            if not sampling.bad_words:
-                return None
+        has_lists = sampling.allowed_token_ids is not None or bool(sampling.bad_words)
+        if sampling.grammar is None and not has_lists:
+            return None
         matcher = None
         if sampling.grammar is not None:
             if self._grammars is None:
@@ -104,7 +105,7 @@ class Masks:
         if not self._texts:
             return
         self._take_results(wait_s=0.0)
-        for text in sorted(list(self._texts.values()), key=lambda each: each.is_new):
+        for text in sorted(self._texts.values(), key=lambda each: each.is_new):
             if not text.is_ready and not text.is_asked:
                 self._make(text)
         if self._quick.has_work:
@@ -192,8 +193,8 @@ class Masks:
             started = time.thread_time()
             if text.matcher is None:
                 text.matcher = grammars.matcher(grammar)
-            mask, reading_s = text.matcher.mask_beside(tokens)
-            return MadeMask(mask, time.thread_time() - started + reading_s)
+            mask, beside_s = text.matcher.mask_beside(tokens)
+            return MadeMask(mask, time.thread_time() - started + beside_s)
 
         return run
 

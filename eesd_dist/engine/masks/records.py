@@ -34,7 +34,8 @@ class GrammarRecords:
         if seconds < CHEAP_S:
             record.streak += 1
         elif record.streak >= record.needed:  # it was not slow
-            record.streak, record.needed = 0, min(max(_PROVEN_AFTER, 2 * record.needed), _MOST_NEEDED)
+            record.needed = min(max(_PROVEN_AFTER, 2 * record.needed), _MOST_NEEDED)
+            record.streak = 0
         else:
             record.streak = 0
         while len(self._records) > _NUM_GRAMMARS:

@@ -149,7 +149,8 @@ class GrammarCompiler:
     def _tokenizer_now(self) -> LLTokenizer:
         if self._tokenizer is None:
             self._tokenizer = _vocabulary(self._load())
-            self._reader = BackgroundReader(_ended(self._tokenizer))
+            num_words = -(-self._tokenizer.vocab_size // 32)
+            self._reader = BackgroundReader(_ended(self._tokenizer), num_words=num_words)
         return self._tokenizer
 
 

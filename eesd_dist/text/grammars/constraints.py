@@ -25,8 +25,8 @@ class TokenConstraint(Protocol):
     0, in whole words of 32.
     """
 
-    def read(self, tokens: Sequence[int], *, start: int = 0) -> None:
-        """Reads the tokens of the text, from `start` on, that it has not read yet."""
+    def read(self, tokens: Sequence[int]) -> None:
+        """Reads the tokens of the text that it has not read yet."""
         ...
 
     def mask_after(self, draft: Sequence[int] = ()) -> bytes:
@@ -41,8 +41,8 @@ class AllowedTokens:
     def __init__(self, token_ids: Sequence[int], *, vocab_size: int) -> None:
         self._mask = _mask_of(token_ids, vocab_size=vocab_size)
 
-    def read(self, tokens: Sequence[int], *, start: int = 0) -> None:
-        del tokens, start
+    def read(self, tokens: Sequence[int]) -> None:
+        del tokens
 
     def mask_after(self, draft: Sequence[int] = ()) -> bytes:
         del draft
@@ -64,8 +64,8 @@ class BadWords:
         _clear(self._mask, self._excluded.pop((), ()))
         self._tail: tuple[int, ...] = ()
 
-    def read(self, tokens: Sequence[int], *, start: int = 0) -> None:
-        self._tail = tuple(tokens[max(start, len(tokens) - self._lengths[-1]) :])
+    def read(self, tokens: Sequence[int]) -> None:
+        self._tail = tuple(tokens[max(0, len(tokens) - self._lengths[-1]) :])
 
     def mask_after(self, draft: Sequence[int] = ()) -> bytes:
         text = (*self._tail, *draft)

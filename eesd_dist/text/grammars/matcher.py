@@ -5,6 +5,8 @@ thread at a time.
 """
 
 import ctypes
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ from llguidance import LLExecutor, LLMatcher
 
 _WORD_BITS = 32
 _BEGINS_AGAIN_AFTER = 256
+_NICE = 15
 
 
 class TokenMatcher:
@@ -40,7 +43,7 @@ class TokenMatcher:
         self._begins_again_at = 0
         """Length of the text from which it may get new states."""
         self._read: list[int] = []
-        self._reading_s = 0.0
+        self._beside_s = 0.0
         self._words = (ctypes.c_uint32 * -(-vocab_size // _WORD_BITS))()
         self._everything = b"\xff" * ctypes.sizeof(self._words)
 
@@ -55,10 +58,10 @@ class TokenMatcher:
     def num_read(self) -> int:
         return len(self._read)
 
-    def read(self, tokens: Sequence[int], *, start: int = 0, again: bool = True) -> None:
-        """Reads the tokens of the text, from `start` on, that it has not read yet. What it has read
-        stays. `again`: may compile again, which takes up to a second."""
-        fresh = list(tokens[start + len(self._read) :])
+    def read(self, tokens: Sequence[int], *, again: bool = True) -> None:
+        """Reads the tokens of the text that it has not read yet. What it has read stays. `again`:
+        may compile again, which takes up to a second."""
+        fresh = list(tokens[len(self._read) :])
         if fresh:
             self._read += fresh
             if not self._matcher.consume_tokens(fresh) and again:
@@ -75,23 +78,32 @@ class TokenMatcher:
     def mask_beside(self, tokens: Sequence[int]) -> tuple[bytes, float]:
         """Reads the text and returns the tokens that may follow it, as `read` and `mask_after` do,
         for threads beside others: these go on while the library works. Returns the seconds that
-        reading has taken, too, of which this thread's clock knows nothing."""
-        self._reading_s = 0.0
+        this has taken, too, of which this thread's own clock knows nothing."""
+        self._beside_s = 0.0
         fresh = list(tokens[len(self._read) :])
         self._read += fresh
         if not all(map(self._consume_beside, fresh)):
             self._begin_again(beside=True)
-        mask = self._mask_after(())
+        mask = self._mask_beside()
         if self._matcher.is_error() and self._begin_again(beside=True):
-            mask = self._mask_after(())
-        return self._everything if self._matcher.is_error() else mask, self._reading_s
+            mask = self._mask_beside()
+        return self._everything if self._matcher.is_error() else mask, self._beside_s
 
     def _consume_beside(self, token: int) -> bool:
         assert self._reader is not None
         started = time.perf_counter()
         is_taken = self._reader.consume(self._matcher, token)
-        self._reading_s += time.perf_counter() - started
+        self._beside_s += time.perf_counter() - started
         return is_taken
+
+    def _mask_beside(self) -> bytes:
+        assert self._reader is not None
+        if self._matcher.is_error():
+            return self._everything
+        started = time.perf_counter()
+        mask = self._reader.mask(self._matcher)
+        self._beside_s += time.perf_counter() - started
+        return mask
 
     def _mask_after(self, draft: Sequence[int]) -> bytes:
         count = self._matcher.try_consume_tokens(list(draft)) if draft else 0
@@ -116,19 +128,51 @@ class TokenMatcher:
 
 
 class BackgroundReader:
-    """Reads tokens while other threads hold the interpreter's lock.
+    """Works for one matcher beside other threads, and behind them where processors are few.
 
-    The library holds that lock while one matcher reads, however long this takes, and drops it where
-    several read at once: so a second one, which has ended, reads beside each.
+    The library holds the interpreter's lock while one matcher reads, however long this takes, and
+    drops it where several read at once: so a second one, which has ended, works beside each. The
+    work is done by threads of the library, which have a low priority and never hold that lock long.
     """
 
-    def __init__(self, ended: LLMatcher) -> None:
+    def __init__(self, ended: LLMatcher, *, num_words: int) -> None:
         self._ended = ended
+        self._num_words = num_words
         self._of_thread = threading.local()
 
     def consume(self, matcher: LLMatcher, token: int) -> bool:
         """Reads one token; returns whether the text may have it."""
+        mine = self._mine()
+        return bool(mine.executor.consume_token_par([(matcher, token), (mine.ended, token)])[0])
+
+    def mask(self, matcher: LLMatcher) -> bytes:
+        """Returns the tokens that may follow."""
+        mine = self._mine()
+        size = ctypes.sizeof(mine.words) // 2
+        pair = [(matcher, 0), (mine.open, 1)]
+        mine.executor.unsafe_compute_mask_ptr(pair, ctypes.addressof(mine.words), size, 2)
+        return bytes(mine.words)[:size]
+
+    def _mine(self) -> threading.local:
         mine = self._of_thread
         if not hasattr(mine, "executor"):
-            mine.ended, mine.executor = self._ended.deep_copy(), LLExecutor(num_threads=1)
-        return bool(mine.executor.consume_token_par([(matcher, token), (mine.ended, token)])[0])
+            mine.ended, mine.open = self._ended.deep_copy(), self._ended.deep_copy()
+            mine.open.reset()
+            mine.words = (ctypes.c_uint32 * (2 * self._num_words))()
+            mine.executor = _executor()
+        return mine
+
+
+def _executor() -> LLExecutor:
+    """Returns an executor the thread of which has a low priority: it inherits it."""
+    made: list[LLExecutor] = []
+
+    def make() -> None:
+        if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        made.append(LLExecutor(num_threads=1))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return made[0]
