@@ -341,8 +341,8 @@ def build_draft_engine(
     `follow_commands` at the other end of `commands`. `shard`: one already built for this `group`;
     without it the draft rank alone decides the number of pages.
 
-    `masks`: in place of those of `grammars`. Without a `cost` the draft step and the verify pass are
-    measured now, through the channel.
+    `masks`: in place of those of `grammars`. Without a `cost` the draft step and the verify pass
+    are measured now, through the channel.
     """
     layout = layout_of(config)
     if shard is None:

@@ -95,7 +95,7 @@ class EngineCore:
         self._features = FeatureTap(_feature_limits(draft))
         self._prompts = PromptLogprobs()
         self._meter = RoundMeter(clock=clock, draft_traffic=draft_traffic)
-        self._masks = masks or Masks(grammars=None, vocab_size=draft.span.spec.vocab_size)
+        self.masks = masks or Masks(grammars=None, vocab_size=draft.span.spec.vocab_size)
         self._requests = EngineRequests(
             scheduler=scheduler,
             policy=self._policy,
@@ -105,9 +105,9 @@ class EngineCore:
             prompts=self._prompts,
             book=book,
             speculation=speculation,
-            masks=self._masks,
+            masks=self.masks,
         )
-        self._masks.wake = self._requests.wake
+        self.masks.wake = self._requests.wake
         self._heads = HeadExchange(draft=draft, policy=self._policy, scheduler=scheduler)
         moves = KvMoves()
         self._headers = HeaderWriter(
@@ -197,7 +197,7 @@ class EngineCore:
     def close(self) -> None:
         self._channel.close()
         self._draft.close()
-        self._masks.close()
+        self.masks.close()
 
     def step(self, *, wait_s: float = 0.05) -> StepResult:
         """Runs one turn: receives the oldest verdict, then drafts the next round of its microbatch.
@@ -224,8 +224,8 @@ class EngineCore:
             if has_begun or waiting is not None:
                 self._next_microbatch = (microbatch + 1) % count
                 return result
-        awaits_masks = self._masks.has_work
-        if self._masks.is_behind:
+        awaits_masks = self.masks.has_work
+        if self.masks.is_behind:
             wait_s = 0.0
         elif awaits_masks:
             wait_s = max(wait_s, _MASK_WAIT_S)
@@ -273,9 +273,9 @@ class EngineCore:
         return True
 
     def _plan(self, microbatch: int) -> RoundPlan | None:
-        self._masks.begin_turn()
+        self.masks.begin_turn()
         with self._requests.lock:
-            plan = self._scheduler.plan(microbatch, lacks_mask=self._masks.lacks)
+            plan = self._scheduler.plan(microbatch, lacks_mask=self.masks.lacks)
             # Only requests that are in no round may lose pages.
             plans = [plan, *(waiting.plan for waiting in self._in_flight.values())]
             self._draft.drop_ahead(

@@ -12,6 +12,8 @@ from eesd_dist.types import Value
 
 FREE_S = 0.002
 """What one mask, or reading one round's tokens, may take at no charge."""
+_OWN_S = 0.1
+"""What a text may take although its caller is over its budget: others may have spent that."""
 _FLAGGED_FOR_S = 600.0
 _NUM_CALLERS = 1024
 
@@ -63,7 +65,7 @@ class MaskBudget:
                 f"{config.request_budget_s:g} s for one text; simplify the grammar: ambiguous "
                 "rules cost most"
             )
-        if self._debt_s(caller) > config.caller_budget_s:
+        if spent_s > _OWN_S and self._debt_s(caller) > config.caller_budget_s:
             return (
                 "the grammars of this caller need more work than is allowed: their masks took "
                 f"more than {config.caller_budget_s:g} s beyond {FREE_S * 1e3:.0f} ms each; "

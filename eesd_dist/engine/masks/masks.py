@@ -49,7 +49,7 @@ class Masks:
         self._vocab_size = vocab_size
         self._is_late = is_late
         self._budget = MaskBudget(config or GrammarConfig(), clock=clock)
-        self._records = GrammarRecords()
+        self.records = GrammarRecords()
         self._texts: dict[RequestId, ConstrainedText] = {}
         self.wake: Callable[[], None] = lambda: None
         """Called when a mask is there, from any thread."""
@@ -74,7 +74,7 @@ class Masks:
         if sampling.grammar is not None:
             if self._grammars is None:
                 raise RequestError("this engine has no tokenizer, which grammars need")
-            if not self._records.is_proven(digest_of(sampling.grammar)):
+            if not self.records.is_proven(digest_of(sampling.grammar)):
                 self._budget.require_credit(request.caller)
             matcher = self._grammars.kept_matcher(sampling.grammar, ends=sampling.stop_token_ids)
         return ConstrainedText(request, matcher, self, vocab_size=self._vocab_size)
@@ -154,10 +154,10 @@ class Masks:
 
     def _lane_of(self, text: ConstrainedText) -> MaskLane | None:
         """Returns where the mask after a text is made; None: here."""
-        if self._records.is_slow(text.digest):
+        if self.records.is_slow(text.digest):
             return self._slow
         if self._budget.is_flagged(text.caller):
-            return self._quick if self._records.is_proven(text.digest) else self._slow
+            return self._quick if self.records.is_proven(text.digest) else self._slow
         if text.matcher is None or text.matcher.failure is not None:
             return self._quick
         return None
@@ -168,12 +168,12 @@ class Masks:
         first = matcher.num_read + _CHUNK
         for end in (*range(first, len(tokens), _CHUNK), len(tokens)):
             self._timed(text, partial(matcher.read, tokens[:end], again=False))
-            if self._records.is_slow(text.digest) or matcher.failure is not None:
+            if self.records.is_slow(text.digest) or matcher.failure is not None:
                 return  # the rest in a lane
         mask = self._timed(text, partial(matcher.mask_after, again=False))
         if matcher.failure is None:
             text.put(mask)
-            text.drafts = not self._records.is_slow(text.digest)
+            text.drafts = not self.records.is_slow(text.digest)
 
     def _timed(self, text: ConstrainedText, work: Callable[[], bytes | None]) -> bytes | None:
         started = time.thread_time()
@@ -221,7 +221,7 @@ class Masks:
 
     def _charge(self, text: ConstrainedText, seconds: float) -> None:
         """Takes what a mask has cost; ends the text that is over a budget."""
-        self._records.note(text.digest, seconds)
+        self.records.note(text.digest, seconds)
         if seconds < CHEAP_S:
             return
         text.spent_s += self._budget.charge(text.caller, seconds)
