@@ -21,6 +21,7 @@ from serve_app.keys import Permit
 from serve_app.openai.client import EngineClient
 from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
+from serve_app.openai.grammar_queue import GrammarQueue
 from serve_app.openai.limits import Limits
 from serve_app.openai.preparation import Choice, Preparation, Prepared
 from serve_app.openai.request_metrics import asked_attributes, total_attributes
@@ -72,6 +73,7 @@ class Service:
         self.threads = TextThreads()
         self._grammar_threads = TextThreads()
         """Grammars do not keep long texts waiting."""
+        self._grammars = GrammarQueue()
 
     async def prepared(
         self,
@@ -98,11 +100,22 @@ class Service:
                 return self._preparation.chat(fields, **options)
             return self._preparation.completion(fields, **options)
 
-        must_call = isinstance(fields, ChatFields) and fields.must_call
-        if has_grammar(fields) or must_call:
-            compile_ = partial(self._preparation.compile_grammar, fields)
-            await self._grammar_threads.run(compile_, size=_SLOW)
+        if self.has_to_compile(fields):
+            await self._compile_grammar(fields, caller="" if permit is None else permit.key.name)
         return await self.threads.run(prepare, size=_size_of(fields))
+
+    def has_to_compile(self, fields: CompletionFields | ChatFields) -> bool:
+        """Returns whether a request has a grammar, which may have to be compiled."""
+        return has_grammar(fields) or (isinstance(fields, ChatFields) and fields.must_call)
+
+    async def _compile_grammar(self, fields: CompletionFields | ChatFields, *, caller: str) -> None:
+        """Compiles the grammar of a request, unless it was compiled before."""
+        asked = await self._grammar_threads.run(
+            partial(self._preparation.new_grammar, fields), size=_SLOW
+        )
+        if asked is not None:
+            compile_ = partial(self._preparation.compile_grammar, asked)
+            await self._grammars.run(compile_, caller=caller)
 
     def retry_after_s(self) -> float:
         """Returns how long a client should wait that is refused now."""

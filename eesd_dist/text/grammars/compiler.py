@@ -92,6 +92,21 @@ class GrammarCompiler:
                 param="ignore_eos",
             )
 
+    def is_valid(self, grammar: str) -> bool:
+        """Returns whether this grammar was compiled before; False for one that is not known."""
+        with self._lock:
+            return digest_of(grammar) in self._valid
+
+    def check(self, grammar: str) -> None:
+        """Raises RequestError for a grammar that cannot be used; compiles it where it is not known.
+        The grammar is not kept: it is matched in other processes."""
+        if self.is_valid(grammar):
+            return
+        with self._lock:
+            tokenizer = self._tokenizer_now()
+        self._compiled(tokenizer, grammar)
+        self._note_valid(grammar)
+
     def matcher(self, grammar: str) -> TokenMatcher:
         """Returns a matcher at the start of a text.
 
@@ -137,14 +152,19 @@ class GrammarCompiler:
         )
 
     def _keep(self, grammar: str, compiled: LLMatcher) -> None:
+        self._note_valid(grammar)
         with self._lock:
-            self._valid[digest_of(grammar)] = None
-            while len(self._valid) > _NUM_VALID:
-                self._valid.popitem(last=False)
             self._kept[grammar] = compiled
             self._kept.move_to_end(grammar)
             while len(self._kept) > _NUM_KEPT:
                 self._kept.popitem(last=False)
+
+    def _note_valid(self, grammar: str) -> None:
+        with self._lock:
+            self._valid[digest_of(grammar)] = None
+            self._valid.move_to_end(digest_of(grammar))
+            while len(self._valid) > _NUM_VALID:
+                self._valid.popitem(last=False)
 
     def _tokenizer_now(self) -> LLTokenizer:
         if self._tokenizer is None:
