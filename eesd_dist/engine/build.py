@@ -22,6 +22,7 @@ from eesd_dist.engine.drafting.ranks import DraftCompute, HeadShelf, LeadingShar
 from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.headers import TraceRound
 from eesd_dist.engine.kv_room import fallback_bytes, kv_room
+from eesd_dist.engine.masks import Masks
 from eesd_dist.engine.profile import measure_cost
 from eesd_dist.engine.recording.recorder import RecorderSink
 from eesd_dist.engine.verify import VerifyStage
@@ -332,6 +333,7 @@ def build_draft_engine(
     commands: CommandSink | None = None,
     shard: OwnShard | None = None,
     grammars: GrammarCompiler | None = None,
+    masks: Masks | None = None,
 ) -> EngineCore:
     """Builds the drafting actor's engine: draft stage, page tables and scheduler, over any channel.
 
@@ -339,7 +341,8 @@ def build_draft_engine(
     `follow_commands` at the other end of `commands`. `shard`: one already built for this `group`;
     without it the draft rank alone decides the number of pages.
 
-    Without a `cost` the draft step and the verify pass are measured now, through the channel.
+    `masks`: in place of those of `grammars`. Without a `cost` the draft step and the verify pass
+    are measured now, through the channel.
     """
     layout = layout_of(config)
     if shard is None:
@@ -364,7 +367,12 @@ def build_draft_engine(
         tree=config.speculation.tree,
     )
     return EngineCore(
-        grammars=grammars or GrammarCompiler.of_folder(config.model.path),
+        masks=masks
+        or Masks(
+            grammars=grammars or GrammarCompiler.of_folder(config.model.path),
+            vocab_size=layout.spec.vocab_size,
+            config=config.grammars,
+        ),
         draft=draft,
         draft_traffic=_traffic_of(group),
         channel=channel,
@@ -457,6 +465,7 @@ def build_local_engine(
     cost: CostModel | None = None,
     recorder: RecorderSink | None = None,
     grammars: GrammarCompiler | None = None,
+    masks: Masks | None = None,
 ) -> EngineCore:
     """Builds both stages in this process, over a channel in memory.
 
@@ -496,4 +505,5 @@ def build_local_engine(
         recorder=recorder,
         shard=draft.shard(num_pages=num_pages),
         grammars=grammars,
+        masks=masks,
     )

@@ -20,6 +20,7 @@ from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.head_exchange import HeadExchange
 from eesd_dist.engine.headers import HeaderWriter, KvMoves, TraceRound
 from eesd_dist.engine.kv_sharing import KvSharing
+from eesd_dist.engine.masks import Masks
 from eesd_dist.engine.prompt_logprobs import PromptLogprobs
 from eesd_dist.engine.recording.recorder import RecorderSink, RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureLimits, FeatureTap, TextFeatures
@@ -28,7 +29,6 @@ from eesd_dist.engine.round_stats import RoundInFlight, RoundMeter
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import RoundPlan, Scheduler
-from eesd_dist.text.grammars import GrammarCompiler
 from eesd_dist.transport.contracts import VerifyChannel, VerifyReply
 from eesd_dist.types import (
     NO_TRAFFIC,
@@ -40,6 +40,9 @@ from eesd_dist.types import (
     Traffic,
 )
 
+_MASK_WAIT_S = 0.05
+"""A turn in which every request waits for its mask lasts so long, or until one is there."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -50,6 +53,8 @@ class StepResult:
     outcomes: tuple[Outcome, ...] = ()
     features: tuple[TextFeatures, ...] = ()
     """Of the texts that have ended in this turn, where they were asked for."""
+    awaits_masks: bool = False
+    """True if nothing could run, and masks are being made in threads."""
 
     @property
     def finished(self) -> tuple[RequestId, ...]:
@@ -75,11 +80,11 @@ class EngineCore:
         recorder: RecorderSink | None = None,
         draft_traffic: Callable[[], Traffic] = lambda: NO_TRAFFIC,
         overlap_policy: OverlapPolicy | None = None,
-        grammars: GrammarCompiler | None = None,
+        masks: Masks | None = None,
     ) -> None:
         """`overlap_policy`: chooses between one microbatch and two; None leaves it to the
         scheduler. `trace_round`: None without tracing. `draft_traffic`: total traffic of this
-        rank with the other draft ranks so far. `grammars`: None refuses requests with one."""
+        rank with the other draft ranks so far. `masks`: None refuses requests with a grammar."""
         self._draft = draft
         self._channel = channel
         self._scheduler = scheduler
@@ -90,6 +95,7 @@ class EngineCore:
         self._features = FeatureTap(_feature_limits(draft))
         self._prompts = PromptLogprobs()
         self._meter = RoundMeter(clock=clock, draft_traffic=draft_traffic)
+        self.masks = masks or Masks(grammars=None, vocab_size=draft.span.spec.vocab_size)
         self._requests = EngineRequests(
             scheduler=scheduler,
             policy=self._policy,
@@ -99,8 +105,9 @@ class EngineCore:
             prompts=self._prompts,
             book=book,
             speculation=speculation,
-            grammars=grammars,
+            masks=self.masks,
         )
+        self.masks.wake = self._requests.wake
         self._heads = HeadExchange(draft=draft, policy=self._policy, scheduler=scheduler)
         moves = KvMoves()
         self._headers = HeaderWriter(
@@ -190,6 +197,7 @@ class EngineCore:
     def close(self) -> None:
         self._channel.close()
         self._draft.close()
+        self.masks.close()
 
     def step(self, *, wait_s: float = 0.05) -> StepResult:
         """Runs one turn: receives the oldest verdict, then drafts the next round of its microbatch.
@@ -216,9 +224,14 @@ class EngineCore:
             if has_begun or waiting is not None:
                 self._next_microbatch = (microbatch + 1) % count
                 return result
+        awaits_masks = self.masks.has_work
+        if self.masks.is_behind:
+            wait_s = 0.0
+        elif awaits_masks:
+            wait_s = max(wait_s, _MASK_WAIT_S)
         with self._meter.idle():
             self._requests.wait(wait_s)
-        return StepResult()
+        return StepResult(awaits_masks=awaits_masks)
 
     def _begin_or_break(self, microbatch: int) -> bool:
         """Defers an error to the next turn, so that the tokens just committed are still emitted."""
@@ -260,8 +273,9 @@ class EngineCore:
         return True
 
     def _plan(self, microbatch: int) -> RoundPlan | None:
+        self.masks.begin_turn()
         with self._requests.lock:
-            plan = self._scheduler.plan(microbatch)
+            plan = self._scheduler.plan(microbatch, lacks_mask=self.masks.lacks)
             # Only requests that are in no round may lose pages.
             plans = [plan, *(waiting.plan for waiting in self._in_flight.values())]
             self._draft.drop_ahead(

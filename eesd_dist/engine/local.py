@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore, StepResult
+from eesd_dist.engine.masks import Masks
 from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.grammars import GrammarCompiler
@@ -52,9 +53,16 @@ class Generation:
 class LocalEngine:
     """An engine with both stages in this process. Not thread-safe: use the service for that."""
 
-    def __init__(self, config: EngineConfig, *, grammars: GrammarCompiler | None = None) -> None:
-        """`grammars`: None compiles for the tokenizer of the checkpoint folder."""
-        self._engine = build_local_engine(config, book=BeliefBook(), grammars=grammars)
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        grammars: GrammarCompiler | None = None,
+        masks: Masks | None = None,
+    ) -> None:
+        """`grammars`: None compiles for the tokenizer of the checkpoint folder. `masks`: in place
+        of those of `grammars`."""
+        self._engine = build_local_engine(config, book=BeliefBook(), grammars=grammars, masks=masks)
         self._max_waiting = config.scheduler.max_waiting
 
     @property

@@ -13,13 +13,13 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.drafting.stage import DraftStage
+from eesd_dist.engine.masks import ConstrainedText, Masks
 from eesd_dist.engine.prompt_logprobs import PromptLogprobs
 from eesd_dist.engine.recording.recorder import RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.errors import RequestError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.scheduler import PlanItem, Scheduler
-from eesd_dist.text.grammars import GrammarCompiler, TokenConstraint, constraint_of
 from eesd_dist.types import Emission, Outcome, Request, RequestId
 
 
@@ -40,7 +40,7 @@ class EngineLoad:
 class _Arrival(NamedTuple):
     request: Request
     plan: DraftPlan | None
-    constraint: TokenConstraint | None
+    constraint: ConstrainedText | None
 
 
 class EngineRequests:
@@ -61,7 +61,7 @@ class EngineRequests:
         prompts: PromptLogprobs,
         book: BeliefBook | None,
         speculation: SpeculationConfig,
-        grammars: GrammarCompiler | None,
+        masks: Masks,
     ) -> None:
         self.lock = threading.Lock()
         self._arrived = threading.Event()
@@ -73,7 +73,7 @@ class EngineRequests:
         self._prompts = prompts
         self._book = book
         self._speculation = speculation
-        self._grammars = grammars
+        self._masks = masks
         self._returning: dict[RequestId, _Arrival] = {}
         """Waiting requests with the id of an aborted one in flight; admitted when that one ends."""
 
@@ -84,9 +84,7 @@ class EngineRequests:
         """
         self._refuse_odd_tree(request)
         self._refuse_odd_prompt(request)
-        vocab_size = self._draft.span.spec.vocab_size
-        constraint = constraint_of(request.sampling, grammars=self._grammars, vocab_size=vocab_size)
-        arrival = _Arrival(request, plan, constraint)
+        arrival = _Arrival(request, plan, self._masks.text_of(request))
         with self.lock:
             self._policy.check(request.speculation.controller)
             self._features.check(request)
@@ -139,6 +137,7 @@ class EngineRequests:
         outcomes: Sequence[Outcome],
     ) -> None:
         """Records, learns from and ends requests after a round's commit; under the lock."""
+        self._masks.committed(emissions)
         if self._recorder is not None:
             for emission in emissions:
                 self._recorder.commit(emission.request_id, len(emission.tokens))
@@ -182,6 +181,7 @@ class EngineRequests:
         request, plan, constraint = arrival
         if constraint is not None:
             self._draft.constraints[request.request_id] = constraint
+            self._masks.admit(constraint)
         if plan is None and self._book is not None:
             plan = self._book.admit(request.request_id, request.workload, caller=request.caller)
         self._policy.admit(
@@ -201,6 +201,7 @@ class EngineRequests:
         self._prompts.end(request_id)
         self._draft.forget(request_id)
         self._draft.constraints.pop(request_id, None)
+        self._masks.end(request_id)
         self._policy.end(request_id)
         if self._book is not None:
             self._book.finish(request_id)

@@ -122,6 +122,7 @@ class Scheduler:
         self._running: dict[RequestId, LiveRequest] = {}
         self._outstanding: list[RoundPlan] = []
         self._preempted: list[RequestId] = []
+        self._lacks_mask: Callable[[RequestId], bool] = lambda _: False
         self._drafter = 0
         self._num_tickets = 0
         self._num_turns = 0
@@ -234,8 +235,13 @@ class Scheduler:
             self._leave(live)
         return True
 
-    def plan(self, microbatch: int) -> RoundPlan | None:
-        """Returns the next round of a microbatch; None when no request of it can run now."""
+    def plan(
+        self, microbatch: int, *, lacks_mask: Callable[[RequestId], bool] = lambda _: False
+    ) -> RoundPlan | None:
+        """Returns the next round of a microbatch; None when no request of it can run now.
+        `lacks_mask`: says of which requests the next token cannot be chosen yet, so that their last
+        known one sits this round out."""
+        self._lacks_mask = lacks_mask
         self._balance()
         known = self._choose_decoding(microbatch)
         self._choose_prefill(microbatch, known)
@@ -402,7 +408,11 @@ class Scheduler:
 
     def _choose_decoding(self, microbatch: int) -> dict[LiveRequest, int]:
         """Returns requests that need one row; if not all fit, those that ran least recently."""
-        ready = [live for live in self._at_rest(microbatch) if live.is_decoding]
+        ready = [
+            live
+            for live in self._at_rest(microbatch)
+            if live.is_decoding and not self._lacks_mask(live.request_id)
+        ]
         if len(ready) > self._config.token_budget:
             ready.sort(key=lambda live: live.last_turn)
             del ready[self._config.token_budget :]
@@ -426,7 +436,7 @@ class Scheduler:
             live = self._fairness.next_prompt(partly, newcomer)
             if live is not None and live is not newcomer:
                 partly.remove(live)
-                known[live] = self._chunk(live, budget=budget)
+                self._take_chunk(live, known, budget=budget)
                 continue
             joined = self._smaller_microbatch(prefer=microbatch)
             has_room = joined != microbatch or budget > 0
@@ -436,7 +446,7 @@ class Scheduler:
             partly = [each for each in partly if each not in evicted]
             if joined == microbatch:
                 budget = self._config.token_budget - sum(known.values())
-                known[live] = self._chunk(live, budget=budget)
+                self._take_chunk(live, known, budget=budget)
             newcomer = self._newcomer(evicted)
 
     def _newcomer(self, evicted: Set[LiveRequest]) -> LiveRequest | None:
@@ -492,8 +502,11 @@ class Scheduler:
     def _at_rest(self, microbatch: int) -> list[LiveRequest]:
         return [v for v in self._running.values() if v.microbatch == microbatch and not v.in_flight]
 
-    def _chunk(self, live: LiveRequest, *, budget: int) -> int:
-        return min(live.num_tokens - live.num_computed, self._config.prefill_chunk, budget)
+    def _take_chunk(self, live: LiveRequest, known: dict[LiveRequest, int], *, budget: int) -> None:
+        """Adds the next rows of a prompt; without a mask for its last one all but that one."""
+        num_left = live.num_tokens - live.num_computed - self._lacks_mask(live.request_id)
+        if num_left > 0:
+            known[live] = min(num_left, self._config.prefill_chunk, budget)
 
     # Pages.
 

@@ -99,6 +99,11 @@ class StepLike(Protocol):
     @property
     def finished(self) -> tuple[RequestId, ...]: ...
     @property
+    def awaits_masks(self) -> bool:
+        """True if nothing could run before a mask was there."""
+        ...
+
+    @property
     def features(self) -> "tuple[TextFeatures, ...]":
         """Of ended texts that an operator has asked for."""
         ...

@@ -192,7 +192,10 @@ async def _answered_as_response(
 ) -> Response:
     if request.headers.get(HEADER) is not None:
         raise RequestError(f"{HEADER}: these streams cannot be resumed", param=HEADER)
-    prepared = await _prepared(service, fields.as_chat(), request)
+    try:
+        prepared = await _prepared(service, fields.as_chat(), request)
+    except ClientGone:
+        return _client_left(request)
 
     async def body() -> Response:
         return _json(response_of(await service.whole(prepared), prepared, fields))
@@ -204,7 +207,10 @@ async def _answered_as_response(
 async def _answered(
     service: Service, fields: CompletionFields | ChatFields, request: HttpRequest
 ) -> Response:
-    prepared = await _prepared(service, fields, request)
+    try:
+        prepared = await _prepared(service, fields, request)
+    except ClientGone:
+        return _client_left(request)
 
     async def body() -> Response:
         return Response(await service.body(prepared), media_type="application/json")
@@ -216,17 +222,28 @@ async def _answered(
 async def _prepared(
     service: Service, fields: CompletionFields | ChatFields, request: HttpRequest
 ) -> Prepared:
-    prepared = await service.prepared(
-        fields,
-        traceparent=traceparent_inside(request.scope),
-        workload=checked_workload(request.headers.get(WORKLOAD_HEADER)),
-        request_id=request.headers.get(REQUEST_ID_HEADER),
-        nonce=nonce_of(request.scope),
-        permit=noted_permit(request.scope),
-        last_event_id=request.headers.get(HEADER),
-    )
+    """Raises ClientGone where the client leaves before its grammar is compiled."""
+
+    def prepare() -> Awaitable[Prepared]:
+        return service.prepared(
+            fields,
+            traceparent=traceparent_inside(request.scope),
+            workload=checked_workload(request.headers.get(WORKLOAD_HEADER)),
+            request_id=request.headers.get(REQUEST_ID_HEADER),
+            nonce=nonce_of(request.scope),
+            permit=noted_permit(request.scope),
+            last_event_id=request.headers.get(HEADER),
+        )
+
+    waits = service.has_to_compile(fields)
+    prepared = await (while_listened_to(request.receive, prepare) if waits else prepare())
     note_request_id(request.scope, prepared.request_id)
     return prepared
+
+
+def _client_left(request: HttpRequest) -> Response:
+    logger.info("client left before its grammar was compiled: path=%s", request.url.path)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _sent(

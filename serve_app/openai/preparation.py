@@ -538,16 +538,22 @@ class Preparation:
             ),
         )
 
-    def compile_grammar(self, fields: GenerationFields) -> None:
-        """Compiles the grammar of a request, which takes up to 0.1 s; it is kept after that.
+    def new_grammar(self, fields: GenerationFields) -> AskedGrammar | None:
+        """Returns the grammar of a request; None where it was compiled before.
 
         Raises RequestError for one that cannot be used.
         """
         tool_use = self._tool_use(fields) if isinstance(fields, ChatFields) else None
         asked = self._asked_grammar(fields, tool_use)
-        if asked is not None:
-            with naming(asked.param):
-                self._grammars.matcher(asked.grammar)
+        return None if asked is None or self._grammars.is_valid(asked.grammar) else asked
+
+    def compile_grammar(self, asked: AskedGrammar) -> None:
+        """Compiles a grammar, which takes up to some seconds; pipelines compile what passes.
+
+        Raises RequestError for one that cannot be used.
+        """
+        with naming(asked.param):
+            self._grammars.check(asked.grammar)
 
     def _asked_grammar(
         self, fields: GenerationFields, tool_use: ToolUse | None

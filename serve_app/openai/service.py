@@ -22,6 +22,7 @@ from serve_app.openai.charges import GRAMMAR_TOKENS, Charges, charge
 from serve_app.openai.client import EngineClient
 from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
+from serve_app.openai.grammar_queue import GrammarQueue
 from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.permits import Quotas
 from serve_app.openai.pacing import Pace, paced
@@ -80,6 +81,7 @@ class Service:
         self.threads = TextThreads()
         self._grammar_threads = TextThreads()
         """Grammars do not keep long texts waiting."""
+        self._grammars = GrammarQueue()
 
     async def prepared(
         self,
@@ -106,16 +108,27 @@ class Service:
                 return self._preparation.chat(fields, **options)
             return self._preparation.completion(fields, **options)
 
-        must_call = isinstance(fields, ChatFields) and fields.must_call
-        if has_grammar(fields) or must_call:
+        if self.has_to_compile(fields):
             await self.charges.work(permit, GRAMMAR_TOKENS)
-            compile_ = partial(self._preparation.compile_grammar, fields)
-            await self._grammar_threads.run(compile_, size=_SLOW)
+            await self._compile_grammar(fields, caller="" if permit is None else permit.key.name)
         size = _size_of(fields)
         tokenising = self.threads.run(prepare, size=size)
         prepared = await self.charges.tokenised(tokenising, permit, size=size)
         await self.charges.reserve(prepared)
         return prepared
+
+    def has_to_compile(self, fields: CompletionFields | ChatFields) -> bool:
+        """Returns whether a request has a grammar, which may have to be compiled."""
+        return has_grammar(fields) or (isinstance(fields, ChatFields) and fields.must_call)
+
+    async def _compile_grammar(self, fields: CompletionFields | ChatFields, *, caller: str) -> None:
+        """Compiles the grammar of a request, unless it was compiled before."""
+        asked = await self._grammar_threads.run(
+            partial(self._preparation.new_grammar, fields), size=_SLOW
+        )
+        if asked is not None:
+            compile_ = partial(self._preparation.compile_grammar, asked)
+            await self._grammars.run(compile_, caller=caller)
 
     def retry_after_s(self) -> float:
         """Returns how long a client should wait that is refused now."""

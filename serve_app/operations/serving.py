@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 
 import ray
@@ -101,13 +102,9 @@ def run_service(
     stopping = Stopping()
     stopping.listen()
     try:
-        with ray_errors_in_a_line():
-            if address is None:
-                _serve_here(config, stopping, shows_logs=shows_logs, line=line)
-            else:
-                _serve_on_cluster(
-                    config, stopping, address=address, shows_logs=shows_logs, line=line
-                )
+        with ray_errors_in_a_line(), _hidden_key(config) as api_key:
+            serve_ = _serve_here if address is None else partial(_serve_on_cluster, address=address)
+            serve_(config, stopping, api_key=api_key, shows_logs=shows_logs, line=line)
     except SystemExit:  # Ray's own handler answers a signal while Ray starts
         logger.info("stopped while starting")
     if address is None:
@@ -123,11 +120,11 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
         if address is None
         else connected_ray(address, shows_logs=False)
     )
-    start_compiling(config.engine)
-    with where:
+    with _hidden_key(config) as api_key, where:
+        start_compiling(config.engine)
         _start_serve(config, updates=False)
         try:
-            _bring_up(config, Stopping(), line=StartLine(logger.warning))
+            _bring_up(config, Stopping(), api_key=api_key, line=StartLine(logger.warning))
             yield
         finally:
             _take_down(config, is_ours=address is None)
@@ -155,7 +152,12 @@ def remove_application(app_name: str, router: RouterConfig) -> None:
 
 
 def _serve_here(
-    config: ServiceConfig, stopping: Stopping, *, shows_logs: bool, line: StartLine
+    config: ServiceConfig,
+    stopping: Stopping,
+    *,
+    api_key: SecretStr | None,
+    shows_logs: bool,
+    line: StartLine,
 ) -> None:
     """Serves on a Ray that is started here, and ends with it."""
     config = with_default_spares(config)
@@ -172,10 +174,12 @@ def _serve_here(
         url = _start_serve(config, updates=False)
         watch = _ray_watch(say, patience_s=config.recovery.drain_s)
         try:
-            _bring_up(config, stopping, line=line)
+            _bring_up(config, stopping, api_key=api_key, line=line)
             line.end()
             if not stopping.is_set:
-                say(_welcome(config, where=url, url=url, began_s=began_s, end="Ctrl-C stops them"))
+                end = "Ctrl-C stops them"
+                has_key = api_key is not None
+                say(_welcome(config, where=url, url=url, has_key=has_key, began_s=began_s, end=end))
                 _stay(config, stopping, watch=watch, say=say)
         finally:
             line.end()
@@ -185,7 +189,13 @@ def _serve_here(
 
 
 def _serve_on_cluster(
-    config: ServiceConfig, stopping: Stopping, *, address: str, shows_logs: bool, line: StartLine
+    config: ServiceConfig,
+    stopping: Stopping,
+    *,
+    address: str,
+    api_key: SecretStr | None,
+    shows_logs: bool,
+    line: StartLine,
 ) -> None:
     """Deploys the service or updates it, and reports its interruptions. The service stays."""
     began_s, say = time.monotonic(), line.say
@@ -199,7 +209,7 @@ def _serve_on_cluster(
         if is_update:
             say(f"updating {config.app_name}, which runs there: Serve replaces its replicas ...")
         try:
-            _bring_up(config, stopping, line=line)
+            _bring_up(config, stopping, api_key=api_key, line=line)
         except EesdError:
             if not is_update:
                 remove_application(config.app_name, config.router)
@@ -208,7 +218,8 @@ def _serve_on_cluster(
         stop = _stop_command(config, address)
         if not stopping.is_set:
             where = f"{url} of the cluster's head"
-            say(_welcome(config, where=where, url=url, began_s=began_s, end=f"{stop} stops them"))
+            end, has_key = f"{stop} stops them", api_key is not None
+            say(_welcome(config, where=where, url=url, has_key=has_key, began_s=began_s, end=end))
             _stay(config, stopping, watch=_ray_watch(say), say=say)
         if stopping.is_set:
             say(f"the service stays: {stop} stops it")
@@ -306,8 +317,10 @@ def require_place(config: ServiceConfig, running: ServeStatus, *, updates: bool)
             )
 
 
-def _bring_up(config: ServiceConfig, stopping: Stopping, *, line: StartLine) -> None:
-    application = application_of(config, api_key=_api_key(config))
+def _bring_up(
+    config: ServiceConfig, stopping: Stopping, *, api_key: SecretStr | None, line: StartLine
+) -> None:
+    application = application_of(config, api_key=api_key)
     deploy(
         application,
         name=config.app_name,
@@ -348,6 +361,19 @@ class WaitingLine:
             if not report.is_ready and not (self._line.is_drawn and report.start is not None)
         ]
         self._tell("; ".join([*reasons, *([leases] if leases else [])]))
+
+
+@contextmanager
+def _hidden_key(config: ServiceConfig) -> Iterator[SecretStr | None]:
+    """Yields the key, and takes it out of the environment for so long: every process of Ray that is
+    started inherits that."""
+    api_key = _api_key(config)
+    before = os.environ.pop(config.api_key_env, None)
+    try:
+        yield api_key
+    finally:
+        if before is not None:
+            os.environ[config.api_key_env] = before
 
 
 def _api_key(config: ServiceConfig) -> SecretStr | None:
@@ -517,10 +543,12 @@ def _stop_command(config: ServiceConfig, address: str) -> str:
     return f"`eesd stop --address {address}{''.join(words)}`"
 
 
-def _welcome(config: ServiceConfig, *, where: str, url: str, began_s: float, end: str) -> str:
+def _welcome(
+    config: ServiceConfig, *, where: str, url: str, has_key: bool, began_s: float, end: str
+) -> str:
     """`end`: what ends the service."""
     took_s = time.monotonic() - began_s
-    key = f' -H "Authorization: Bearer ${config.api_key_env}"' if _api_key(config) else ""
+    key = f' -H "Authorization: Bearer ${config.api_key_env}"' if has_key else ""
     parallel = config.engine.parallel
     drafting = ["a drafting actor", *_several(parallel.draft_tensor_parallel_size - 1, "draft")]
     names = " and ".join([*drafting, *_several(parallel.verify_tensor_parallel_size, "verify")])

@@ -96,7 +96,8 @@ def test_however_serve_ends_its_logs_are_all_that_is_left(
     port = free_port()
     words = ("serve", "--model", str(tiny_service), "--port", str(port))
     words = (*words, "--log-folder", str(tmp_path / "logs"), "--set", "recovery.drain_s=5")
-    with command(*words, env=_within(folder)) as (process, lines):
+    secret = {"EESD_API_KEY": "s3cret"}
+    with command(*words, env={**_within(folder), **secret}) as (process, lines):
         wait_for_line(lines, "Ctrl-C stops", process)
         (session,) = (each for each in folder.iterdir() if (each / "r").exists())
         (logs,) = (tmp_path / "logs").iterdir()
@@ -105,6 +106,7 @@ def test_however_serve_ends_its_logs_are_all_that_is_left(
         assert stat.S_IMODE(session.stat().st_mode) == 0o700
         family = descendants(process.pid)
         assert len(family) > 5
+        assert [each.name() for each in family if secret.items() <= each.environ().items()] == []
         if end == "kill -9":
             # A process that hangs does not notice that the others are gone.
             _find(family, "RankActor").suspend()

@@ -97,6 +97,7 @@ class ToyStep:
     emissions: tuple[Emission, ...] = ()
     rounds: tuple[RoundStats, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
+    awaits_masks: bool = False
     finished: tuple[RequestId, ...] = ()
     features: tuple[Any, ...] = ()
 

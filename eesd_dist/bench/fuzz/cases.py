@@ -60,6 +60,8 @@ class Link:
     the engine drafts ahead."""
     encoded: bool = False
     """Whether rounds and replies are encoded and decoded as between processes."""
+    late_masks: float = 0.0
+    """Probability that a mask is late: its request sits the round out, or its draft is cut."""
     seed: int = 0
 
 

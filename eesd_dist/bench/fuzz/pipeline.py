@@ -11,6 +11,7 @@ from eesd_dist.bench.fuzz.plants import Plant
 from eesd_dist.bench.fuzz.ranks import DraftRanks, VerifyRanks
 from eesd_dist.engine.build import build_draft_engine
 from eesd_dist.engine.core import EngineCore, StepResult
+from eesd_dist.engine.masks import Masks
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import PeerLost
 from eesd_dist.model.spec import ModelSpec
@@ -39,7 +40,7 @@ class Pipeline:
             group=self._draft.group,
             commands=self._draft.commands,
             shard=self._draft.shard,
-            grammars=grammars_of(ModelSpec.from_folder(folder)),
+            masks=_masks(ModelSpec.from_folder(folder), setup.link),
         )
 
     def step(self) -> StepResult:
@@ -101,6 +102,16 @@ class Pipeline:
     def _raise_of_followers(self) -> None:
         for error in self._errors():
             raise error
+
+
+def _masks(spec: ModelSpec, link: Link) -> Masks:
+    """Makes masks some of which are late, so that requests sit rounds out and drafts are cut."""
+    rng = Random(f"{link.seed}/masks")
+    return Masks(
+        grammars=grammars_of(spec),
+        vocab_size=spec.vocab_size,
+        is_late=lambda: rng.random() < link.late_masks,
+    )
 
 
 def _channel(link: Link, verify: Verify, *, epoch: int) -> FaultyChannel:

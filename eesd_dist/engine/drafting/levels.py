@@ -63,7 +63,8 @@ class LevelDrafter:
                 guesses, policy.choose([offer_of(guess) for guess in guesses]), strict=True
             ):
                 if is_taken:
-                    taken.append(guess)
+                    if guess.run.affords(guess.candidate, parent=guess.parent):
+                        taken.append(guess)
                 elif not guess.run.is_tree:  # still the best guess for drafting ahead
                     guess.run.prefetched.appendleft(guess.candidate)
             fresh = _taken(taken)

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from eesd_dist.engine.drafting.ngrams import NgramIndex
+from eesd_dist.engine.masks import ConstrainedText
 from eesd_dist.engine.row_slices import RowSlice, joined
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.page_table import NO_PAGES, PageTable
 from eesd_dist.schedule.scheduler import PlanItem
-from eesd_dist.text.grammars import TokenConstraint
 from eesd_dist.trees import ROOT, is_chain, path_to
 from eesd_dist.types import Evidence, RequestId, Value
 
@@ -108,10 +108,8 @@ class DraftRun:
     """For a tree: the exit head's inputs of its tokens, level by level."""
     num_seen: int = 0
     """For a tree: number of its tokens that the exit head has seen."""
-    constraint: TokenConstraint | None = None
+    constraint: ConstrainedText | None = None
     """What restricts the text, after the known tokens; None: any token may follow."""
-    masks: dict[int, bytes] = field(default_factory=dict)
-    """The tokens that it allows after each token of the draft, as far as asked for."""
 
     def __post_init__(self) -> None:
         self.request_id = self.item.live.request_id
@@ -153,11 +151,13 @@ class DraftRun:
         """Returns the tokens that may follow a token of the draft; empty: any."""
         if self.constraint is None:
             return b""
-        mask = self.masks.get(frontier_node)
-        if mask is None:
-            mask = self.constraint.mask_after(self.tokens_to(frontier_node))
-            self.masks[frontier_node] = mask
-        return mask
+        return self.constraint.mask_after(self.tokens_to(frontier_node))
+
+    def affords(self, candidate: Candidate, *, parent: int) -> bool:
+        """Returns whether there is time in this round for the mask after a candidate."""
+        if self.constraint is None:
+            return True
+        return self.constraint.affords((*self.tokens_to(parent), candidate.token))
 
     def append(self, candidate: Candidate, *, parent: int, rank: int) -> None:
         """Appends a candidate; all candidates of one level come before those of the next."""
@@ -183,11 +183,9 @@ class DraftRun:
         if num_read < rows_TD.count:
             self.state.lag(RowSlice(rows_TD.source, rows_TD.first + num_read, rows_TD.end))
 
-    def look_up(self, tokens: Sequence[int], masks: Sequence[bytes]) -> None:
-        """Drafts tokens found by prompt lookup. `masks`: after none of them, the first and so on;
-        empty for a text without a constraint."""
+    def look_up(self, tokens: Sequence[int]) -> None:
+        """Drafts tokens found by prompt lookup."""
         self.is_lookup = True
-        self.masks = {count + ROOT: mask for count, mask in enumerate(masks)}
         self._set_tokens(list(tokens))
 
     def _set_tokens(self, tokens: list[int]) -> None:

@@ -35,11 +35,11 @@ from eesd_dist.engine.drafting.run import (
     DraftState,
     roll_back,
 )
+from eesd_dist.engine.masks import ConstrainedText
 from eesd_dist.engine.row_slices import joined
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
-from eesd_dist.text.grammars import TokenConstraint, masks_along
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.types import Evidence, RequestId
 
@@ -87,7 +87,7 @@ class DraftStage:
             log_evidence=log_evidence,
         )
         self._states: dict[RequestId, DraftState] = {}
-        self.constraints: dict[RequestId, TokenConstraint] = {}
+        self.constraints: dict[RequestId, ConstrainedText] = {}
         """Of the live requests that have one."""
 
     @property
@@ -148,7 +148,7 @@ class DraftStage:
         `overlapped`: another microbatch is being verified at the same time.
         """
         runs = [self._open(item) for item in plan.items]
-        drafting = [run for run in runs if run.item.max_draft > 0 and run.item.is_final]
+        drafting = [run for run in runs if _may_draft(run)]
         if self.head is not None:
             awake = policy.begin_round(
                 [run.request_id for run in drafting],
@@ -236,7 +236,6 @@ class DraftStage:
         if run.is_tree or run.prefetched or not self._may_look_up:
             return
         found: list[Match] = []
-        masks: list[bytes] = []
 
         def find() -> tuple[int, int]:
             limit = min(run.item.max_draft, MOST_GIVEN)
@@ -244,22 +243,18 @@ class DraftStage:
             if match is None:
                 return 0, 0
             if run.constraint is not None:
-                masks.extend(masks_along(run.constraint, match.tokens))
-                match = match.up_to(len(masks) - 1)
+                match = match.up_to(run.constraint.num_allowed(match.tokens))
             found.append(match)
             return match.context, len(match.tokens)
 
         length = policy.lookup_length(run.request_id, find)
         if length:
-            run.look_up(found[0].tokens[:length], masks)
+            run.look_up(found[0].tokens[:length])
 
     def _open(self, item: PlanItem) -> DraftRun:
         request_id = item.live.request.request_id
         state = self._states.setdefault(request_id, DraftState())
-        constraint = self.constraints.get(request_id)
-        if constraint is not None:
-            constraint.read(item.live.tokens, start=item.live.num_prompt)
-        run = DraftRun(item=item, state=state, constraint=constraint)
+        run = DraftRun(item=item, state=state, constraint=self.constraints.get(request_id))
         if (
             state.ahead
             and state.ahead_from == item.start
@@ -311,3 +306,8 @@ class DraftStage:
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Does KV moves in the pages of the layers and of the exit head."""
         self._compute.move(moves)
+
+
+def _may_draft(run: DraftRun) -> bool:
+    item, constraint = run.item, run.constraint
+    return item.max_draft > 0 and item.is_final and (constraint is None or constraint.drafts)

@@ -1,7 +1,14 @@
 """Grammars that a text has to match: which tokens may follow a text and its drafts."""
 
-from eesd_dist.text.grammars.compiler import GrammarCompiler
-from eesd_dist.text.grammars.constraints import TokenConstraint, constraint_of, masks_along
+from eesd_dist.text.grammars.compiler import GrammarCompiler, digest_of
+from eesd_dist.text.grammars.constraints import (
+    TokenConstraint,
+    common,
+    ends_of,
+    is_allowed,
+    lists_of,
+    masks_along,
+)
 from eesd_dist.text.grammars.forms import (
     any_json,
     json_rule,
@@ -20,10 +27,14 @@ __all__ = [
     "TokenConstraint",
     "TokenMatcher",
     "any_json",
-    "constraint_of",
+    "common",
+    "digest_of",
+    "ends_of",
+    "is_allowed",
     "json_rule",
     "json_schema",
     "lark",
+    "lists_of",
     "masks_along",
     "one_of",
     "regular_expression",

@@ -4,6 +4,7 @@ Grammars come from clients. Their size, the states that compiling and matching m
 work of one step are bounded; those that need more are refused, in most cases before a text begins.
 """
 
+import hashlib
 import json
 import logging
 import re
@@ -16,13 +17,14 @@ from typing import Any, Self
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from eesd_dist.errors import RequestError
-from eesd_dist.text.grammars.matcher import TokenMatcher
+from eesd_dist.text.grammars.matcher import BackgroundReader, TokenMatcher
 from eesd_dist.text.tokenizer import TextCodec, Tokenizer
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR_BYTES = 1 << 18
 _NUM_KEPT = 32
+_NUM_VALID = 4096
 _NUM_TRIED = 8
 _UNSUPPORTED = re.compile(r"Unimplemented keys: (\[.*\])")
 LIMITS: Mapping[str, Any] = {
@@ -49,6 +51,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._valid: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of grammars that were compiled once."""
+        self._reader: BackgroundReader | None = None
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self:
@@ -64,10 +69,15 @@ class GrammarCompiler:
             except Exception as error:  # whatever is wrong with the files of a tokenizer
                 logger.warning("no grammar can be compiled: error=%r", error)
 
-    def matcher_of(self, grammar: str, *, ends: Sequence[int]) -> TokenMatcher:
-        """Returns `matcher`, for a text that these tokens end. Raises RequestError where it could
-        not end with its grammar, too."""
-        matcher = self.matcher(grammar)
+    def kept_matcher(self, grammar: str, *, ends: Sequence[int]) -> TokenMatcher | None:
+        """Returns a matcher at the start of a text that these tokens end; None where the grammar,
+        which was compiled before, would have to be compiled again.
+
+        Raises RequestError as `matcher` and `require_end` do.
+        """
+        with self._lock:
+            must_compile = grammar not in self._kept and digest_of(grammar) in self._valid
+        matcher = None if must_compile else self.matcher(grammar)
         self.require_end(ends)
         return matcher
 
@@ -81,6 +91,21 @@ class GrammarCompiler:
                 "a text with a grammar ends with the model's end token: leave out ignore_eos",
                 param="ignore_eos",
             )
+
+    def is_valid(self, grammar: str) -> bool:
+        """Returns whether this grammar was compiled before; False for one that is not known."""
+        with self._lock:
+            return digest_of(grammar) in self._valid
+
+    def check(self, grammar: str) -> None:
+        """Raises RequestError for a grammar that cannot be used; compiles it where it is not known.
+        The grammar is not kept: it is matched in other processes."""
+        if self.is_valid(grammar):
+            return
+        with self._lock:
+            tokenizer = self._tokenizer_now()
+        self._compiled(tokenizer, grammar)
+        self._note_valid(grammar)
 
     def matcher(self, grammar: str) -> TokenMatcher:
         """Returns a matcher at the start of a text.
@@ -120,20 +145,37 @@ class GrammarCompiler:
             return _compile(tokenizer, grammar)
 
         return TokenMatcher(
-            compiled.deep_copy(), vocab_size=tokenizer.vocab_size, compile_again=compile_again
+            compiled.deep_copy(),
+            vocab_size=tokenizer.vocab_size,
+            compile_again=compile_again,
+            reader=self._reader,
         )
 
     def _keep(self, grammar: str, compiled: LLMatcher) -> None:
+        self._note_valid(grammar)
         with self._lock:
             self._kept[grammar] = compiled
             self._kept.move_to_end(grammar)
             while len(self._kept) > _NUM_KEPT:
                 self._kept.popitem(last=False)
 
+    def _note_valid(self, grammar: str) -> None:
+        with self._lock:
+            self._valid[digest_of(grammar)] = None
+            self._valid.move_to_end(digest_of(grammar))
+            while len(self._valid) > _NUM_VALID:
+                self._valid.popitem(last=False)
+
     def _tokenizer_now(self) -> LLTokenizer:
         if self._tokenizer is None:
             self._tokenizer = _vocabulary(self._load())
+            num_words = -(-self._tokenizer.vocab_size // 32)
+            self._reader = BackgroundReader(_ended(self._tokenizer), num_words=num_words)
         return self._tokenizer
+
+
+def digest_of(grammar: str) -> bytes:
+    return hashlib.blake2b(grammar.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _error_at_once(compiled: LLMatcher, tokenizer: LLTokenizer) -> str:
@@ -174,6 +216,13 @@ def _unsupported(error: str) -> str:
     except ValueError:
         return ""
     return ", ".join(names) if all(isinstance(name, str) for name in names) else ""
+
+
+def _ended(tokenizer: LLTokenizer) -> LLMatcher:
+    """Returns a matcher that takes no token."""
+    matcher = LLMatcher(tokenizer, 'start: "a"', log_level=0)
+    matcher.consume_tokens([*tokenizer.tokenize_str("b"), tokenizer.eos_token])
+    return matcher
 
 
 def _compile(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

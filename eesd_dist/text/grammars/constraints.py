@@ -4,13 +4,15 @@ Functions of the tokens alone, so that a row has the same mask with speculation 
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import chain
+from operator import and_
 from typing import Protocol
 
 import numpy as np
 
 from eesd_dist.errors import RequestError
-from eesd_dist.text.grammars.compiler import GrammarCompiler
+from eesd_dist.text.grammars.matcher import TokenMatcher
 from eesd_dist.types import SamplingParams
 
 _WORD_BITS = 32
@@ -23,13 +25,8 @@ class TokenConstraint(Protocol):
     0, in whole words of 32.
     """
 
-    @property
-    def failure(self) -> str | None:
-        """Why the text cannot go on; None: it can."""
-        ...
-
-    def read(self, tokens: Sequence[int], *, start: int = 0) -> None:
-        """Reads the tokens of the text, from `start` on, that it has not read yet."""
+    def read(self, tokens: Sequence[int]) -> None:
+        """Reads the tokens of the text that it has not read yet."""
         ...
 
     def mask_after(self, draft: Sequence[int] = ()) -> bytes:
@@ -41,13 +38,11 @@ class TokenConstraint(Protocol):
 class AllowedTokens:
     """A list of tokens, at every place."""
 
-    failure = None
-
     def __init__(self, token_ids: Sequence[int], *, vocab_size: int) -> None:
         self._mask = _mask_of(token_ids, vocab_size=vocab_size)
 
-    def read(self, tokens: Sequence[int], *, start: int = 0) -> None:
-        del tokens, start
+    def read(self, tokens: Sequence[int]) -> None:
+        del tokens
 
     def mask_after(self, draft: Sequence[int] = ()) -> bytes:
         del draft
@@ -57,8 +52,6 @@ class AllowedTokens:
 class BadWords:
     """Sequences of tokens that the text must not have: the last token of one is excluded where the
     others precede it. As in vLLM, the prompt is not part of the text."""
-
-    failure = None
 
     def __init__(self, words: Sequence[Sequence[int]], *, vocab_size: int) -> None:
         self._excluded: dict[tuple[int, ...], list[int]] = {}
@@ -71,8 +64,8 @@ class BadWords:
         _clear(self._mask, self._excluded.pop((), ()))
         self._tail: tuple[int, ...] = ()
 
-    def read(self, tokens: Sequence[int], *, start: int = 0) -> None:
-        self._tail = tuple(tokens[max(start, len(tokens) - self._lengths[-1]) :])
+    def read(self, tokens: Sequence[int]) -> None:
+        self._tail = tuple(tokens[max(0, len(tokens) - self._lengths[-1]) :])
 
     def mask_after(self, draft: Sequence[int] = ()) -> bytes:
         text = (*self._tail, *draft)
@@ -85,65 +78,47 @@ class BadWords:
         return bytes(mask)
 
 
-class AllOf:
-    """Several constraints at once. Where they leave no token, the text ends."""
-
-    def __init__(self, constraints: Sequence[TokenConstraint], *, ends: bytes) -> None:
-        """`ends`: mask of the tokens that end the text; any token where there are none."""
-        self._constraints = constraints
-        self._ends = ends
-
-    @property
-    def failure(self) -> str | None:
-        failures = (each.failure for each in self._constraints)
-        return next((failure for failure in failures if failure is not None), None)
-
-    def read(self, tokens: Sequence[int], *, start: int = 0) -> None:
-        for each in self._constraints:
-            each.read(tokens, start=start)
-
-    def mask_after(self, draft: Sequence[int] = ()) -> bytes:
-        first, *others = (each.mask_after(draft) for each in self._constraints)
-        mask = int.from_bytes(first, "little")
-        for other in others:
-            mask &= int.from_bytes(other, "little")
-        return mask.to_bytes(len(first), "little") if mask else self._ends
+def common(masks: Sequence[bytes], *, ends: bytes) -> bytes:
+    """Returns the tokens that all of several masks allow. Where they leave none, the text ends:
+    `ends` is the mask of the tokens that end it."""
+    if len(masks) == 1:
+        return masks[0]
+    mask = reduce(and_, (int.from_bytes(each, "little") for each in masks))
+    return mask.to_bytes(len(masks[0]), "little") if mask else ends
 
 
-def masks_along(constraint: TokenConstraint, draft: Sequence[int]) -> list[bytes]:
+def masks_along(matcher: TokenMatcher, draft: Sequence[int]) -> list[bytes]:
     """Returns the masks after no token of a draft, the first, the first two and so on, as far as
     its tokens are allowed: one mask more than there are such tokens."""
-    masks = [constraint.mask_after()]
+    masks = [matcher.mask_after()]
     for count, token in enumerate(draft, start=1):
-        if not masks[-1][token >> 3] >> (token & 7) & 1:
+        if not is_allowed(masks[-1], token):
             break
-        masks.append(constraint.mask_after(draft[:count]))
+        masks.append(matcher.mask_after(draft[:count]))
     return masks
 
 
-def constraint_of(
-    sampling: SamplingParams, *, grammars: GrammarCompiler | None, vocab_size: int
-) -> TokenConstraint | None:
-    """Returns what restricts a text with these parameters; None: nothing. Raises RequestError for
-    tokens outside the vocabulary and words without tokens, and as `GrammarCompiler.matcher_of`
-    does."""
+def is_allowed(mask: bytes, token: int) -> bool:
+    return bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+def lists_of(sampling: SamplingParams, *, vocab_size: int) -> list[TokenConstraint]:
+    """Returns what restricts a text with these parameters beside its grammar. Raises RequestError
+    for tokens outside the vocabulary and words without tokens."""
     _check(sampling, vocab_size=vocab_size)
-    found: list[TokenConstraint] = []
-    if sampling.grammar is not None:
-        if grammars is None:
-            raise RequestError("this engine has no tokenizer, which grammars need")
-        found.append(grammars.matcher_of(sampling.grammar, ends=sampling.stop_token_ids))
+    lists: list[TokenConstraint] = []
     if sampling.allowed_token_ids is not None:
-        found.append(AllowedTokens(sampling.allowed_token_ids, vocab_size=vocab_size))
+        lists.append(AllowedTokens(sampling.allowed_token_ids, vocab_size=vocab_size))
     if sampling.bad_words:
-        found.append(BadWords(sampling.bad_words, vocab_size=vocab_size))
-    if not found:
-        return None
-    if len(found) == 1 and sampling.grammar is not None:
-        return found[0]
+        lists.append(BadWords(sampling.bad_words, vocab_size=vocab_size))
+    return lists
+
+
+def ends_of(sampling: SamplingParams, *, vocab_size: int) -> bytes:
+    """Returns the mask of the tokens that end a text; any token where there are none."""
     # Some checkpoints name end tokens outside the vocabulary.
     ends = [token for token in sampling.stop_token_ids if token < vocab_size]
-    return AllOf(found, ends=_mask_of(ends or range(vocab_size), vocab_size=vocab_size))
+    return _mask_of(ends or range(vocab_size), vocab_size=vocab_size)
 
 
 def _check(sampling: SamplingParams, *, vocab_size: int) -> None:

@@ -5,12 +5,17 @@ thread at a time.
 """
 
 import ctypes
+import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 
 _WORD_BITS = 32
 _BEGINS_AGAIN_AFTER = 256
+_NICE = 15
 
 
 class TokenMatcher:
@@ -21,16 +26,24 @@ class TokenMatcher:
     """
 
     def __init__(
-        self, matcher: LLMatcher, *, vocab_size: int, compile_again: Callable[[], LLMatcher] | None
+        self,
+        matcher: LLMatcher,
+        *,
+        vocab_size: int,
+        compile_again: Callable[[], LLMatcher] | None,
+        reader: "BackgroundReader | None" = None,
     ) -> None:
         """`compile_again`: copies of one compiled grammar share the states that matching has made,
         and with them their limit; where it is reached, this text gets states of its own, and new
-        ones each time it has grown by some hundred tokens. None: it fails there."""
+        ones each time it has grown by some hundred tokens. None: it fails there. `reader`: for
+        `mask_beside`."""
         self._matcher = matcher
         self._compile_again = compile_again
+        self._reader = reader
         self._begins_again_at = 0
         """Length of the text from which it may get new states."""
         self._read: list[int] = []
+        self._beside_s = 0.0
         self._words = (ctypes.c_uint32 * -(-vocab_size // _WORD_BITS))()
         self._everything = b"\xff" * ctypes.sizeof(self._words)
 
@@ -41,22 +54,56 @@ class TokenMatcher:
         error = self._matcher.get_error().partition("\n")[0]
         return f"the grammar needs more work than is allowed: {error}" if error else None
 
-    def read(self, tokens: Sequence[int], *, start: int = 0) -> None:
-        """Reads the tokens of the text, from `start` on, that it has not read yet. What it has read
-        stays."""
-        fresh = list(tokens[start + len(self._read) :])
+    @property
+    def num_read(self) -> int:
+        return len(self._read)
+
+    def read(self, tokens: Sequence[int], *, again: bool = True) -> None:
+        """Reads the tokens of the text that it has not read yet. What it has read stays. `again`:
+        may compile again, which takes up to a second."""
+        fresh = list(tokens[len(self._read) :])
         if fresh:
             self._read += fresh
-            if not self._matcher.consume_tokens(fresh):
+            if not self._matcher.consume_tokens(fresh) and again:
                 self._begin_again()
 
-    def mask_after(self, draft: Sequence[int] = ()) -> bytes:
+    def mask_after(self, draft: Sequence[int] = (), *, again: bool = True) -> bytes:
         """Returns the tokens that may follow the text and this draft; all where a token of the
-        draft is not allowed itself, so that none after it is chosen."""
+        draft is not allowed itself, so that none after it is chosen. `again`: as of `read`."""
         mask = self._mask_after(draft)
-        if self._matcher.is_error() and self._begin_again():
+        if self._matcher.is_error() and again and self._begin_again():
             mask = self._mask_after(draft)
         return self._everything if self._matcher.is_error() else mask
+
+    def mask_beside(self, tokens: Sequence[int]) -> tuple[bytes, float]:
+        """Reads the text and returns the tokens that may follow it, as `read` and `mask_after` do,
+        for threads beside others: these go on while the library works. Returns the seconds that
+        this has taken, too, of which this thread's own clock knows nothing."""
+        self._beside_s = 0.0
+        fresh = list(tokens[len(self._read) :])
+        self._read += fresh
+        if not all(map(self._consume_beside, fresh)):
+            self._begin_again(beside=True)
+        mask = self._mask_beside()
+        if self._matcher.is_error() and self._begin_again(beside=True):
+            mask = self._mask_beside()
+        return self._everything if self._matcher.is_error() else mask, self._beside_s
+
+    def _consume_beside(self, token: int) -> bool:
+        assert self._reader is not None
+        started = time.perf_counter()
+        is_taken = self._reader.consume(self._matcher, token)
+        self._beside_s += time.perf_counter() - started
+        return is_taken
+
+    def _mask_beside(self) -> bytes:
+        assert self._reader is not None
+        if self._matcher.is_error():
+            return self._everything
+        started = time.perf_counter()
+        mask = self._reader.mask(self._matcher)
+        self._beside_s += time.perf_counter() - started
+        return mask
 
     def _mask_after(self, draft: Sequence[int]) -> bytes:
         count = self._matcher.try_consume_tokens(list(draft)) if draft else 0
@@ -69,10 +116,63 @@ class TokenMatcher:
             self._matcher.rollback(count)
         return mask
 
-    def _begin_again(self) -> bool:
+    def _begin_again(self, *, beside: bool = False) -> bool:
         """Reads the text with states of its own."""
         if self._compile_again is None or len(self._read) < self._begins_again_at:
             return False
         self._matcher = self._compile_again()
         self._begins_again_at = len(self._read) + _BEGINS_AGAIN_AFTER
+        if beside:
+            return all(map(self._consume_beside, self._read))
         return not self._read or bool(self._matcher.consume_tokens(self._read))
+
+
+class BackgroundReader:
+    """Works for one matcher beside other threads, and behind them where processors are few.
+
+    The library holds the interpreter's lock while one matcher reads, however long this takes, and
+    drops it where several read at once: so a second one, which has ended, works beside each. The
+    work is done by threads of the library, which have a low priority and never hold that lock long.
+    """
+
+    def __init__(self, ended: LLMatcher, *, num_words: int) -> None:
+        self._ended = ended
+        self._num_words = num_words
+        self._of_thread = threading.local()
+
+    def consume(self, matcher: LLMatcher, token: int) -> bool:
+        """Reads one token; returns whether the text may have it."""
+        mine = self._mine()
+        return bool(mine.executor.consume_token_par([(matcher, token), (mine.ended, token)])[0])
+
+    def mask(self, matcher: LLMatcher) -> bytes:
+        """Returns the tokens that may follow."""
+        mine = self._mine()
+        size = ctypes.sizeof(mine.words) // 2
+        pair = [(matcher, 0), (mine.open, 1)]
+        mine.executor.unsafe_compute_mask_ptr(pair, ctypes.addressof(mine.words), size, 2)
+        return bytes(mine.words)[:size]
+
+    def _mine(self) -> threading.local:
+        mine = self._of_thread
+        if not hasattr(mine, "executor"):
+            mine.ended, mine.open = self._ended.deep_copy(), self._ended.deep_copy()
+            mine.open.reset()
+            mine.words = (ctypes.c_uint32 * (2 * self._num_words))()
+            mine.executor = _executor()
+        return mine
+
+
+def _executor() -> LLExecutor:
+    """Returns an executor the thread of which has a low priority: it inherits it."""
+    made: list[LLExecutor] = []
+
+    def make() -> None:
+        if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        made.append(LLExecutor(num_threads=1))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return made[0]

@@ -8,14 +8,15 @@ has compiled within two seconds, a quarter of the stack, and bounded memory.
 import json
 import select
 import subprocess
-import sys
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from eesd_dist.errors import RequestError
 from eesd_dist.text.grammars.compiler import LIMITS
+from eesd_dist.text.grammars.isolated import isolated_process
 
 _WITHIN_S = 2.0
 _STARTS_WITHIN_S = 30.0
@@ -36,7 +37,7 @@ class GrammarProbe:
         with self._lock:
             if self._child is None:
                 self._child = _started()
-                self._end = weakref.finalize(self, self._child.kill)
+                self._end = weakref.finalize(self, _kill, self._child)
                 if not self._answers(_EMPTY, within_s=_STARTS_WITHIN_S):
                     raise RequestError("grammars cannot be compiled now: try again")
             if not self._answers(grammar, within_s=_WITHIN_S):
@@ -60,16 +61,16 @@ class GrammarProbe:
         self._child = None
         if self._end is not None:
             self._end.detach()
-        child.kill()
-        child.communicate()
+        _kill(child)
         return False
+
+
+def _kill(child: "subprocess.Popen[bytes]") -> None:
+    child.kill()
+    with suppress(BrokenPipeError):  # what it has not read
+        child.communicate()
 
 
 def _started() -> "subprocess.Popen[bytes]":
     file = Path(__file__).with_name("probe_process.py")
-    return subprocess.Popen(
-        [sys.executable, str(file), json.dumps(LIMITS)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+    return isolated_process(file, json.dumps(LIMITS), package="llguidance")

@@ -1,13 +1,17 @@
 """Body of the process that compiles grammars of strangers first: see `probe`.
 
-Run as a file, with llguidance alone: one line of JSON in for each grammar, and one out. What cannot
-be compiled within the memory and the stack that this process has, ends it.
+Run as a file, with llguidance alone, which the last argument says where to find: one line of JSON
+in for each grammar, and one out. What cannot be compiled within the memory and the stack that this
+process has, ends it.
 """
 
 import json
 import resource
 import sys
 import threading
+
+if sys.argv[-1] not in sys.path:  # an installation of the user's
+    sys.path.append(sys.argv[-1])
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 

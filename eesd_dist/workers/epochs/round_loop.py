@@ -22,7 +22,10 @@ class RoundLoop:
         self.part = part
         self.epoch = epoch
         self._num_computed = 0
-        """Tokens committed and prompt rows computed; written by the loop's thread alone."""
+        """Tokens committed and prompt rows computed; written by the loop's thread alone, as the two
+        below."""
+        self._num_waits = 0
+        """Turns in which nothing could run before a mask was there: each mask has a deadline."""
         self._deliver = deliver
         self._event_loop = asyncio.get_running_loop()
         self._stopping = threading.Event()
@@ -46,7 +49,7 @@ class RoundLoop:
     def progress_of(self, *, has_work: bool) -> int:
         """Returns a number that changes as long as the loop makes progress: with work, a turn that
         computes nothing is none."""
-        return self._num_computed if has_work else -self._num_turns
+        return self._num_computed + self._num_waits if has_work else -self._num_turns
 
     def disturb(self) -> None:
         """Notes that the engine's requests have changed."""
@@ -60,7 +63,9 @@ class RoundLoop:
                 self._loud_turn = self._num_turns
                 self._num_computed += sum(r.num_emitted + r.num_prefill_rows for r in result.rounds)
                 self._event_loop.call_soon_threadsafe(self._deliver, result)
-            elif self._halting.is_set() and self._num_turns - self._loud_turn >= _NUM_QUIET:
+                continue
+            self._num_waits += result.awaits_masks
+            if self._halting.is_set() and self._num_turns - self._loud_turn >= _NUM_QUIET:
                 return
 
     async def halt(self) -> bool:

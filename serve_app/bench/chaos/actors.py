@@ -107,6 +107,7 @@ class _NoResult:
     rounds: tuple[RoundStats, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     finished: tuple[RequestId, ...] = ()
+    awaits_masks: bool = False
     features: tuple[()] = ()
 
 

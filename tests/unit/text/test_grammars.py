@@ -7,29 +7,51 @@ from pathlib import Path
 
 import pytest
 
+from eesd_dist.engine.masks import ConstrainedText, Masks
 from eesd_dist.errors import CheckpointError, RequestError
 from eesd_dist.text.grammars import (
     GrammarCompiler,
-    TokenConstraint,
-    constraint_of,
+    TokenMatcher,
+    common,
+    ends_of,
     json_schema,
+    lists_of,
     masks_along,
     one_of,
     regular_expression,
     rules,
 )
-from eesd_dist.types import SamplingParams
+from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from tests.support.json_codec import JsonCodec, json_grammars
 
 CODEC = JsonCodec()
 END = 2
 
 
-def constraint(**changes: object) -> TokenConstraint:
-    sampling = SamplingParams(stop_token_ids=(END,), **changes)  # type: ignore[arg-type]
-    made = constraint_of(sampling, grammars=json_grammars(), vocab_size=CODEC.vocab_size)
-    assert made is not None
-    return made
+def matcher_of(grammar: str) -> TokenMatcher:
+    return json_grammars().matcher(grammar)
+
+
+GRAMMARS = json_grammars()
+
+
+def text_of(
+    sampling: SamplingParams, *, grammars: GrammarCompiler | None = GRAMMARS
+) -> ConstrainedText | None:
+    """A text with these parameters, of which the first mask is there."""
+    masks = Masks(grammars=grammars, vocab_size=CODEC.vocab_size)
+    request = Request(request_id=RequestId("text"), prompt=(TokenId(3),), sampling=sampling)
+    text = masks.text_of(request)
+    if text is not None:
+        masks.admit(text)
+        masks.begin_turn()
+    return text
+
+
+def constraint(**changes: object) -> ConstrainedText:
+    text = text_of(SamplingParams(stop_token_ids=(END,), **changes))  # type: ignore[arg-type]
+    assert text is not None
+    return text
 
 
 def bits(mask: bytes) -> set[int]:
@@ -46,7 +68,7 @@ def ids(text: str) -> tuple[int, ...]:
 
 
 def test_a_mask_has_all_tokens_that_can_follow_and_no_other() -> None:
-    matcher = constraint(grammar=regular_expression("a{2}b?"))
+    matcher = matcher_of(regular_expression("a{2}b?"))
     assert texts(matcher.mask_after()) == {"a"}
     assert texts(matcher.mask_after(ids("a"))) == {"a"}
     assert texts(matcher.mask_after(ids("aa"))) == {"b", "END"}
@@ -54,20 +76,20 @@ def test_a_mask_has_all_tokens_that_can_follow_and_no_other() -> None:
 
 
 def test_tokens_of_several_characters_count_as_their_characters() -> None:
-    matcher = constraint(grammar=one_of(["true", "trap", "null"]))
+    matcher = matcher_of(one_of(["true", "trap", "null"]))
     assert texts(matcher.mask_after()) == {"t", "tr", "n", "nu"}
     (true,) = (token for token in range(96) if CODEC.decode([token]) == "tr")
     assert texts(matcher.mask_after([true])) == {"u", "ue", "a"}
 
 
 def test_what_must_come_comes_in_the_tokenizers_own_tokens() -> None:
-    matcher = constraint(grammar=json_schema({"const": True}))
+    matcher = matcher_of(json_schema({"const": True}))
     assert texts(matcher.mask_after()) == {"t"}  # as this tokenizer encodes, never in pairs
 
 
 def test_a_draft_changes_nothing() -> None:
     rng = random.Random(3)
-    matcher = constraint(grammar=rules('root ::= "a" root "b" | "c"'))
+    matcher = matcher_of(rules('root ::= "a" root "b" | "c"'))
     text: list[int] = []
     for _ in range(30):
         before = matcher.mask_after()
@@ -83,20 +105,20 @@ def test_a_draft_changes_nothing() -> None:
             break
         text.append(rng.choice(allowed))
         matcher.read(text)
-        fresh = constraint(grammar=rules('root ::= "a" root "b" | "c"'))
-        fresh.read([7, 7, *text], start=2)
+        fresh = matcher_of(rules('root ::= "a" root "b" | "c"'))
+        fresh.read(text)
         assert fresh.mask_after() == matcher.mask_after()
     assert matcher.failure is None
 
 
 def test_after_a_token_that_is_not_allowed_nothing_is_excluded() -> None:
-    matcher = constraint(grammar=one_of(["ab", "ac"]))
+    matcher = matcher_of(one_of(["ab", "ac"]))
     assert bits(matcher.mask_after(ids("x"))) == set(range(96))
     assert texts(matcher.mask_after(ids("a"))) == {"b", "c"}
 
 
 def test_masks_along_a_draft_end_with_the_first_token_that_is_not_allowed() -> None:
-    matcher = constraint(grammar=one_of(["abc", "abd"]))
+    matcher = matcher_of(one_of(["abc", "abd"]))
     masks = masks_along(matcher, ids("abxd"))
     assert [texts(mask) for mask in masks] == [{"a"}, {"b"}, {"c", "d"}]
     assert len(masks_along(matcher, ids("abd"))) == 4
@@ -112,23 +134,23 @@ def test_allowed_tokens_are_the_only_ones() -> None:
 def test_a_bad_word_is_not_completed_in_text_or_draft() -> None:
     a, b, c = ids("abc")
     words = constraint(bad_words=((a, b, c), (c, c)))
-    assert bits(words.mask_after()) == set(range(96))
+    assert bits(words.mask_after(())) == set(range(96))
     assert c not in bits(words.mask_after((a, b)))
     assert c in bits(words.mask_after((a, a)))
-    words.read((c, a, b), start=1)  # `c` is the prompt
-    assert c not in bits(words.mask_after())
-    assert a in bits(words.mask_after())
+    words.extend((a, b))
+    assert c not in bits(words.mask_after(()))
+    assert a in bits(words.mask_after(()))
     assert c not in bits(words.mask_after((c,)))
-    words.read((c, a, b, b), start=1)
-    assert bits(words.mask_after()) == set(range(96))
-    words.read((c, a, b, b, a), start=1)
+    words.extend((b,))
+    assert bits(words.mask_after(())) == set(range(96))
+    words.extend((a,))
     assert c not in bits(words.mask_after((b,)))
 
 
 def test_words_of_one_token_are_never_allowed() -> None:
     (a,) = ids("a")
     words = constraint(bad_words=((a,),))
-    assert bits(words.mask_after()) == set(range(96)) - {a}
+    assert bits(words.mask_after(())) == set(range(96)) - {a}
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations("gab")))
@@ -141,29 +163,29 @@ def test_constraints_hold_together(order: Sequence[str]) -> None:
     }
     merged = {name: value for key in order for name, value in changes[key].items()}
     together = constraint(**merged)
-    assert bits(together.mask_after()) == {a, c}
+    assert bits(together.mask_after(())) == {a, c}
     assert bits(together.mask_after((a,))) == {a}
 
 
 def test_where_nothing_is_left_the_text_ends() -> None:
     a, b = ids("ab")
     together = constraint(grammar=one_of(["ab"]), bad_words=((a, b),))
-    assert bits(together.mask_after()) == {a}
+    assert bits(together.mask_after(())) == {a}
     assert bits(together.mask_after((a,))) == {END}
 
 
 def test_no_parameters_constrain_nothing() -> None:
     sampling = SamplingParams(temperature=0.0, logit_bias=((3, 2.0),))
-    assert constraint_of(sampling, grammars=None, vocab_size=96) is None
+    assert text_of(sampling, grammars=None) is None
 
 
 def test_a_grammar_needs_a_tokenizer_and_an_end() -> None:
     sampling = SamplingParams(grammar=one_of(["a"]), stop_token_ids=(END,))
     with pytest.raises(RequestError, match="no tokenizer"):
-        constraint_of(sampling, grammars=None, vocab_size=96)
+        text_of(sampling, grammars=None)
     endless = SamplingParams(grammar=one_of(["a"]), stop_token_ids=(7,))
     with pytest.raises(RequestError, match="leave out ignore_eos") as error:
-        constraint_of(endless, grammars=json_grammars(), vocab_size=96)
+        text_of(endless)
     assert error.value.param == "ignore_eos"
 
     class Endless(JsonCodec):
@@ -190,9 +212,9 @@ def test_tokens_that_do_not_exist_are_refused(changes: dict[str, object], messag
 def test_an_end_outside_the_vocabulary_ends_nothing() -> None:
     """Some checkpoints name one."""
     sampling = SamplingParams(stop_token_ids=(END, 500), allowed_token_ids=(5,), bad_words=((5,),))
-    made = constraint_of(sampling, grammars=None, vocab_size=96)
-    assert made is not None
-    assert bits(made.mask_after()) == {END}
+    lists = lists_of(sampling, vocab_size=96)
+    masks = [each.mask_after() for each in lists]
+    assert bits(common(masks, ends=ends_of(sampling, vocab_size=96))) == {END}
 
 
 def test_a_vocabulary_that_cannot_be_read_is_a_matter_of_the_requests_with_grammars() -> None:

@@ -141,4 +141,5 @@ def _link(rng: Random, *, is_on_cpu: bool) -> Link:
         announced=rng.choice((1.0, 0.7, 0.35, 0.15)),
         encoded=is_on_cpu and rng.random() < 0.3,
         seed=rng.randrange(1000),
+        late_masks=rng.choice((0.0, 0.1, 0.4)),
     )

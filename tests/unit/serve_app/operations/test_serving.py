@@ -1,5 +1,6 @@
 """What `eesd serve` looks at before it starts a service, and what it says when one is there."""
 
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -120,33 +121,30 @@ def test_a_service_is_replaced_only_where_that_is_an_update() -> None:
 def test_the_key_of_the_starting_process_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
     deployed: list[Application] = []
     monkeypatch.setattr(serving, "deploy", lambda application, **_: deployed.append(application))
-    monkeypatch.setenv("EESD_API_KEY", "s3cret")
-    serving._bring_up(_config(), serving.Stopping(), line=StartLine(print))
-    monkeypatch.setenv("EESD_API_KEY", "")
-    serving._bring_up(_config(), serving.Stopping(), line=StartLine(print))
+    for key in ("s3cret", ""):
+        monkeypatch.setenv("EESD_API_KEY", key)
+        with serving._hidden_key(_config()) as api_key:
+            assert "EESD_API_KEY" not in os.environ, "processes that are started would inherit it"
+            serving._bring_up(_config(), serving.Stopping(), api_key=api_key, line=StartLine(print))
+        assert os.environ["EESD_API_KEY"] == key
     with_key, without = [each._bound_deployment.init_args[-1] for each in deployed]
     assert with_key.get_secret_value() == "s3cret"
     assert without is None
 
 
-def test_the_welcome_has_an_address_and_a_request_that_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("EESD_API_KEY", raising=False)
-    welcome = _welcome(_config("::1"))
+def test_the_welcome_has_an_address_and_a_request_that_work() -> None:
+    welcome = _welcome(_config("::1"), has_key=False)
     assert "on http://[::1]:8000\n" in welcome
     assert "curl http://[::1]:8000/v1/chat/completions -H 'Content-Type: application/json' -d" in (
         welcome
     )
-    monkeypatch.setenv("EESD_API_KEY", "s3cret")
-    welcome = _welcome(_config())
+    welcome = _welcome(_config(), has_key=True)
     assert '-H "Authorization: Bearer $EESD_API_KEY"' in welcome
-    assert "s3cret" not in welcome
 
 
-def _welcome(config: ServiceConfig) -> str:
-    url = serving._url(config)
-    return serving._welcome(config, where=url, url=url, began_s=0.0, end="Ctrl-C stops them")
+def _welcome(config: ServiceConfig, *, has_key: bool) -> str:
+    url, end = serving._url(config), "Ctrl-C stops them"
+    return serving._welcome(config, where=url, url=url, has_key=has_key, began_s=0.0, end=end)
 
 
 def test_the_command_that_stops_a_service_names_what_is_not_the_default() -> None:

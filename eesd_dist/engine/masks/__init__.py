@@ -1,0 +1,6 @@
+"""Masks of the live requests: made in the round loop while they cost little, else beside it."""
+
+from eesd_dist.engine.masks.masks import Masks
+from eesd_dist.engine.masks.text import ConstrainedText
+
+__all__ = ["ConstrainedText", "Masks"]
