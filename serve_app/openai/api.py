@@ -192,10 +192,7 @@ async def _answered_as_response(
 ) -> Response:
     if request.headers.get(HEADER) is not None:
         raise RequestError(f"{HEADER}: these streams cannot be resumed", param=HEADER)
-    try:
-        prepared = await _prepared(service, fields.as_chat(), request)
-    except ClientGone:
-        return _client_left(request)
+    prepared = await _prepared(service, fields.as_chat(), request)
 
     async def body() -> Response:
         return _json(response_of(await service.whole(prepared), prepared, fields))
@@ -207,10 +204,7 @@ async def _answered_as_response(
 async def _answered(
     service: Service, fields: CompletionFields | ChatFields, request: HttpRequest
 ) -> Response:
-    try:
-        prepared = await _prepared(service, fields, request)
-    except ClientGone:
-        return _client_left(request)
+    prepared = await _prepared(service, fields, request)
 
     async def body() -> Response:
         return Response(await service.body(prepared), media_type="application/json")
@@ -222,7 +216,7 @@ async def _answered(
 async def _prepared(
     service: Service, fields: CompletionFields | ChatFields, request: HttpRequest
 ) -> Prepared:
-    """Raises ClientGone where the client leaves before its grammar is compiled."""
+    """Raises ClientDisconnect when the client leaves before its grammar is compiled."""
 
     def prepare() -> Awaitable[Prepared]:
         return service.prepared(
@@ -239,11 +233,6 @@ async def _prepared(
     prepared = await (while_listened_to(request.receive, prepare) if waits else prepare())
     note_request_id(request.scope, prepared.request_id)
     return prepared
-
-
-def _client_left(request: HttpRequest) -> Response:
-    logger.info("client left before its grammar was compiled: path=%s", request.url.path)
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _sent(
