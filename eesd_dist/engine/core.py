@@ -224,7 +224,7 @@ class EngineCore:
             if has_begun or waiting is not None:
                 self._next_microbatch = (microbatch + 1) % count
                 return result
-        awaits_masks = self.masks.has_work
+        awaits_masks = self.masks.is_waiting
         if self.masks.is_behind:
             wait_s = 0.0
         elif awaits_masks:

@@ -451,9 +451,13 @@ class Scheduler:
 
     def _newcomer(self, evicted: Set[LiveRequest]) -> LiveRequest | None:
         """Returns the waiting request that starts next. Skips those that wait for an aborted one
-        with the same id to leave."""
+        with the same id to leave, and those that would sit the round out."""
         heads = self._waiting.heads(
-            lambda live: live.request_id not in self._running and live not in evicted
+            lambda live: (
+                live.request_id not in self._running
+                and live not in evicted
+                and not self._lacks_mask(live.request_id)
+            )
         )
         return self._fairness.newcomer(heads, running=self._running.values())
 
@@ -485,7 +489,7 @@ class Scheduler:
         running = dict(self._running)
         victims: list[LiveRequest] = []
         while len(running) >= self._config.max_running or num_lacking > 0:
-            victim = self._fairness.victim(
+            victim = self._sitting_out(running.values()) or self._fairness.victim(
                 live,
                 running=running.values(),
                 waiting=(*self._waiting.heads(lambda _: True), *victims),
@@ -498,6 +502,12 @@ class Scheduler:
                 self._pages.num_owners(page) == 1 and page not in cached for page in victim.pages
             )
         return victims
+
+    def _sitting_out(self, running: Collection[LiveRequest]) -> LiveRequest | None:
+        """Returns the request that makes room first of those that cannot run in this round: it
+        starts again when it can."""
+        lives = [v for v in running if not v.in_flight and self._lacks_mask(v.request_id)]
+        return last_to_stay(lives, running=running) if lives else None
 
     def _at_rest(self, microbatch: int) -> list[LiveRequest]:
         return [v for v in self._running.values() if v.microbatch == microbatch and not v.in_flight]

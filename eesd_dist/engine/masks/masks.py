@@ -94,17 +94,18 @@ class Masks:
         return text is not None and not text.is_ready
 
     @property
-    def has_work(self) -> bool:
-        """True while threads make masks, or have made some."""
-        return self._quick.has_work or self._slow.has_work
+    def is_waiting(self) -> bool:
+        """True while threads make masks of live texts."""
+        return any(text.is_asked for text in tuple(self._texts.values()))
 
     def begin_turn(self) -> None:
         """Takes the masks that are there, and makes those of texts that lack one, or has them made.
         Texts that run come before new ones, and those that have waited longest first."""
         self._left_s, self.is_behind = _ROUND_S, False
+        if self._quick.has_work or self._slow.has_work:
+            self._take_results(wait_s=0.0)
         if not self._texts:
             return
-        self._take_results(wait_s=0.0)
         for text in sorted(self._texts.values(), key=lambda each: each.is_new):
             if not text.is_ready and not text.is_asked:
                 self._make(text)

@@ -976,3 +976,61 @@ def test_planning_sixteen_decoding_requests_takes_under_a_millisecond(overlap: b
         committed = _verifier_says(1, 2, 3, num_accepted=2, num_drafted=4)
         scheduler.commit(plan, {item.live.request_id: committed for item in plan.items})
     assert min(timings_s) < 1e-3  # the fastest, since other work may run
+
+
+# Requests that wait for their masks.
+
+
+def _names(plan: RoundPlan | None) -> set[str]:
+    return set() if plan is None else {item.live.request_id for item in plan.items}
+
+
+def test_a_request_without_a_mask_sits_the_round_out() -> None:
+    scheduler = _scheduler(config=SchedulerConfig(overlap=False, prefill_chunk=4))
+    for name in "ab":
+        scheduler.add(_request(name))
+    late = {RequestId("a")}
+    assert _names(scheduler.plan(0, lacks_mask=late.__contains__)) == {"b"}
+    scheduler.reset_computed()
+    assert _names(scheduler.plan(0)) == {"a", "b"}
+    scheduler.reset_computed()
+    plan = _plan(scheduler)
+    scheduler.commit(plan, {})
+    plan_or_none = scheduler.plan(0, lacks_mask=lambda _: True)  # the last tokens of both are left
+    assert plan_or_none is None
+    assert scheduler.has_work()
+    assert _names(scheduler.plan(0, lacks_mask=late.__contains__)) == {"b"}
+    scheduler.check()
+
+
+def test_a_prompt_is_computed_up_to_its_last_token_before_its_mask_is_there() -> None:
+    scheduler = _scheduler(config=SchedulerConfig(overlap=False, prefill_chunk=4))
+    scheduler.add(_request(prompt=range(10)))
+    scheduler.commit(_plan(scheduler), {})
+    rows = []
+    while (plan := scheduler.plan(0, lacks_mask=lambda _: True)) is not None:
+        rows.append(_only(plan).num_known)
+        assert not _only(plan).is_final
+        scheduler.commit(plan, {})
+    assert rows == [4, 1]
+    assert _only(_plan(scheduler)).is_final
+
+
+def test_requests_that_wait_for_masks_hold_no_slot_that_others_need() -> None:
+    scheduler = _scheduler(config=SchedulerConfig(overlap=False, max_running=2))
+    late = {RequestId("a"), RequestId("b")}
+    for name in "ab":
+        scheduler.add(_request(name))
+    _decode_once(scheduler)
+    assert scheduler.plan(0, lacks_mask=late.__contains__) is None
+    for name in "cd":
+        scheduler.add(_request(name))
+    plan = scheduler.plan(0, lacks_mask=late.__contains__)
+    assert _names(plan) == {"c", "d"}
+    assert plan is not None
+    assert set(plan.preempted) == late
+    results = {each: _verifier_says(9) for each in map(RequestId, "cd")}
+    scheduler.commit(plan, results)
+    scheduler.abort(RequestId("c"))
+    assert _names(scheduler.plan(0)) == {"a", "d"}
+    scheduler.check()
