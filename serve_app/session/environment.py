@@ -37,8 +37,8 @@ def prepare_for_local_ray(*, shows_logs: bool = False) -> None:
             PROXY_CALLBACK: "serve_app.ingress.proxy_front:proxy_middlewares",
         }
     )
-    # Ray's workers have niceness 15 by default: with other work on the cores a rank got 3 % of one, and the
-    # replacement of a lost process took several times as long.
+    # Ray's workers have niceness 15 by default: with other work on the cores a rank got 3 % of
+    # one, and the replacement of a lost process took several times as long.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # On a busy machine the HTTP proxy takes longer to start than Serve's five seconds, and a late
     # one is killed.
