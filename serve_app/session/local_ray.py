@@ -24,6 +24,8 @@ from serve_app.session.ray_errors import reason_of
 from serve_app.session.watchdog import RAY_LOGS, Watchdog, logs_of, ray_folder
 
 _OBJECT_STORE_BYTES = 100 * 2**20
+_LEAST_MIB = 32
+"""The logs and sockets of a start; the object store is in shared memory."""
 _LONGEST_FOLDER = 27
 """Bytes. The path of a socket has at most 107, and Ray's are up to 64 longer than the path of its
 folder, which is 16 longer than this one."""
@@ -37,7 +39,9 @@ def local_ray(
 
     The same holds after the end of this process, were it killed. Ray's logs are kept in `logs`.
     """
-    with watched_folder(_short_folder(), logs=logs) as (folder, watchdog):
+    parent = _short_folder()
+    require_room(Path(parent))
+    with watched_folder(parent, logs=logs) as (folder, watchdog):
         if logs is not None:
             (logs / RAY_LOGS).symlink_to(logs_of(folder))
         num_cpus = max(_num_cpus(config), min_cpus)
@@ -117,6 +121,17 @@ def _start(folder: Path, *, num_cpus: int, shows_logs: bool) -> None:
             f"Ray could not be started: {reason_of(error)} (its files are in {place}, with "
             f"{_free_mib(place)} MiB free; TMPDIR names another folder)"
         ) from error
+
+
+def require_room(folder: Path) -> None:
+    """Raises ConfigError where Ray's files would not fit: it would wait for minutes, or lose its
+    head later, and not say why."""
+    free = _free_mib(folder)
+    if free < _LEAST_MIB:
+        raise ConfigError(
+            f"{folder} has {free} MiB free, and Ray's files there need {_LEAST_MIB}: make room, or "
+            "name another folder in TMPDIR"
+        )
 
 
 def _free_mib(folder: Path) -> int:
