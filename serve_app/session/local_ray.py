@@ -25,6 +25,8 @@ from serve_app.session.ray_errors import reason_of
 from serve_app.session.watchdog import RAY_LOGS, Watchdog, logs_of, ray_folder
 
 _OBJECT_STORE_BYTES = 100 * 2**20
+_LEAST_MIB = 32
+"""The logs and sockets of a start; the object store is in shared memory."""
 _LONGEST_FOLDER = 27
 """Bytes. The path of a socket has at most 107, and Ray's are up to 64 longer than the path of its
 folder, which is 16 longer than this one."""
@@ -38,8 +40,11 @@ def local_ray(
 
     The same holds after the end of this process, were it killed. Ray's logs are kept in `logs`.
     """
-    with watched_folder(_short_folder(), logs=logs) as (folder, watchdog):
-        require_room([folder, logs or folder])
+    parent = _short_folder()
+    require_ray_room(Path(parent))
+    if logs is not None:
+        require_room([logs])
+    with watched_folder(parent, logs=logs) as (folder, watchdog):
         if logs is not None:
             (logs / RAY_LOGS).symlink_to(logs_of(folder))
         num_cpus = max(_num_cpus(config), min_cpus)
@@ -119,6 +124,17 @@ def _start(folder: Path, *, num_cpus: int, shows_logs: bool) -> None:
             f"Ray could not be started: {reason_of(error)} (its files are in {place}, with "
             f"{_free_mib(place)} MiB free; TMPDIR names another folder)"
         ) from error
+
+
+def require_ray_room(folder: Path) -> None:
+    """Raises ConfigError where Ray's files would not fit: it would wait for minutes, or lose its
+    head later, and not say why."""
+    free = _free_mib(folder)
+    if free < _LEAST_MIB:
+        raise ConfigError(
+            f"{folder} has {free} MiB free, and Ray's files there need {_LEAST_MIB}: make room, or "
+            "name another folder in TMPDIR"
+        )
 
 
 def _free_mib(folder: Path) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import ray
 from psutil import Process
 
 from serve_app.session.local_ray import _LONGEST_FOLDER
@@ -315,6 +316,30 @@ def test_a_port_that_is_taken_is_named(tiny_service: Path) -> None:
         result = _run("serve", "--model", str(tiny_service), "--port", str(port))
     assert result.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+
+
+_OTHER_VERSION = """
+import sys, ray
+ray.__version__ = "1.0.0"
+from serve_app.cli.main import main
+sys.exit(main(["stop", "--address", sys.argv[1]]))
+"""
+
+
+def test_a_cluster_of_another_version_is_named_in_one_line(ray_port: int) -> None:
+    del ray_port  # Ray runs
+    address = ray.get_runtime_context().gcs_address
+    result = subprocess.run(
+        [sys.executable, "-c", _OTHER_VERSION, address],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 2, result.stderr
+    assert f"no Ray cluster at {address}: Version mismatch: The cluster" in result.stderr
+    assert "1.0.0" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """What Ray does not promise is as `cluster.ray_compat` relies on."""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import ray
 from ray import serve
@@ -32,6 +35,33 @@ def test_free_resources_are_told_by_node_and_follow_what_is_taken(ray_port: int)
         assert available_resources()[node_id]["CPU"] == before - 1
     finally:
         remove_placement_group(group)
+
+
+_DRIVER = """
+import sys, ray
+from cluster.ray_compat import job_with_installed_code
+for job in (None, job_with_installed_code()):
+    ray.init(sys.argv[1], job_config=job, logging_level="error", log_to_driver=False)
+    path = ray.get(ray.remote(num_cpus=0)(lambda: __import__("sys").path).remote())
+    print(any(entry == sys.argv[2] for entry in path))
+    ray.shutdown()
+"""
+
+
+def test_a_job_with_installed_code_does_not_give_workers_the_drivers_folder(
+    ray_port: int, tmp_path: Path
+) -> None:
+    del ray_port  # Ray runs
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _DRIVER, address, str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 @ray.remote(num_cpus=0)
