@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -219,8 +220,8 @@ def test_a_connection_that_got_in_before_the_group_was_connected_is_cut_and_coun
 
 
 def test_an_intruder_in_the_place_of_a_rank_is_cut_and_nothing_is_received_from_it() -> None:
-    """Gloo drops the connection of the rank that it replaces. A rank that notices that while it
-    still connects never gets in."""
+    """Gloo drops the connection of the rank that it replaces. A rank that notices that before the
+    ranks report their connections does not get in: one of two outcomes."""
     ranks = Planes()
     heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
     at, waiting = ranks.listener()
@@ -229,7 +230,7 @@ def test_an_intruder_in_the_place_of_a_rank_is_cut_and_nothing_is_received_from_
         try:
             planes = ranks.connect(timeout_s=1.0)
         except RuntimeError as error:
-            assert "Connect timeout" in str(error)  # noqa: PT017  # one of two outcomes
+            assert re.search("Connect timeout|reset by peer|losed by peer", str(error))  # noqa: PT017
             return
         assert ranks.refused.num_refused == 3
         x = torch.ones(3)
