@@ -17,9 +17,16 @@ class Shared(Generic[T]):
     the calls of its request.
     """
 
-    def __init__(self, make: Callable[[], Awaitable[T]], *, period_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Awaitable[T]],
+        *,
+        period_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._make = make
         self._period_s = period_s
+        self._clock = clock
         self._making: asyncio.Task[T] | None = None
         """The latest; None before the first."""
         self._ended_s = 0.0
@@ -31,13 +38,13 @@ class Shared(Generic[T]):
         return await asyncio.shield(self._making)
 
     def _is_old(self, making: asyncio.Task[T]) -> bool:
-        return making.done() and time.monotonic() - self._ended_s >= self._period_s
+        return making.done() and self._clock() - self._ended_s >= self._period_s
 
     async def _made(self) -> T:
         try:
             return await self._make()
         finally:
-            self._ended_s = time.monotonic()
+            self._ended_s = self._clock()
 
 
 def _retrieve(making: asyncio.Task[T]) -> None:

@@ -16,25 +16,24 @@ class _Page:
 
     def __init__(self, *, fails: bool = False) -> None:
         self.num_made = 0
-        self._fails = fails
+        self.fails = fails
 
     async def __call__(self) -> str:
         self.num_made += 1
         await asyncio.sleep(0.05)
-        if self._fails:
+        if self.fails:
             raise EngineError("no pipeline is running")
         return f"{self.num_made} for {_request.get()}"
 
 
 def test_it_is_made_once_in_a_period_for_all_requests() -> None:
     async def run() -> None:
-        page = _Page()
-        shared = Shared(page, period_s=0.2)
-        for number in (1, 1, 2):
-            assert set(await asyncio.gather(*(shared() for _ in range(50)))) == {
-                f"{number} for none"
-            }
-            await asyncio.sleep(0.12)
+        page, now_s = _Page(), 0.0
+        shared = Shared(page, period_s=1.0, clock=lambda: now_s)
+        for at_s, number in ((5.0, 1), (5.9, 1), (6.0, 2), (6.9, 2)):
+            now_s = at_s
+            pages = set(await asyncio.gather(*(shared() for _ in range(50))))
+            assert pages == {f"{number} for none"}
         assert page.num_made == 2
 
     asyncio.run(run())
@@ -56,15 +55,14 @@ def test_it_belongs_to_no_request_and_the_first_may_leave() -> None:
 
 def test_an_error_is_shared_and_does_not_stay() -> None:
     async def run() -> None:
-        page = _Page(fails=True)
-        shared = Shared(page, period_s=0.1)
+        page, now_s = _Page(fails=True), 5.0
+        shared = Shared(page, period_s=1.0, clock=lambda: now_s)
         answers = await asyncio.gather(*(shared() for _ in range(9)), return_exceptions=True)
         assert {type(answer) for answer in answers} == {EngineError}
         with pytest.raises(EngineError):
             await shared()
         assert page.num_made == 1
-        await asyncio.sleep(0.12)
-        page._fails = False
+        now_s, page.fails = 6.0, False
         assert await shared() == "2 for none"
 
     asyncio.run(run())
