@@ -33,10 +33,6 @@ class MaskBudget:
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
         """Callers charged at least once, the latest last."""
 
-    @property
-    def request_s(self) -> float:
-        return self._config.request_budget_s
-
     def charge(self, caller: str, seconds: float) -> float:
         """Charges work of this length; returns the seconds that were not free."""
         beyond_s = seconds - FREE_S

@@ -26,6 +26,8 @@ _ROUND_S = 0.003
 """Time that masks may take in one turn of the round loop, beside those it cannot do without."""
 _WAIT_S = 0.001
 """How long a turn waits for masks of the quick lane."""
+_MOST_S = 10.0
+"""How long one mask may take, waiting for processors included."""
 _CHUNK = 8
 """Tokens that a text's matcher reads before the time is looked at."""
 
@@ -200,10 +202,9 @@ class Masks:
         return run
 
     def _take_results(self, *, wait_s: float) -> None:
-        most_s = self._budget.request_s
-        for result in self._quick.results(wait_s=wait_s, most_s=most_s):
+        for result in self._quick.results(wait_s=wait_s, most_s=_MOST_S):
             self._take(result)
-        for result in self._slow.results(most_s=most_s):
+        for result in self._slow.results(most_s=_MOST_S):
             self._take(result)
 
     def _take(self, result: MaskResult) -> None:
