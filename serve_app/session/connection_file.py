@@ -143,7 +143,13 @@ def _folder() -> Path:
 
 def _write_private(file: Path, content: str) -> None:
     folder = file.parent
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: {error.strerror}: it is for the service's address and token; set "
+            "XDG_RUNTIME_DIR to a folder of yours, or unset it"
+        ) from error
     require_private(folder)
     draft = file.with_suffix(".new")
     draft.unlink(missing_ok=True)

@@ -114,6 +114,16 @@ def test_a_folder_that_others_can_read_gets_no_token(private: Path) -> None:
     assert list(private.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/proc/none")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t0ken")
+    with (
+        pytest.raises(ConfigError, match="set XDG_RUNTIME_DIR to a folder of yours"),
+        connection_file_for(8000, address="127.0.0.1:1"),
+    ):
+        pass
+
+
 def test_a_cluster_that_is_named_needs_no_connection_file() -> None:
     assert prepare_to_connect("ray.example:6379", port=8000) == "ray.example:6379"
 
