@@ -81,33 +81,27 @@ async def scraped(port: int, *, path: str) -> dict[str, float]:
 async def bodies(port: int) -> dict[str, float]:
     """Sends large bodies without a key; returns what the service took of them."""
 
-    async def one() -> tuple[int, float, int]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    async def one() -> tuple[int, float]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         began_s = time.monotonic()
         writer.write(head("/v1/completions", _BODY_BYTES))
-        num_sent, status = 0, 0
-        reading = asyncio.create_task(reader.read(2**16))
+        num_sent = 0
         try:
             while num_sent < _BODY_BYTES:
                 writer.write(b" " * 2**16)
                 await writer.drain()
                 num_sent += 2**16
+            await reader.read()
         except ConnectionError:
-            pass
-        try:
-            answer = await asyncio.wait_for(reading, 10)
-            status = int(answer.split(b" ", 2)[1]) if answer else 0
-        except (ConnectionError, TimeoutError):
             pass
         took_s = time.monotonic() - began_s
         writer.transport.abort()
-        return num_sent, took_s, status
+        return num_sent, took_s
 
     found = await asyncio.gather(*(one() for _ in range(_NUM_BODIES)))
     return {
         "mib_taken": sum(each[0] for each in found) / 2**20,
         "longest_s": max(each[1] for each in found),
-        "answered": sum(each[2] >= 400 for each in found),
     }
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
@@ -140,6 +141,12 @@ def test_a_client_that_still_sends_gets_its_answer(
         return found
 
     assert asyncio.run(answer()).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_sends_all_before_it_reads_gets_its_answer_too(port: int) -> None:
+    """As OpenAI's client does: the connection is reset long before the body is sent."""
+    body = b"x" * 16 * gentle_transport.LINGER_BYTES
+    assert httpx.post(f"http://127.0.0.1:{port}/refused", content=body).status_code == 200
 
 
 @pytest.mark.parametrize("ends", [b"keep-alive", b"close"])
