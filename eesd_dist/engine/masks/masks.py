@@ -1,9 +1,9 @@
 """Masks of the live requests, and where each is made.
 
 A mask that costs little is made in the round loop. A grammar of which one was costly, and all of a
-caller with such a grammar in the last ten minutes, are worked on in threads: their requests sit rounds out until
-their masks are there, and nothing is drafted after them. What costly masks take is charged to the
-request and to its caller; beyond the budget the request ends.
+caller with such a grammar in the last ten minutes, are worked on in threads: their requests sit
+rounds out until their masks are there, and nothing is drafted after them. What costly masks take is
+charged to the request and to its caller; beyond the budget the request ends.
 """
 
 import logging

@@ -77,8 +77,8 @@ class TokenMatcher:
 
     def mask_in_thread(self, tokens: Sequence[int]) -> tuple[bytes, float]:
         """Reads the text and returns the tokens that may follow it, as `read` and `mask_after` do,
-        in a thread: others go on while the library works. Returns the seconds that
-        this has taken, too, of which this thread's own clock knows nothing."""
+        in a thread: others go on while the library works. Returns the seconds that this has
+        taken, too, of which this thread's own clock knows nothing."""
         self._library_s = 0.0
         fresh = list(tokens[len(self._read) :])
         self._read += fresh
