@@ -1,7 +1,7 @@
 """Compiling grammars that are new here, a few at a time, fairly between callers.
 
-A grammar that was compiled before waits for nothing. Callers take turns; a request whose client
-leaves gives up its turn. The queue is bounded, and each caller gets its share of it.
+A grammar that was compiled before waits for nothing. Callers take turns; the request of a client
+that leaves gives up its turn. The queue is bounded, and each caller gets its share of it.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class GrammarQueue:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="grammar")
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """Callers with waiting requests, the one whose turn is next first."""
+        """Callers with waiting requests, in the order of their turns."""
         self._num_waiting = 0
         self._num_running = 0
 
@@ -33,7 +33,7 @@ class GrammarQueue:
         await self._turn(caller)
         run = copy_context().run  # its log lines are about this request
         compiling = asyncio.get_running_loop().run_in_executor(self._pool, run, work)
-        compiling.add_done_callback(self._ended)  # also if the client leaves meanwhile
+        compiling.add_done_callback(self._ended)  # also if the client leaves before that
         await asyncio.shield(compiling)
 
     async def _turn(self, caller: str) -> None:

@@ -69,7 +69,7 @@ def _measured(url: str, seconds: float) -> dict[str, Any]:
 
 
 def _times(client: httpx.Client, seconds: float) -> dict[str, Any]:
-    """Returns percentiles of a request for five tokens, and what /health said meanwhile."""
+    """Returns percentiles of a request for five tokens, and what /health said during that time."""
     until, times, failed, health = time.monotonic() + seconds, list[float](), 0, set[int]()
     while time.monotonic() < until:
         started = time.monotonic()

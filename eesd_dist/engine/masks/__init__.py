@@ -1,4 +1,4 @@
-"""Masks of the live requests: made in the round loop while they cost little, else beside it."""
+"""Masks of the live requests: made in the round loop while they cost little, else in threads."""
 
 from eesd_dist.engine.masks.masks import Masks
 from eesd_dist.engine.masks.text import ConstrainedText

@@ -1,7 +1,6 @@
-"""A thread that makes masks beside the round loop.
+"""A thread that makes masks outside the round loop.
 
-Callers take turns, and so do the grammars of each. What a mask costs, and what becomes of it, is
-decided elsewhere.
+Callers take turns, and so do the grammars of each. Knows nothing of what a mask may cost.
 """
 
 import atexit

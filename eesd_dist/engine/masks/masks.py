@@ -1,9 +1,9 @@
 """Masks of the live requests, and where each is made.
 
 A mask that costs little is made in the round loop. A grammar of which one was costly, and all of a
-caller who had such a grammar lately, are worked on in threads: their requests sit rounds out until
-their masks are there, and nothing is drafted after them. What costly masks take is charged to the
-request and to its caller; beyond the budget the request ends.
+caller with such a grammar in the last ten minutes, are worked on in threads: their requests sit
+rounds out until their masks are there, and nothing is drafted after them. What costly masks take is
+charged to the request and to its caller; beyond the budget the request ends.
 """
 
 import logging
@@ -23,7 +23,7 @@ from eesd_dist.types import Emission, Request, RequestId
 logger = logging.getLogger(__name__)
 
 _ROUND_S = 0.003
-"""Time that masks may take in one turn of the round loop, beside those it cannot do without."""
+"""Time that masks may take in one turn of the round loop, in addition to those it needs."""
 _WAIT_S = 0.001
 """How long a turn waits for masks of the quick lane."""
 _MOST_S = 10.0
@@ -196,8 +196,8 @@ class Masks:
             started = time.thread_time()
             if text.matcher is None:
                 text.matcher = grammars.matcher(grammar)
-            mask, beside_s = text.matcher.mask_beside(tokens)
-            return MadeMask(mask, time.thread_time() - started + beside_s)
+            mask, library_s = text.matcher.mask_in_thread(tokens)
+            return MadeMask(mask, time.thread_time() - started + library_s)
 
         return run
 

@@ -1,4 +1,4 @@
-"""What the masks of each grammar have cost, so that costly ones are made beside the round loop.
+"""What the masks of each grammar have cost, so that costly ones are made in threads.
 
 Depends on times alone. One thread.
 """

@@ -103,8 +103,8 @@ def is_allowed(mask: bytes, token: int) -> bool:
 
 
 def lists_of(sampling: SamplingParams, *, vocab_size: int) -> list[TokenConstraint]:
-    """Returns what restricts a text with these parameters beside its grammar. Raises RequestError
-    for tokens outside the vocabulary and words without tokens."""
+    """Returns what restricts a text with these parameters in addition to its grammar. Raises
+    RequestError for tokens outside the vocabulary and words without tokens."""
     _check(sampling, vocab_size=vocab_size)
     lists: list[TokenConstraint] = []
     if sampling.allowed_token_ids is not None:

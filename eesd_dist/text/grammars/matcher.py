@@ -36,14 +36,14 @@ class TokenMatcher:
         """`compile_again`: copies of one compiled grammar share the states that matching has made,
         and with them their limit; where it is reached, this text gets states of its own, and new
         ones each time it has grown by some hundred tokens. None: it fails there. `reader`: for
-        `mask_beside`."""
+        `mask_in_thread`."""
         self._matcher = matcher
         self._compile_again = compile_again
         self._reader = reader
         self._begins_again_at = 0
         """Length of the text from which it may get new states."""
         self._read: list[int] = []
-        self._beside_s = 0.0
+        self._library_s = 0.0
         self._words = (ctypes.c_uint32 * -(-vocab_size // _WORD_BITS))()
         self._everything = b"\xff" * ctypes.sizeof(self._words)
 
@@ -75,34 +75,34 @@ class TokenMatcher:
             mask = self._mask_after(draft)
         return self._everything if self._matcher.is_error() else mask
 
-    def mask_beside(self, tokens: Sequence[int]) -> tuple[bytes, float]:
+    def mask_in_thread(self, tokens: Sequence[int]) -> tuple[bytes, float]:
         """Reads the text and returns the tokens that may follow it, as `read` and `mask_after` do,
-        for threads beside others: these go on while the library works. Returns the seconds that
-        this has taken, too, of which this thread's own clock knows nothing."""
-        self._beside_s = 0.0
+        in a thread: others go on while the library works. Returns the seconds that this has
+        taken, too, of which this thread's own clock knows nothing."""
+        self._library_s = 0.0
         fresh = list(tokens[len(self._read) :])
         self._read += fresh
-        if not all(map(self._consume_beside, fresh)):
-            self._begin_again(beside=True)
-        mask = self._mask_beside()
-        if self._matcher.is_error() and self._begin_again(beside=True):
-            mask = self._mask_beside()
-        return self._everything if self._matcher.is_error() else mask, self._beside_s
+        if not all(map(self._consume_in_thread, fresh)):
+            self._begin_again(in_thread=True)
+        mask = self._mask_in_thread()
+        if self._matcher.is_error() and self._begin_again(in_thread=True):
+            mask = self._mask_in_thread()
+        return self._everything if self._matcher.is_error() else mask, self._library_s
 
-    def _consume_beside(self, token: int) -> bool:
+    def _consume_in_thread(self, token: int) -> bool:
         assert self._reader is not None
         started = time.perf_counter()
         is_taken = self._reader.consume(self._matcher, token)
-        self._beside_s += time.perf_counter() - started
+        self._library_s += time.perf_counter() - started
         return is_taken
 
-    def _mask_beside(self) -> bytes:
+    def _mask_in_thread(self) -> bytes:
         assert self._reader is not None
         if self._matcher.is_error():
             return self._everything
         started = time.perf_counter()
         mask = self._reader.mask(self._matcher)
-        self._beside_s += time.perf_counter() - started
+        self._library_s += time.perf_counter() - started
         return mask
 
     def _mask_after(self, draft: Sequence[int]) -> bytes:
@@ -116,22 +116,22 @@ class TokenMatcher:
             self._matcher.rollback(count)
         return mask
 
-    def _begin_again(self, *, beside: bool = False) -> bool:
+    def _begin_again(self, *, in_thread: bool = False) -> bool:
         """Reads the text with states of its own."""
         if self._compile_again is None or len(self._read) < self._begins_again_at:
             return False
         self._matcher = self._compile_again()
         self._begins_again_at = len(self._read) + _BEGINS_AGAIN_AFTER
-        if beside:
-            return all(map(self._consume_beside, self._read))
+        if in_thread:
+            return all(map(self._consume_in_thread, self._read))
         return not self._read or bool(self._matcher.consume_tokens(self._read))
 
 
 class BackgroundReader:
-    """Works for one matcher beside other threads, and behind them where processors are few.
+    """Works for one matcher while other threads run, and behind them where processors are few.
 
     The library holds the interpreter's lock while one matcher reads, however long this takes, and
-    drops it where several read at once: so a second one, which has ended, works beside each. The
+    drops it where several read at once: so a second one, which has ended, works next to each. The
     work is done by threads of the library, which have a low priority and never hold that lock long.
     """
 
@@ -168,7 +168,7 @@ def _executor() -> LLExecutor:
     made: list[LLExecutor] = []
 
     def make() -> None:
-        if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
+        if sys.platform == "linux":  # on others this is the priority of the whole process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         made.append(LLExecutor(num_threads=1))
 

@@ -285,8 +285,8 @@ def test_other_threads_go_on_while_a_text_is_read() -> None:
     """The library holds the interpreter's lock while one matcher reads by itself."""
     matcher, rng = json_grammars().matcher(AMBIGUOUS), random.Random(3)
     text = [rng.choice(CODEC.encode("abcdefghij")) for _ in range(120)]
-    matcher.mask_beside(text[:110])  # each of the others takes 20 ms or more
-    reading = threading.Thread(target=matcher.mask_beside, args=(text,))
+    matcher.mask_in_thread(text[:110])  # each of the others takes 20 ms or more
+    reading = threading.Thread(target=matcher.mask_in_thread, args=(text,))
     started, num_turns = time.perf_counter(), 0
     reading.start()
     while reading.is_alive():

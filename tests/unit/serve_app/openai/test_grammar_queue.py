@@ -11,7 +11,7 @@ from serve_app.openai.grammar_queue import GrammarQueue
 
 
 class Work:
-    """Compiling that ends when it is let go on; notes in which order it began."""
+    """Compiling that ends when the gate opens; notes in which order it began."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
