@@ -52,15 +52,15 @@ class SlotFiller:
 
         Raises what a spawn or a load raised, and PeerLost for a worker that is lost too often.
         """
-        keepers = [asyncio.ensure_future(self._keep(slot, num_slots=len(slots))) for slot in slots]
+        tasks = [asyncio.ensure_future(self._keep(slot, num_slots=len(slots))) for slot in slots]
         try:
-            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_EXCEPTION)
-            for keeper in done:
-                keeper.result()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         finally:
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         return {slot.name: self._loaded[slot.name] for slot in slots}
 
     async def _keep(self, slot: RankSlot, *, num_slots: int) -> None:
