@@ -35,9 +35,11 @@ class Actors:
 
     async def worker(self, name: str, *, pipeline: str, pid: int) -> Any:
         """Returns the handle of a worker. Raises EngineError when it does not answer."""
-        prefix = f"{pipeline_prefix(self._app, pipeline)}{name}/"
-        found = await asyncio.to_thread(workers_named, prefix, namespace=self._namespace)
-        for actor in found:
+        prefix = pipeline_prefix(self._app, pipeline)
+        workers = await asyncio.to_thread(workers_named, prefix, namespace=self._namespace)
+        # A spare that has taken a slot keeps the name that it was started with.
+        starts = (f"{prefix}{name}/", f"{prefix}draft spare ", f"{prefix}verify spare ")
+        for actor in [actor for start in starts for actor in workers if actor.startswith(start)]:
             handle = await asyncio.to_thread(ray.get_actor, actor, namespace=self._namespace)
             if (await _process_of(handle)).pid == pid:
                 return handle

@@ -117,8 +117,8 @@ def test_the_pods_offer_what_one_pipeline_asks_for(name: str) -> None:
     asked: dict[str, float] = {}
     gpus = 0.0
     for bundle, count in (
-        (config.placement.draft, parallel.draft_tensor_parallel_size + spares.draft),
-        (config.placement.verify, parallel.verify_tensor_parallel_size + spares.verify),
+        (config.placement.draft, parallel.draft_tensor_parallel_size + spares.num_draft),
+        (config.placement.verify, parallel.verify_tensor_parallel_size + spares.num_verify),
     ):
         gpus += (bundle.num_gpus or 0) * count
         for resource, amount in bundle.resources.items():

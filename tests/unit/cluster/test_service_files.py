@@ -52,8 +52,8 @@ def _asked(config: ServiceConfig) -> tuple[dict[str, float], float]:
     resources: dict[str, float] = {}
     gpus = 0.0
     for bundle, count in (
-        (config.placement.draft, parallel.draft_tensor_parallel_size + spares.draft),
-        (config.placement.verify, parallel.verify_tensor_parallel_size + spares.verify),
+        (config.placement.draft, parallel.draft_tensor_parallel_size + spares.num_draft),
+        (config.placement.verify, parallel.verify_tensor_parallel_size + spares.num_verify),
     ):
         gpus += (bundle.num_gpus or 0) * count
         for name, amount in bundle.resources.items():
