@@ -57,6 +57,8 @@ _WORKER = re.compile(r"drafting actor|verify rank \d")
 def test_a_standstill_of_every_kind_is_noticed_in_time_and_named(deadline_s: int | None) -> None:
     words = ["--requests", "6", "--kills", "4", "--max-tokens", "240", "--gap-s", "0.1"]
     words += ["--concurrency", "4", "--at-once", "0", "--kinds", *_STANDSTILLS]
+    # Starting spares keep two cores busy while the faults need answers within 1.5 s.
+    words += ["--set", "recovery.spares.draft=0", "--set", "recovery.spares.verify=0"]
     words += [] if deadline_s is None else ["--deadline-s", str(deadline_s)]
     report = _chaos(*words, timeout_s=580)
     assert {row["kind"] for row in report["faults"]} == set(_STANDSTILLS), report["missed"]

@@ -38,12 +38,16 @@ class Actors:
         prefix = pipeline_prefix(self._app, pipeline)
         workers = await asyncio.to_thread(workers_named, prefix, namespace=self._namespace)
         # A spare that has taken a slot keeps the name that it was started with.
+        silent: EngineError | None = None
         starts = (f"{prefix}{name}/", f"{prefix}draft spare ", f"{prefix}verify spare ")
         for actor in [actor for start in starts for actor in workers if actor.startswith(start)]:
             handle = await asyncio.to_thread(ray.get_actor, actor, namespace=self._namespace)
-            if (await _process_of(handle)).pid == pid:
-                return handle
-        raise EngineError(f"{name} of {pipeline} (pid {pid}) is no actor any more")
+            try:
+                if (await _process_of(handle)).pid == pid:
+                    return handle
+            except EngineError as error:  # perhaps a spare that is starting
+                silent = error
+        raise silent or EngineError(f"{name} of {pipeline} (pid {pid}) is no actor any more")
 
     async def ingresses(self) -> list[ProcessInfo]:
         found = await asyncio.to_thread(replica_actors, self._app, "Ingress")
