@@ -287,11 +287,10 @@ def test_other_threads_go_on_while_a_text_is_read() -> None:
     text = [rng.choice(CODEC.encode("abcdefghij")) for _ in range(120)]
     matcher.mask_in_thread(text[:110])  # each of the others takes 20 ms or more
     reading = threading.Thread(target=matcher.mask_in_thread, args=(text,))
-    started, num_turns = time.perf_counter(), 0
+    num_turns = 0
     reading.start()
     while reading.is_alive():
         time.sleep(0.001)
         num_turns += 1
-    assert time.perf_counter() - started > 0.2, "it takes long"
     # If the lock were held: one turn for each token, and one for the mask, which drops it.
     assert num_turns > 3 * 10

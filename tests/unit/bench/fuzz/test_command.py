@@ -80,7 +80,7 @@ def test_a_planted_error_is_found_and_seen_again(
 
 
 def test_a_failure_is_made_smaller(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    report = found("key", 2, capsys, tmp_path, reduce_s=20)
+    report = found("key", 4, capsys, tmp_path, reduce_s=60)
     case = Path(report["failures"][0]["case"])
     drawn = json.loads(case.read_text())
     assert len(drawn["entries"]) == 1
