@@ -81,8 +81,10 @@ class Listener:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a request needs to continue this stream; empty before the first token."""
-        return {"Last-Event-ID": self._last_event_id} if self._last_event_id else {}
+        """What a request needs to begin this stream or to continue it."""
+        if self._last_event_id:
+            return {"Last-Event-ID": self._last_event_id}
+        return {"X-Eesd-Event-Ids": "true"}
 
     def hear(self, line: str) -> None:
         if line == "data: [DONE]":

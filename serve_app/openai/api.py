@@ -32,7 +32,7 @@ from serve_app.openai.errors import (
     http_error_of,
     http_error_of_fields,
 )
-from serve_app.openai.event_ids import HEADER
+from serve_app.openai.event_ids import HEADER, IDS_HEADER, asks_for_ids
 from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.departures import Departures
 from serve_app.openai.middleware.gate import AdmissionGate
@@ -227,6 +227,7 @@ async def _prepared(
             nonce=nonce_of(request.scope),
             permit=noted_permit(request.scope),
             last_event_id=request.headers.get(HEADER),
+            sends_event_ids=asks_for_ids(request.headers.get(IDS_HEADER)),
         )
 
     waits = service.has_to_compile(fields)

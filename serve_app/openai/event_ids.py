@@ -21,6 +21,8 @@ from eesd_dist.errors import RequestError
 from serve_app.openai.schema import REQUEST_ID_PATTERN
 
 HEADER = "Last-Event-ID"
+IDS_HEADER = "X-Eesd-Event-Ids"
+"""Asks for the ids. Many clients read lines that begin with `data:` and nothing else."""
 
 EVENT_KEY_BYTES = 32
 """Of a key that is drawn, where no API key is configured."""
@@ -35,6 +37,17 @@ _OVER = 1 << 31
 """Flag of a choice that is over, in its number of tokens."""
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN.encode())
 _TO_URL_SAFE = bytes.maketrans(b"+/", b"-_")
+
+
+def asks_for_ids(value: str | None) -> bool:
+    """Returns what the value of `IDS_HEADER` says; None: there is no such header."""
+    if value is None:
+        return False
+    if value.lower() not in ("true", "false"):
+        raise RequestError(
+            f"{IDS_HEADER}: found {ascii(value)[:40]}, expected true or false", param=IDS_HEADER
+        )
+    return value.lower() == "true"
 
 
 class Shown(NamedTuple):

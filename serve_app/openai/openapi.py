@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from serve_app.openai.errors import TABLE
-from serve_app.openai.event_ids import HEADER
+from serve_app.openai.event_ids import HEADER, IDS_HEADER
 from serve_app.openai.middleware.gate import OPEN_PATHS, OPERATORS
 from serve_app.openai.schema import REQUEST_ID_PATTERN
 from serve_app.openai.workloads import WORKLOAD_PATTERN
@@ -116,6 +116,10 @@ _HEADERS: Mapping[str, tuple[str, Json]] = {
         {"type": "string", "pattern": REQUEST_ID_PATTERN},
     ),
     "traceparent": ("W3C trace context that the request belongs to", _TEXT),
+    IDS_HEADER: (
+        "whether the events of a stream have ids, with which it can be resumed",
+        {"enum": ["true", "false"]},
+    ),
     HEADER: ("resumes a stream after the event with this id", _TEXT),
     "X-Eesd-Workload": (
         "class of requests that share what is learnt about drafts",

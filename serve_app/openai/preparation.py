@@ -124,7 +124,8 @@ class Prepared:
     """None outside of HTTP."""
     states_length: bool
     """Whether the request says how many tokens an answer has at most."""
-    event_ids: EventIds
+    event_ids: EventIds | None
+    """None where the client has not asked for them."""
 
     @property
     def response_id(self) -> str:
@@ -159,8 +160,8 @@ class _Start:
     origin: Origin
     shown: tuple[Shown, ...]
     permit: Permit | None
-    digest: bytes
-    """Of the body."""
+    digest: bytes | None
+    """Of the body; None where the events have no ids."""
     resumption: int
 
 
@@ -220,11 +221,12 @@ class Preparation:
         nonce: bytes | None = None,
         permit: Permit | None = None,
         last_event_id: str | None = None,
+        sends_event_ids: bool = False,
     ) -> Prepared:
         """`workload`: a class named outside the body, which overrides it. `request_id`: from
         outside the body, which overrides it. `nonce`: random bytes for this request, its id if it
         has no other; None draws them. With a `last_event_id` the stream is resumed, with its first
-        request id."""
+        request id and the ids of its events; a new one has them with `sends_event_ids`."""
         self._check(fields)
         self._check_choices(len(fields.prompts), n=fields.n)
         start = self._start(
@@ -235,6 +237,7 @@ class Preparation:
             nonce=nonce,
             permit=permit,
             last_event_id=last_event_id,
+            sends_event_ids=sends_event_ids,
         )
         prompts = tuple(self._tokens_of(fields, prompt) for prompt in fields.prompts)
         limit = _DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
@@ -263,6 +266,7 @@ class Preparation:
         nonce: bytes | None = None,
         permit: Permit | None = None,
         last_event_id: str | None = None,
+        sends_event_ids: bool = False,
     ) -> Prepared:
         self._check(fields)
         self._check_choices(1, n=fields.n)
@@ -274,6 +278,7 @@ class Preparation:
             nonce=nonce,
             permit=permit,
             last_event_id=last_event_id,
+            sends_event_ids=sends_event_ids,
         )
         if fields.top_logprobs is not None and not fields.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -356,6 +361,7 @@ class Preparation:
         nonce: bytes | None,
         permit: Permit | None,
         last_event_id: str | None,
+        sends_event_ids: bool,
     ) -> _Start:
         """Raises RequestError for an event id that this stream does not have."""
         if last_event_id is not None and not fields.stream:
@@ -364,8 +370,9 @@ class Preparation:
                 "resumed: leave it out, or set stream: true",
                 param=HEADER,
             )
-        digest = digest_of(fields, kind=kind, model=self._model_name) if fields.stream else b""
-        if last_event_id is None:
+        has_ids = fields.stream and (sends_event_ids or last_event_id is not None)
+        digest = digest_of(fields, kind=kind, model=self._model_name) if has_ids else None
+        if digest is None or last_event_id is None:
             origin = Origin(
                 seed=self._draw_seed(),
                 nonce=nonce or secrets.token_bytes(NONCE_BYTES),
@@ -389,6 +396,12 @@ class Preparation:
             digest=digest,
             resumption=time.time_ns(),
         )
+
+    def _event_ids_of(self, start: _Start) -> EventIds | None:
+        if start.digest is None:
+            return None
+        key = self._event_key_of(start.permit)
+        return EventIds(start.origin, start.shown, key=key, digest=start.digest)
 
     def _event_key_of(self, permit: Permit | None) -> bytes:
         """Callers cannot resume each other's streams."""
@@ -530,12 +543,7 @@ class Preparation:
             shown=start.shown,
             permit=start.permit,
             states_length=fields.states_length,
-            event_ids=EventIds(
-                start.origin,
-                start.shown,
-                key=self._event_key_of(start.permit),
-                digest=start.digest,
-            ),
+            event_ids=self._event_ids_of(start),
         )
 
     def new_grammar(self, fields: GenerationFields) -> AskedGrammar | None:

@@ -85,7 +85,8 @@ class Answer:
         unshown = choice.unshown(delta)
         if unshown is None:
             return None
-        event_id = self._prepared.event_ids.after(delta.index, choice.shown)
+        ids = self._prepared.event_ids
+        event_id = b"" if ids is None else ids.after(delta.index, choice.shown)
         return Event(self._chunk([unshown]), event_id)
 
     def usage_event(self) -> Event:

@@ -93,6 +93,7 @@ class Service:
         nonce: bytes | None = None,
         permit: Permit | None = None,
         last_event_id: str | None = None,
+        sends_event_ids: bool = False,
     ) -> Prepared:
         options: dict[str, Any] = {
             "traceparent": traceparent,
@@ -101,6 +102,7 @@ class Service:
             "nonce": nonce,
             "permit": permit,
             "last_event_id": last_event_id,
+            "sends_event_ids": sends_event_ids,
         }
 
         def prepare() -> Prepared:

@@ -30,7 +30,7 @@ from serve_app.config import service_config
 from serve_app.operations.serving import WaitingLine, deploy
 from serve_app.operations.start_line import StartLine
 from serve_app.pipeline.deployment import Health, Pipeline, PipelineState
-from tests.support.event_stream import folded, parsed
+from tests.support.event_stream import WITH_IDS, folded, parsed
 from tests.support.running import Running, descendants, tokens_of, until
 from tests.support.toy_poison import POISON, WAYS, PoisonedStages
 from tests.support.toy_stages import ToyStages, held, toy_token
@@ -132,7 +132,7 @@ def test_a_stream_whose_connection_was_dropped_continues_after_its_last_event(
     }
     url = f"{service.url}/v1/completions"
     begun_text = b""
-    with httpx.stream("POST", url, json=body, timeout=180) as answer:
+    with httpx.stream("POST", url, json=body, headers=WITH_IDS, timeout=180) as answer:
         for part in answer.iter_bytes():
             begun_text += part
             if begun_text.count(b"\n\n") > 150:

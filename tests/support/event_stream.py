@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 Json = dict[str, Any]
 
+WITH_IDS = {"X-Eesd-Event-Ids": "true"}
+"""Headers of a stream that can be resumed."""
+
 
 class SentEvent(NamedTuple):
     id: str

@@ -97,6 +97,7 @@ _HEADERS = (
     ),
     *(b"X-Long: " + b"x" * 70_000, b"X-Many: x\r\n" * 300 + b"X-Last: x", b"Content-Length: -1"),
     *(b"X-Request-Id: " + b"x" * 129, b"X-Request-Id: \xf0\x9f\x98\x80", b"X-Request-Id:"),
+    *(b"X-Eesd-Event-Ids: perhaps", b"X-Eesd-Event-Ids: \xff", b"X-Eesd-Event-Ids: false"),
     *(b"Last-Event-ID: AQt1", b"Last-Event-ID: " + b"A" * 200, b"Last-Event-ID: \xff"),
     *(b"Content-Encoding: gzip", b"Content-Type: application/json; charset=utf-16", b"Accept: x"),
     *(b"Content-Length: 999999999999", b"Content-Length: 0x10", b"Connection: upgrade, close"),
@@ -266,7 +267,7 @@ class RequestFuzzer:
         body = {**body, "stream": True}
         body.pop("prompt_logprobs", None)
         return FuzzedRequest(
-            parts=(self._post(path, body),),
+            parts=(self._post(path, body, b"X-Eesd-Event-Ids: true"),),
             plain=self._post(path, plain_body(body)) if has_one_answer(body) else None,
             leaves_after=rng.randint(1, 6),
             is_valid=True,

@@ -37,6 +37,7 @@ FORWARDED_HEADERS = frozenset(
         b"tracestate",
         b"transfer-encoding",
         b"user-agent",
+        b"x-eesd-event-ids",
         b"x-eesd-workload",
         b"x-request-id",
     }

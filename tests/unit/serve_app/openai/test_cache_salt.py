@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from serve_app.keys import KeyRing, operators_key
-from tests.support.event_stream import parsed
+from tests.support.event_stream import WITH_IDS, parsed
 from tests.support.live_server import serving
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
@@ -32,9 +32,8 @@ class Site:
     def post(
         self, name: str, path: str = "/v1/completions", *, event_id: str = "", **fields: Any
     ) -> httpx.Response:
-        headers = {"Authorization": f"Bearer secret of {name}"}
-        if event_id:
-            headers["Last-Event-ID"] = event_id
+        asked = {"Last-Event-ID": event_id} if event_id else WITH_IDS
+        headers = {"Authorization": f"Bearer secret of {name}", **asked}
         body = {**BODIES[path], **fields}
         return httpx.post(self._url + path, json=body, headers=headers, timeout=20)
 

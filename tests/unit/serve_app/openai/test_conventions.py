@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.event_stream import parsed
+from tests.support.event_stream import WITH_IDS, parsed
 from tests.support.live_server import serving
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
@@ -32,7 +32,8 @@ def test_the_id_of_a_request_is_that_of_its_header(api: Api) -> None:
 def test_a_resumed_stream_keeps_its_first_id(api: Api) -> None:
     """Ray's proxy gives every request an id of its own."""
     body = BODY | {"stream": True}
-    first = api.http.post("/v1/completions", json=body, headers={"X-Request-Id": "first"})
+    headers = {"X-Request-Id": "first", **WITH_IDS}
+    first = api.http.post("/v1/completions", json=body, headers=headers)
     headers = {"X-Request-Id": "second", "Last-Event-ID": parsed(first.text)[1].id}
     again = chunks_of(api.http.post("/v1/completions", json=body, headers=headers))
     assert again

@@ -99,7 +99,13 @@ def test_every_path_says_which_key_it_needs_and_every_error_is_somewhere(
     assert {row.status for row in TABLE} | {200, 500} == statuses
     assert "HTTPValidationError" not in document["components"]["schemas"]
     names = {p["name"] for p in document["paths"]["/v1/completions"]["post"]["parameters"]}
-    assert names == {"X-Request-Id", "traceparent", "Last-Event-ID", "X-Eesd-Workload"}
+    assert names == {
+        "X-Request-Id",
+        "traceparent",
+        "Last-Event-ID",
+        "X-Eesd-Event-Ids",
+        "X-Eesd-Workload",
+    }
 
 
 def test_without_a_key_the_document_asks_for_none() -> None:

@@ -22,7 +22,7 @@ from serve_app.openai.pacing import Pace, paced
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.schema import CompletionFields
 from serve_app.openai.service import Service
-from tests.support.event_stream import SentEvent, folded, parsed
+from tests.support.event_stream import WITH_IDS, SentEvent, folded, parsed
 from tests.support.live_server import serving
 from tests.support.running import until
 from tests.support.toy_api import toy_api
@@ -217,7 +217,7 @@ def _api(engine: ToyEngine, pace: Pace | None, **options: Any) -> Iterator[str]:
 
 
 def _events(url: str, path: str, body: dict[str, Any], after: str | None = None) -> list[SentEvent]:
-    headers = {} if after is None else {"Last-Event-ID": after}
+    headers = WITH_IDS if after is None else {"Last-Event-ID": after}
     answer = httpx.post(url + path, json={**body, "stream": True}, headers=headers, timeout=20)
     assert answer.status_code == 200, answer.text
     return parsed(answer.text)
@@ -257,7 +257,7 @@ def test_a_stop_string_ends_the_engine_before_it_is_sent(api: Api) -> None:
         httpx.stream("POST", url + COMPLETION, json=body, timeout=20) as answer,
     ):
         lines = answer.iter_lines()
-        assert next(lines).startswith("id: ")
+        assert next(lines).startswith("data: ")
         until(lambda: api.engine.aborted)
         assert api.engine.num_live == 0
         text = "".join(lines)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.event_stream import parsed
+from tests.support.event_stream import WITH_IDS, parsed
 from tests.unit.serve_app.openai.conftest import LIMITS, MODEL, Api
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -75,7 +75,7 @@ def test_a_streamed_echo_has_them_with_its_first_token(api: Api) -> None:
 def test_a_resumed_stream_does_not_repeat_them(api: Api) -> None:
     body = {"prompt": "the cat", "max_tokens": 6, "echo": True, "logprobs": 2, "seed": 1}
     body |= {"stream": True}
-    whole = parsed(api.http.post("/v1/completions", json=body).text)
+    whole = parsed(api.http.post("/v1/completions", json=body, headers=WITH_IDS).text)
     with_ids = [at for at, event in enumerate(whole) if event.id]
     assert len(with_ids) > 1
     for at in with_ids:

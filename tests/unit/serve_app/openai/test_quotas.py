@@ -22,6 +22,7 @@ from serve_app.openai.generation import EndedByEngine
 from serve_app.openai.middleware.http_metrics import HttpMetrics
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.schema import ChatFields, CompletionFields
+from tests.support.event_stream import WITH_IDS
 from tests.support.live_server import serving
 from tests.support.running import until
 from tests.support.toy_api import toy_api
@@ -246,7 +247,7 @@ def test_a_caller_cannot_resume_the_stream_of_another(site: Site) -> None:
         ) as answer:
             return answer.status_code, list(answer.iter_lines())
 
-    _, told = lines("free")
+    _, told = lines("free", **WITH_IDS)
     event_id = next(line.removeprefix("id: ") for line in told if line.startswith("id: "))
     assert lines("search", **{"Last-Event-ID": event_id})[0] == 400
     assert lines("free", **{"Last-Event-ID": event_id})[0] == 200

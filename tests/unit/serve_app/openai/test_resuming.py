@@ -18,7 +18,7 @@ from starlette.routing import Route
 from eesd_dist.errors import ResumedElsewhere
 from serve_app.openai.event_ids import EventIds, Origin, Shown, WrongEventId, digest_of, opened
 from serve_app.openai.schema import CompletionFields
-from tests.support.event_stream import SentEvent, folded, parsed
+from tests.support.event_stream import WITH_IDS, SentEvent, folded, parsed
 from tests.support.live_server import serving
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
@@ -78,7 +78,7 @@ CASES: list[tuple[str, str, str | None, Body]] = [
 def _events(
     api: Api, path: str, body: Body, *, after: str | None = None, status: int = 200
 ) -> list[SentEvent]:
-    headers = {} if after is None else {"Last-Event-ID": after}
+    headers = WITH_IDS if after is None else {"Last-Event-ID": after}
     answer = api.http.post(path, json={**body, "stream": True}, headers=headers)
     assert answer.status_code == status, answer.text
     return parsed(answer.text) if status == 200 else []
@@ -285,7 +285,8 @@ def _service(
 
 
 def _asked(url: str, *, key: str, after: str = "") -> httpx.Response:
-    headers = {"Authorization": f"Bearer {key}", **({"Last-Event-ID": after} if after else {})}
+    asked = {"Last-Event-ID": after} if after else WITH_IDS
+    headers = {"Authorization": f"Bearer {key}", **asked}
     body = {"prompt": "x", "stream": True, "request_id": "mine", "max_tokens": 16}
     return httpx.post(f"{url}{COMPLETION}", json=body, headers=headers, timeout=20)
 

@@ -11,7 +11,7 @@ import pytest
 
 from eesd_dist.text.grammars import GrammarCompiler
 from serve_app.openai.tools import ToolCallParser, calls_grammar, format_of
-from tests.support.event_stream import parsed
+from tests.support.event_stream import WITH_IDS, parsed
 from tests.support.live_server import serving
 from tests.support.tool_models import FORMATS, TEMPLATES, tool_tokenizer
 from tests.support.toy_api import toy_api
@@ -154,7 +154,7 @@ def test_a_resumed_stream_goes_on_in_the_middle_of_a_call(tools_api: tuple[str, 
     name, api = tools_api
     api.says(said(name, ("weather", '{"city": "Rome", "days": 12}'), ("now", '{"zone": "x"}')))
     body = {"messages": [USER], "tools": TOOLS, "stream": True}
-    whole = parsed(api.post(CHAT, body).text)
+    whole = parsed(api.http.post(CHAT, json=body, headers=WITH_IDS).text)
     with_ids = [at for at, event in enumerate(whole) if event.id]
     assert len(with_ids) > 4
     for at in with_ids:
