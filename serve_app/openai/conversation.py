@@ -3,6 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 
+from pydantic_core import from_json
+
 from eesd_dist.errors import RequestError
 from serve_app.openai.schema import ChatFields, Message, check_json, naming
 
@@ -44,15 +46,33 @@ def _calls_of(calls: object) -> list[object]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError("found a call without a function's name, expected function.name")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                check_json(arguments.encode(), max_depth=_MAX_DEPTH)
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:  # half surrogates too
-                raise RequestError(f"found arguments that are no JSON: {error}") from error
+        arguments = _arguments_of(function.get("arguments"))
         read.append({**call, "function": {**function, "arguments": arguments}})
     return read
+
+
+def _arguments_of(arguments: object) -> dict[str, object]:
+    """Returns the arguments of a call as an object, which every template can write: empty if there
+    are none, with what was complete of a text cut off at its `max_tokens`, and with a value of
+    another type as `value`. Raises RequestError for a text that is no JSON."""
+    if isinstance(arguments, str):
+        arguments = _json_of(arguments)
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, dict) else {"value": arguments}
+
+
+def _json_of(text: str) -> object:
+    if not text.strip():
+        return None
+    try:
+        check_json(text.encode(), max_depth=_MAX_DEPTH)
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return from_json(text, allow_partial="trailing-strings")
+    except (ValueError, RecursionError) as error:  # half surrogates too
+        raise RequestError(f"found arguments that are no JSON: {error}") from error
 
 
 def chat_options(fields: ChatFields) -> dict[str, object]:

@@ -41,7 +41,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 FORCED = {"tool_choice": "required"}
 DEEP = {"function": {"name": "f", "arguments": '{"a":' + "[" * 400 + "]" * 400 + "}"}}
-BROKEN = {"function": {"name": "f", "arguments": "{"}}
+BROKEN = {"function": {"name": "f", "arguments": "{city: 1}"}}
 
 
 def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -190,6 +190,40 @@ def test_the_template_gets_tools_and_earlier_calls(tools_api: tuple[str, Api]) -
         plain = api.tokenizer.decode(api.engine.requests[0].prompt)
         assert "the time" not in plain
         assert api.engine.requests[0].sampling.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("function", "written"),
+    [
+        ({}, "{}"),
+        ({"arguments": None}, "{}"),
+        ({"arguments": " "}, "{}"),
+        ({"arguments": "null"}, "{}"),
+        ({"arguments": {"city": "Oslo"}}, '{"city": "Oslo"}'),
+        ({"arguments": '{"city": "Os'}, '{"city": "Os"}'),
+        ({"arguments": '{"city": "Oslo", "da'}, '{"city": "Oslo"}'),
+        ({"arguments": '{"days": [1, 2'}, '{"days": [1, 2]}'),
+        ({"arguments": "5"}, '{"value": 5}'),
+        ({"arguments": [1, "x"]}, '{"value": [1, "x"]}'),
+        ({"arguments": False}, '{"value": false}'),
+    ],
+)
+def test_arguments_of_an_earlier_call_become_an_object(
+    tools_api: tuple[str, Api], function: dict[str, Any], written: str
+) -> None:
+    _, api = tools_api
+    api.says("ok")
+    call = {"id": "123456789", "type": "function", "function": {"name": "weather", **function}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "123456789", "content": "cold"},
+    ]
+    api.engine.requests.clear()
+    answer = api.post(CHAT, {"messages": messages})
+    assert answer.status_code == 200, answer.text
+    prompt = api.tokenizer.decode(api.engine.requests[0].prompt, skip_special_tokens=False)
+    assert written in prompt
 
 
 @pytest.mark.parametrize("choice", ["required", "weather"])
