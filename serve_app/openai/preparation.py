@@ -536,10 +536,7 @@ class Preparation:
             prompt_logprobs=fields.prompt_logprobs,
             return_token_ids=fields.return_token_ids,
             return_token_origins=fields.return_token_origins,
-            warnings=tuple(
-                f"the field {name[:_LISTED_CHARS]!r} is not known and was ignored"
-                for name in ignored(fields)[:_MAX_WARNINGS]
-            ),
+            warnings=_warnings(fields, asked),
             shown=start.shown,
             permit=start.permit,
             states_length=fields.states_length,
@@ -569,7 +566,8 @@ class Preparation:
         asked = asked_grammar(fields)
         if asked is None or tool_use is None:
             forced = None if tool_use is None else tool_use.grammar
-            return asked if forced is None else AskedGrammar("tools", forced)
+            notes = () if tool_use is None else tool_use.notes
+            return asked if forced is None else AskedGrammar("tools", forced, notes)
         raise RequestError(
             f"found {asked.param} and tools, expected one of them: leave one out, or set "
             "tool_choice to none",
@@ -606,6 +604,14 @@ class Preparation:
         if asked.max_draft_tokens is None:
             return self._max_draft_tokens
         return min(asked.max_draft_tokens, self._max_draft_tokens)
+
+
+def _warnings(fields: GenerationFields, asked: AskedGrammar | None) -> tuple[str, ...]:
+    unknown = (
+        f"the field {name[:_LISTED_CHARS]!r} is not known and was ignored"
+        for name in ignored(fields)
+    )
+    return (*unknown, *(() if asked is None else asked.notes))[:_MAX_WARNINGS]
 
 
 def _num_extras(request: Request, fields: GenerationFields) -> int:

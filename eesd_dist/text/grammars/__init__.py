@@ -19,6 +19,7 @@ from eesd_dist.text.grammars.forms import (
     rules,
 )
 from eesd_dist.text.grammars.matcher import TokenMatcher
+from eesd_dist.text.grammars.normal_schema import normal_schema
 from eesd_dist.text.grammars.probe import GrammarProbe
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "lark",
     "lists_of",
     "masks_along",
+    "normal_schema",
     "one_of",
     "regular_expression",
     "rules",

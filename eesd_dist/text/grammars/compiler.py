@@ -203,6 +203,11 @@ def _reason(error: str) -> str:
     first = error.partition("\n")[0]
     if names := _unsupported(first):
         return f"found keywords of JSON Schema that are not supported: {names}; leave them out"
+    if "oneOf constraints are not supported" in first:
+        return (
+            "found oneOf whose alternatives may overlap, which cannot be told apart while a text "
+            "is written: use anyOf, or let them differ in type or in a property with a const"
+        )
     cause = re.search(r"^error: (.*)$", error, re.MULTILINE)
     return f"the grammar cannot be used: {cause[1] if cause else first}"
 

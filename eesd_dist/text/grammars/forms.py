@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from llguidance import LLMatcher, grammar_from
 
 from eesd_dist.errors import RequestError
+from eesd_dist.text.grammars.normal_schema import normal_schema
 
 _WHITESPACE = r" |\r?\n[ \t]{0,32}"
 """Between the parts of JSON, as serialisers write it: a blank, or a new line and its indent. Models
@@ -14,11 +15,11 @@ that like blank lines would never end."""
 
 def json_schema(schema: Mapping[str, object], *, whitespace: str | None = _WHITESPACE) -> str:
     """Returns the grammar of JSON that a schema describes (JSON Schema 2020-12, without what
-    llguidance does not support). `whitespace`: pattern of what may stand between two parts; None:
-    nothing."""
+    llguidance does not support; see `normal_schema`). `whitespace`: pattern of what may stand
+    between two parts; None: nothing."""
     try:
         return LLMatcher.grammar_from_json_schema(
-            json.dumps(schema),
+            json.dumps(normal_schema(schema)[0]),
             overrides={
                 "whitespace_flexible": whitespace is not None,
                 "whitespace_pattern": whitespace,
@@ -31,7 +32,7 @@ def json_schema(schema: Mapping[str, object], *, whitespace: str | None = _WHITE
 def json_rule(schema: Mapping[str, object]) -> str:
     """Returns what stands for `json_schema` in rules for `lark`."""
     spaced = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
-    return f"%json {json.dumps({**schema, 'x-guidance': spaced})}"
+    return f"%json {json.dumps({**normal_schema(schema)[0], 'x-guidance': spaced})}"
 
 
 def any_json() -> str:

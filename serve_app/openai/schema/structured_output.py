@@ -11,7 +11,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from eesd_dist.errors import RequestError
-from eesd_dist.text.grammars import json_schema, one_of, regular_expression, rules
+from eesd_dist.text.grammars import (
+    json_schema,
+    normal_schema,
+    one_of,
+    regular_expression,
+    rules,
+)
 from serve_app.openai.schema.base import MAX_ENTRIES, Fields
 
 JsonObject = dict[str, Any]
@@ -87,6 +93,8 @@ class AskedGrammar(NamedTuple):
     param: str
     """The field that asks for it."""
     grammar: str
+    notes: tuple[str, ...] = ()
+    """What of it is not obeyed, for the client."""
 
 
 def has_grammar(fields: StructuredFields) -> bool:
@@ -112,7 +120,9 @@ def asked_grammar(fields: StructuredFields) -> AskedGrammar | None:
         raise RequestError(f"found {names}, expected one of them", param=found[1].param)
     ((param, kind, value),) = found
     with naming(param):
-        return AskedGrammar(param, _grammar(kind, value, whitespace=_whitespace(fields)))
+        grammar = _grammar(kind, value, whitespace=_whitespace(fields))
+        notes = normal_schema(_parsed(value))[1] if kind == "json" else []
+    return AskedGrammar(param, grammar, tuple(f"{param}: {note}" for note in notes))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from eesd_dist.errors import RequestError
+from eesd_dist.text.grammars import normal_schema
 from eesd_dist.types import TokenId
 from serve_app.openai.schema import ChatFields, NamedTool
 from serve_app.openai.tools.formats import ToolFormat, calls_grammar
@@ -23,6 +24,8 @@ class ToolUse:
     most_calls: int | None
     grammar: str | None
     """Of an answer that has to be made of calls."""
+    notes: tuple[str, ...] = ()
+    """What of its schemas is not obeyed, for the client."""
 
 
 def tool_use_of(
@@ -66,8 +69,13 @@ def tool_use_of(
         parameters = {name: parameters[name]}
     several = fields.parallel_tool_calls and form.takes_several
     several = several and not isinstance(choice, NamedTool)
-    grammar = None
+    grammar, notes = None, []
     if fields.must_call:
+        notes = [
+            f"tools: {name}: {note}"
+            for name, schema in parameters.items()
+            for note in normal_schema(schema)[1]
+        ]
         grammar = calls_grammar(form, parameters, several=several, special_id=special_id)
     return ToolUse(
         form=form,
@@ -75,4 +83,5 @@ def tool_use_of(
         names=tuple(parameters),
         most_calls=None if several else 1,
         grammar=grammar,
+        notes=tuple(notes),
     )

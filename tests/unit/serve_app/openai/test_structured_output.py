@@ -225,3 +225,10 @@ def test_hostile_grammars_keep_no_client_waiting(api: Api) -> None:
     # A loop that compiled them would answer after all of them; a busy machine slows down both.
     assert slowest_s < max(1.0, (time.monotonic() - began) / 2)
     assert api.post("/v1/completions", {"prompt": "x", "guided_regex": "a+"}).status_code == 200
+
+
+def test_what_a_schema_asks_and_nothing_checks_is_a_warning(api: Api) -> None:
+    schema = {"type": "string", "format": "color"}
+    body = {"prompt": "x", "guided_json": schema, "max_tokens": 2}
+    (warning,) = api.post("/v1/completions", body).json()["warnings"]
+    assert warning == "guided_json: the format 'color' is not known"

@@ -328,3 +328,13 @@ def test_a_model_without_tools_says_so(api: Api) -> None:
             tools=TOOLS,  # type: ignore[arg-type]
         )
     assert error.value.param == "tools"
+
+
+def test_what_a_schema_of_a_tool_asks_and_nothing_checks_is_a_warning(
+    tools_api: tuple[str, Api],
+) -> None:
+    name, api = tools_api
+    api.says(said(name, ("f", '{"c": "red"}')))
+    schema = {"type": "object", "properties": {"c": {"type": "string", "format": "color"}}}
+    answer = api.post(CHAT, {"messages": [USER], "tools": [tool_of(schema)], **FORCED}).json()
+    assert answer["warnings"] == ["tools: f: the format 'color' is not known"]
