@@ -55,9 +55,9 @@ def _normal(schema: Schema, notes: Notes) -> dict[str, Any]:
     }
     for name in [name for name in kept if _is_out_of_reach(name, kept[name])]:
         notes.append(f"{name} {kept.pop(name)!r:.{_MAX_SHOWN_CHARS}} is too large to be checked")
-    name = kept.get("format")
-    if isinstance(name, str) and name not in _FORMATS:
-        notes.append(f"the format {name!r:.{_MAX_SHOWN_CHARS}} is not known")
+    text_format = kept.get("format")
+    if isinstance(text_format, str) and text_format not in _FORMATS:
+        notes.append(f"the format {text_format!r:.{_MAX_SHOWN_CHARS}} is not known")
         del kept["format"]
     return kept
 

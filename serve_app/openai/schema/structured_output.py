@@ -107,7 +107,7 @@ def has_grammar(fields: StructuredFields) -> bool:
 class _Asked(NamedTuple):
     param: str
     kind: Literal["json", "regex", "choice", "grammar"]
-    value: object
+    value: Any
 
 
 def asked_grammar(fields: StructuredFields) -> AskedGrammar | None:
