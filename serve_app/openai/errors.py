@@ -115,6 +115,14 @@ class BodyTooLarge(RequestError):
         )
 
 
+class EncodedBody(RequestError):
+    def __init__(self, *, encoding: str) -> None:
+        super().__init__(
+            f"found a body with Content-Encoding {encoding[:_ECHOED_CHARS]!r}, expected JSON as it "
+            "is: send it without compression"
+        )
+
+
 class HeadTooLarge(RequestError):
     def __init__(self, *, limit: int) -> None:
         super().__init__(f"found headers of more than {limit} bytes, expected at most {limit}")
@@ -160,6 +168,7 @@ TABLE: tuple[Row, ...] = (
     Row(error=UnknownModel, status=404, type="not_found_error", code="model_not_found"),
     Row(error=PromptTooLong, status=400, type=_INVALID, code="context_length_exceeded"),
     Row(error=BodyTooLarge, status=413, type=_INVALID, code="request_too_large"),
+    Row(error=EncodedBody, status=415, type=_INVALID, code="unsupported_encoding"),
     Row(error=HeadTooLarge, status=431, type=_INVALID, code="headers_too_large"),
     Row(error=TooSlow, status=408, type=_INVALID, code="request_timeout"),
     Row(error=ResumedElsewhere, status=409, type=_INVALID, code="resumed_elsewhere"),

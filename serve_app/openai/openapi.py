@@ -24,7 +24,7 @@ _CHANGES = frozenset(f"{OPERATORS}pipelines/{{name}}/{change}" for change in ("d
 _OF_CHANGES = frozenset({403, 404, 409})
 _ALWAYS = frozenset({400, 431, 500})
 """Headers that are no text or too long, and bugs."""
-_OF_BODIES = frozenset({404, 408, 413, 429})
+_OF_BODIES = frozenset({404, 408, 413, 415, 429})
 _OF_GENERATION = frozenset({409, 422, 503})
 _KEY = "api_key"
 _ERROR: Json = {

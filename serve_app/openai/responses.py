@@ -166,6 +166,8 @@ class _GrowingChoice:
         self._echoed = self._text
         self._echoes_logprobs = bool(self._echoed) and self._wants_logprobs
         self._codec = codec
+        self._hidden = codec.special_token_ids.union(choice.request.sampling.stop_token_ids)
+        """Tokens that are no part of the text where they add nothing to it."""
         self._num_prompt_top = prepared.prompt_logprobs
         self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         """None before the first token."""
@@ -368,7 +370,8 @@ class _GrowingChoice:
             delta.added.tokens, delta.added.pieces, delta.added.logprobs, strict=True
         ):
             offset = len(self._echoed) + self._num_chars
-            self._entries.append(_Entry(token, logprobs, offset))
+            is_text = bool(piece) or token not in self._hidden
+            self._entries.append(_Entry(token, logprobs, offset, is_text=is_text))
             self._num_chars += len(piece)
 
 
@@ -392,13 +395,17 @@ def _origins(emission: Emission) -> list[str]:
 class _Entry:
     """One token with its log-probabilities and where its text begins."""
 
-    __slots__ = ("logprobs", "offset", "token")
+    __slots__ = ("is_text", "logprobs", "offset", "token")
 
-    def __init__(self, token: TokenId, logprobs: TokenLogprobs | None, offset: int) -> None:
-        """`logprobs`: None for the first token of a prompt."""
+    def __init__(
+        self, token: TokenId, logprobs: TokenLogprobs | None, offset: int, *, is_text: bool = True
+    ) -> None:
+        """`logprobs`: None for the first token of a prompt. `is_text`: False for a token that the
+        text does not have, such as the end token."""
         self.token = token
         self.logprobs = logprobs
         self.offset = offset
+        self.is_text = is_text
 
 
 class _Logprobs:
@@ -438,7 +445,8 @@ class _Logprobs:
     def _chat_entry(self, entry: _Entry) -> Json:
         assert entry.logprobs is not None, "chats have no echo"
         top = [self._chat_token(token, logprob) for token, logprob in self._top(entry.logprobs)]
-        return self._chat_token(entry.token, entry.logprobs.logprob) | {"top_logprobs": top}
+        chosen = self._chat_token(entry.token, entry.logprobs.logprob) | {"top_logprobs": top}
+        return chosen if entry.is_text else chosen | {"bytes": []}
 
     def _top(self, logprobs: TokenLogprobs) -> Sequence[tuple[TokenId, float]]:
         return logprobs.top[: self._num_top]

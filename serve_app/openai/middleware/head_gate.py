@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eesd_dist.errors import RequestError
-from serve_app.openai.errors import HeadTooLarge, http_error_of
+from serve_app.openai.errors import EncodedBody, HeadTooLarge, http_error_of
 from serve_app.openai.middleware.body_limits import BodyLimits
 from serve_app.openai.middleware.http_metrics import note_refusal
 from serve_app.openai.middleware.refusal_log import RefusalLog
@@ -108,7 +108,8 @@ def check_framing(scope: Scope) -> None:
 
 
 def check_head(scope: Scope) -> None:
-    """Raises RequestError unless headers and path are text that may be written to a log."""
+    """Raises RequestError unless headers and path are text that may be written to a log, and the
+    body is what it seems."""
     parts = list(chain.from_iterable(scope["headers"]))
     if sum(map(len, parts)) > MAX_HEAD_BYTES:
         raise HeadTooLarge(limit=MAX_HEAD_BYTES)
@@ -122,6 +123,9 @@ def check_head(scope: Scope) -> None:
         )
     if not scope["path"].startswith("/"):
         raise RequestError("found a target that is no path: send one that begins with /")
+    encoding = header_of(scope, b"content-encoding")
+    if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
+        raise EncodedBody(encoding=encoding.decode())
     request_id = header_of(scope, b"x-request-id")
     if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
         raise RequestError(

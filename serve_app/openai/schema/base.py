@@ -18,8 +18,13 @@ def check_number(entries: object) -> object:
     return entries
 
 
+def _whole(value: object) -> object:
+    """Languages with one kind of number write 1.0 for 1, or the other way round."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class Fields(BaseModel):
-    """A JSON object in which null means the default."""
+    """A JSON object in which null means the default, and 1.0 is a whole number."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -36,7 +41,11 @@ class Fields(BaseModel):
         check_number(data)
         if not isinstance(data, Mapping):
             return data
-        return {name: value for name, value in data.items() if value is not None}
+        return {
+            name: _whole(value) if name in cls.model_fields else value
+            for name, value in data.items()
+            if value is not None
+        }
 
     @classmethod
     def __get_pydantic_json_schema__(

@@ -1,6 +1,7 @@
 """The API as its users meet it: the official client, and raw HTTP where the client is too kind."""
 
 import asyncio
+import gzip
 import json
 import time
 
@@ -237,7 +238,7 @@ def test_chat_logprobs_carry_the_bytes_of_every_token(api: Api, stream: bool) ->
         answer = api.client.chat.completions.create(**asked)
         assert answer.choices[0].logprobs is not None
         content = answer.choices[0].logprobs.content or []
-    assert b"".join(bytes(entry.bytes or []) for entry in content).decode() == "fox 🙂<|end|>"
+    assert b"".join(bytes(entry.bytes or []) for entry in content).decode() == "fox 🙂"
     assert all(len(entry.top_logprobs) == 3 for entry in content)
 
 
@@ -602,3 +603,41 @@ def test_a_key_is_asked_for_where_one_is_set() -> None:
             bad.completions.create(model=MODEL, prompt="x")
         assert httpx.get(f"{url}/health").status_code == 200
         assert httpx.get(f"{url}/v1/models").status_code == 401
+
+
+def test_the_bytes_of_a_chats_logprobs_are_those_of_its_text(api: Api) -> None:
+    """The end token is in the list, and not in the text."""
+    api.says("ünïcode ends")
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1}
+    for skips in (True, False):
+        answer = api.post("/v1/chat/completions", body | {"skip_special_tokens": skips}).json()
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "stop"
+        entries = choice["logprobs"]["content"]
+        assert len(entries) == answer["usage"]["completion_tokens"]
+        text = b"".join(bytes(entry["bytes"]) for entry in entries).decode()
+        assert text == choice["message"]["content"] == "ünïcode ends"
+        assert entries[-1]["bytes"] == []
+        assert entries[-1]["token"]
+
+
+@pytest.mark.parametrize("fields", [{"n": 2.0}, {"max_tokens": 3.0}, {"top_k": 4.0, "seed": 7.0}])
+def test_a_whole_number_may_be_written_with_a_point(api: Api, fields: dict[str, float]) -> None:
+    body = {"prompt": "x", "max_tokens": 4, "seed": 1}
+    whole = {name: int(value) for name, value in fields.items()}
+    assert b".0" in json.dumps(fields).encode()
+    answers = [api.post("/v1/completions", body | each).json() for each in (fields, whole)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert api.post("/v1/completions", body | {"n": 1.5}).status_code == 400
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("br", 415), ("identity", 200)])
+def test_a_compressed_body_is_refused_by_name(api: Api, encoding: str, status: int) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    content = gzip.compress(body) if encoding == "gzip" else body
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    answer = api.http.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == status, answer.text
+    if status == 415:
+        assert answer.json()["error"]["code"] == "unsupported_encoding"
+        assert encoding in answer.json()["error"]["message"]

@@ -358,7 +358,7 @@ def _cutting(url: str, *, after_events: int) -> Iterator[str]:
 
     async def forward(request: Request) -> StreamingResponse:
         body = await request.body()
-        headers = {k: v for k, v in request.headers.items() if k == "last-event-id"}
+        headers = {k: v for k, v in request.headers.items() if "event-id" in k}
 
         async def part() -> AsyncIterator[bytes]:
             num_events = 0
