@@ -71,6 +71,11 @@ class ModelConfig(Section):
     device: Device = "auto"
     """`auto` takes CUDA where there is one."""
 
+    generation_config: Literal["auto", "none"] = "auto"
+    """`auto`: the checkpoint's generation_config.json gives the temperature, `top_p`, `top_k`,
+    `min_p` and `repetition_penalty` of requests that state none, and its `max_new_tokens` is the
+    most that an answer has. `none`: only its end tokens count."""
+
     max_model_len: PositiveInt | None = None
     """Maximum length of prompt and answer together, in tokens. It must fit the checkpoint's
     positions and the KV pages. None: the smaller of the two."""

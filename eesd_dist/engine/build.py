@@ -43,6 +43,7 @@ from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.text import Tokenizer
 from eesd_dist.text.grammars import GrammarCompiler
+from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.transport.command_stream import CommandSink
 from eesd_dist.transport.contracts import (
     RoundHeader,
@@ -431,6 +432,7 @@ def check_model(config: EngineConfig) -> None:
     ):
         Shard.of(layout.spec, rank=0, size=size)
     Tokenizer.load(config.model.path)
+    SamplingDefaults.of_folder(config.model.path, mode=config.model.generation_config)
 
     def stop(_: LoadProgress) -> None:
         """Called first after the headers, before any data is read."""

@@ -29,6 +29,7 @@ from eesd_dist.errors import (
     RequestError,
 )
 from eesd_dist.text import TextCodec
+from eesd_dist.text.sampling_defaults import SamplingDefaults
 from serve_app.batch.reader import Row, checked_digests, rows_of
 from serve_app.batch.writer import Manifest, OutputFile
 from serve_app.openai.client import EngineClient
@@ -58,6 +59,8 @@ class ServedModel:
     max_model_len: int
     max_draft_tokens: int = 8
     """The service's ceiling, for the statistics."""
+    sampling_defaults: SamplingDefaults | None = None
+    """For rows that state no values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +140,7 @@ def _service(engine: EngineClient, codec: TextCodec, model: ServedModel) -> Serv
         model_name=model.name,
         max_model_len=model.max_model_len,
         max_draft_tokens=model.max_draft_tokens,
+        sampling_defaults=model.sampling_defaults,
     )
     return Service(engine, codec=codec, preparation=preparation)
 

@@ -11,6 +11,7 @@ from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.sampling.noise import NOISE_VERSION
 from eesd_dist.text import Tokenizer
+from eesd_dist.text.sampling_defaults import SamplingDefaults
 from serve_app.batch.http_client import HttpClient
 from serve_app.batch.local_client import LocalClient
 from serve_app.batch.runner import BatchOptions, BatchReport, ServedModel, run_batch
@@ -40,6 +41,9 @@ async def run_here(
         identity=_identity(engine),
         max_model_len=layout_of(engine).max_model_len,
         max_draft_tokens=engine.speculation.max_draft_tokens,
+        sampling_defaults=SamplingDefaults.of_folder(
+            engine.model.path, mode=engine.model.generation_config
+        ),
     )
     book = BeliefBook(discount=engine.speculation.discount)
     tokenizer = Tokenizer.load(engine.model.path)
@@ -91,6 +95,8 @@ def _identity(engine: EngineConfig) -> str:
     words = f"{resolve_dtype(model.dtype, model.path)} {model.numerics} noise {NOISE_VERSION}"
     if engine.speculation.acceptance == "rejection":
         words += " rejection"
+    if model.generation_config != "auto":
+        words += f" generation_config {model.generation_config}"
     weights = sorted(model.path.glob("*.safetensors"))
     return _digest(words, (*weights, *_text_files(model.path)))
 

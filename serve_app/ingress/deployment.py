@@ -25,6 +25,7 @@ from eesd_dist.model.max_len import max_model_len_of
 from eesd_dist.routing.fleet.departure import FleetState
 from eesd_dist.telemetry.span_records import SpanRecord
 from eesd_dist.text import Tokenizer
+from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.text.tokenizer import leave_out_torch
 from eesd_dist.workers.process import prepare_process, set_log_level, tracing_of
 from serve_app.config import (
@@ -178,6 +179,9 @@ class Ingress:
             created_unix_s=int(time.time()),
             resume_window_s=config.recovery.resume_window_s,
             share_prefix_cache=config.share_prefix_cache,
+            sampling_defaults=SamplingDefaults.of_folder(
+                config.engine.model.path, mode=config.engine.model.generation_config
+            ),
             pace=_pace_of(config.streams),
             names_answers=False,
             departures=(TaskCancelledError, RequestCancelledError),

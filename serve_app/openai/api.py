@@ -21,6 +21,7 @@ from eesd_dist.errors import CapacityError, EesdError, RequestError
 from eesd_dist.telemetry.metrics import CONTENT_TYPE
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
+from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.types import TokenId
 from serve_app.console.pages import add_pages
 from serve_app.keys import KeyRing, operators_key
@@ -105,6 +106,7 @@ def build_api(
     created_unix_s: int = 0,
     resume_window_s: float = 0.0,
     share_prefix_cache: bool = False,
+    sampling_defaults: SamplingDefaults | None = None,
     pace: Pace | None = None,
     names_answers: bool = True,
     departures: tuple[type[Exception], ...] = (),
@@ -128,6 +130,7 @@ def build_api(
         event_key=event_key if api_key is None else api_key.encode(),
         resume_window_s=resume_window_s,
         share_prefix_cache=share_prefix_cache,
+        sampling_defaults=sampling_defaults,
     )
     service = Service(
         engine,
@@ -272,6 +275,7 @@ def _add_models(
             "created": created_unix_s,
             "owned_by": "eesd",
             "max_model_len": preparation.max_model_len,
+            "default_sampling_params": preparation.sampling_defaults.stated(),
         }
 
     @app.get("/v1/models", response_model=None)

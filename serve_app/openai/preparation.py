@@ -15,6 +15,7 @@ from typing import Literal
 from eesd_dist.errors import PromptTooLong, RequestError
 from eesd_dist.text import TextCodec
 from eesd_dist.text.grammars import GrammarCompiler, GrammarProbe
+from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.types import Request, RequestId, TokenId
 from serve_app.keys import ANYONE, Permit
 from serve_app.openai.conversation import chat_options, conversation_of
@@ -35,6 +36,7 @@ from serve_app.openai.sampling_fields import (
     choice_seed,
     sampling_params,
     speculation_params,
+    with_defaults,
 )
 from serve_app.openai.schema import (
     AskedGrammar,
@@ -181,13 +183,15 @@ class Preparation:
         event_key: bytes | None = None,
         resume_window_s: float = 0.0,
         share_prefix_cache: bool = False,
+        sampling_defaults: SamplingDefaults | None = None,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
     ) -> None:
         """`kv_tokens` returns what the KV pages hold, None while it is not known.
 
         `limits` None: no limit on texts, log-probabilities and repeated prompt tokens of one
         answer. Event ids of another `event_key` are refused; None draws one, so that no other
-        process takes the ids that are made here. `share_prefix_cache`: callers find each other's
+        process takes the ids that are made here. `sampling_defaults`: of the checkpoint.
+        `share_prefix_cache`: callers find each other's
         prefixes."""
         self._codec = codec
         self._grammars = GrammarCompiler(lambda: codec, probe=GrammarProbe().check)
@@ -203,6 +207,7 @@ class Preparation:
         self._event_key = event_key or secrets.token_bytes(EVENT_KEY_BYTES)
         self._resume_window_s = resume_window_s
         self._share_prefix_cache = share_prefix_cache
+        self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self._draw_seed = draw_seed
 
     @property
@@ -227,6 +232,7 @@ class Preparation:
         outside the body, which overrides it. `nonce`: random bytes for this request, its id if it
         has no other; None draws them. With a `last_event_id` the stream is resumed, with its first
         request id and the ids of its events; a new one has them with `sends_event_ids`."""
+        fields = with_defaults(fields, self.sampling_defaults)
         self._check(fields)
         self._check_choices(len(fields.prompts), n=fields.n)
         start = self._start(
@@ -268,6 +274,7 @@ class Preparation:
         last_event_id: str | None = None,
         sends_event_ids: bool = False,
     ) -> Prepared:
+        fields = with_defaults(fields, self.sampling_defaults)
         self._check(fields)
         self._check_choices(1, n=fields.n)
         start = self._start(

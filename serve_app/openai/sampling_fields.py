@@ -3,12 +3,17 @@ vocabulary of the served model."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from eesd_dist.errors import RequestError
 from eesd_dist.text import TextCodec
+from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.types import SamplingParams, SpeculationParams, TokenId
 from serve_app.openai.schema import GenerationFields, naming
 
+AnyFields = TypeVar("AnyFields", bound=GenerationFields)
+
+_LENGTHS = ("max_completion_tokens", "max_tokens")
 _TOP_K_OF_ALL = 2**31 - 1
 """More than any vocabulary has; larger values mean the same."""
 _ID_DIGITS = 20
@@ -23,6 +28,21 @@ def check_ids(ids: Sequence[int], codec: TextCodec, *, param: str) -> None:
             f"{param}: token id {bad} is not below the vocabulary of {codec.vocab_size}",
             param=param,
         )
+
+
+def with_defaults(fields: AnyFields, defaults: SamplingDefaults) -> AnyFields:
+    """Returns a request with the checkpoint's values where it states none."""
+    stated = defaults.stated()
+    most = stated.pop("max_new_tokens", None)
+    changed: dict[str, object] = {
+        name: value for name, value in stated.items() if name not in fields.model_fields_set
+    }
+    if most is not None:
+        asked = {name for name in _LENGTHS if getattr(fields, name, None) is not None}
+        for name in asked or {"max_tokens"}:
+            value = getattr(fields, name)
+            changed[name] = most if value is None else min(value, most)
+    return fields.model_copy(update=changed) if changed else fields
 
 
 def sampling_params(

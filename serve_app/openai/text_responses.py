@@ -96,6 +96,7 @@ def _ended(
 def _object(
     prepared: Prepared, fields: ResponsesFields, *, status: str, output: list[Json]
 ) -> Json:
+    sampling = prepared.choices[0].request.sampling
     return {
         "id": f"resp_{prepared.request_id}",
         "object": "response",
@@ -112,14 +113,14 @@ def _object(
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "store": False,
-        "temperature": fields.temperature,
+        "temperature": sampling.temperature,
         "text": {
             "format": fields.text.format.model_dump(by_alias=True, exclude_unset=True)
             | {"type": fields.text.format.type}
         },
         "tool_choice": "none",
         "tools": [],
-        "top_p": fields.top_p,
+        "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None,
     }

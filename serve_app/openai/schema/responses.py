@@ -90,6 +90,7 @@ class ResponsesFields(Fields):
             messages.append({"role": "user", "content": self.input})
         else:
             messages += [_message(each) for each in self.input]
+        stated = self.model_fields_set
         others = (self.model_extra or {}).keys() - ChatFields.model_fields.keys() - _REFUSED.keys()
         return ChatFields.model_validate(
             {
@@ -97,8 +98,8 @@ class ResponsesFields(Fields):
                 "model": self.model,
                 "messages": messages,
                 "max_completion_tokens": self.max_output_tokens,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
+                "temperature": self.temperature if "temperature" in stated else None,
+                "top_p": self.top_p if "top_p" in stated else None,
                 "seed": self.seed,
                 "response_format": _response_format(self.text.format),
                 "stream": self.stream,
