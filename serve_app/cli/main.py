@@ -26,7 +26,10 @@ from serve_app.cli.wait import wait
 
 def main(argv: Sequence[str] | None = None) -> int:
     bypass_proxies()
-    return run_app(app, sys.argv[1:] if argv is None else argv, program="eesd")
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--version"]:
+        words = ["version"]
+    return run_app(app, words, program="eesd")
 
 
 def eesd(verbose: Annotated[bool, "log what happens"] = False) -> None:
@@ -42,7 +45,7 @@ def eesd(verbose: Annotated[bool, "log what happens"] = False) -> None:
 
 
 def version() -> None:
-    """Prints the version."""
+    """Prints the version, as `--version` does."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as version_of
 

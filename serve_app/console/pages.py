@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 _SAME_ORIGIN = (
     "default-src 'none'; script-src 'self'; connect-src 'self'; "
@@ -46,8 +46,8 @@ _FILES: Mapping[str, Traversable] = {
     for file in _STATIC.iterdir()
     if not file.name.startswith("docs.") and not file.name.endswith(".html")
 }
-PATHS = frozenset(_FILES) | {"/console/", "/docs/"}
-"""Paths that need no key; the last two are redirected."""
+PATHS = frozenset(_FILES) | {"/", "/console/", "/docs/"}
+"""Paths that need no key; the last three are redirected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,14 @@ class Page:
 
 
 def add_pages(app: FastAPI) -> None:
-    """Adds a route for each file."""
+    """Adds a route for each file; `/` leads to the console."""
+    app.add_route("/", _to_console, methods=["GET"], include_in_schema=False)
     for path in _FILES:
         app.add_route(path, _answer, methods=["GET"], include_in_schema=False)
+
+
+async def _to_console(request: Request) -> Response:
+    return RedirectResponse(f"{request.scope.get('root_path', '')}/console")
 
 
 async def _answer(request: Request) -> Response:

@@ -159,8 +159,9 @@ def test_a_model_that_is_not_there_ends_with_one_line(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith("eesd: /no/such.yaml: No such file")
 
 
-def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["version"]) == 0
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_version_is_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([word]) == 0
     assert capsys.readouterr().out.startswith("eesd")
 
 
