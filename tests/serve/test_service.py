@@ -282,8 +282,8 @@ def test_metrics_count_what_was_drafted_and_say_by_which_pipeline(
     )
     report = (answer.model_extra or {})["metrics"]["speculative_decoding"]
     assert report["num_draft_tokens"] > 0
-    until(lambda: drafted() > before)
-    assert drafted() - before == report["num_draft_tokens"]
+    # Two ingresses answer, each with a page that may be a second old.
+    until(lambda: drafted() - before == report["num_draft_tokens"])
 
 
 def test_every_ingress_shows_the_metrics_of_all(service: Running) -> None:
