@@ -3,6 +3,7 @@ parameter works, is refused, or is ignored, as its table says."""
 
 import json
 import re
+import secrets
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -270,11 +271,30 @@ def _seeds(ask: Asker) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+PROMPTS = {"prompt", "messages", "input"}
+"""Names of the field with the text."""
+
+
+def _salts(ask: Asker) -> None:
+    """A prefix is reused only by requests with the same salt."""
+    text = "the quick brown fox " * 20
+    chat = [{"role": "user", "content": text}]
+    prompt = {name: chat if name == "messages" else text for name in PROMPTS & ask.basis.keys()}
+    one, other = secrets.token_hex(8), secrets.token_hex(8)
+    usages = [ask(**prompt, cache_salt=salt).body["usage"] for salt in (one, one, other)]
+    (details,) = (
+        name for name in usages[0] if name in ("prompt_tokens_details", "input_tokens_details")
+    )
+    first, again, salted = (usage[details]["cached_tokens"] for usage in usages)
+    assert first == salted == 0 < again
+
+
 BOTH: Mapping[str, Check] = {
     "allowed_token_ids": _is(
         lambda answer, _: set(answer.ids) <= {A, B, 72}, allowed_token_ids=[A, B, 72]
     ),
     "bad_words": _bans,
+    "cache_salt": _salts,
     "frequency_penalty": _penalty("frequency_penalty", penalty=2.0, reward=-2.0),
     "guided_choice": _is(lambda a, _: a.text in ("yes", "no"), guided_choice=["yes", "no"], **ENDS),
     "guided_grammar": _is(
@@ -458,6 +478,7 @@ def _num_input(answer: Answer) -> int:
 
 
 RESPONSES: Mapping[str, Check] = {
+    "cache_salt": _salts,
     "input": _same(input=[{"role": "user", "content": "the quick brown fox"}]),
     "instructions": _is(lambda a, ask: _num_input(a) > _num_input(ask()), instructions="be brief"),
     "max_output_tokens": _is(
