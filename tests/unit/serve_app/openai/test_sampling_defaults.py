@@ -1,4 +1,4 @@
-"""Requests to a checkpoint whose generation_config.json names values of sampling."""
+"""Requests to a checkpoint that names values of sampling in generation_config.json."""
 
 from collections.abc import Iterator
 from typing import Any
