@@ -26,7 +26,7 @@ _ROUND_S = 0.003
 """Time that masks may take in one turn of the round loop, in addition to those it needs."""
 _WAIT_S = 0.001
 """How long a turn waits for masks of the quick lane."""
-_MOST_S = 10.0
+_MOST_S = 60.0
 """How long one mask may take, waiting for processors included."""
 _CHUNK = 8
 """Tokens that a text's matcher reads before the time is looked at."""

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 from llguidance import LLExecutor, LLMatcher
 
@@ -77,8 +79,8 @@ class TokenMatcher:
 
     def mask_in_thread(self, tokens: Sequence[int]) -> tuple[bytes, float]:
         """Reads the text and returns the tokens that may follow it, as `read` and `mask_after` do,
-        in a thread: others go on while the library works. Returns the seconds that this has
-        taken, too, of which this thread's own clock knows nothing."""
+        in a thread: others go on while the library works. Returns the seconds of a processor that
+        the library has used, too, of which this thread's own clock knows nothing."""
         self._library_s = 0.0
         fresh = list(tokens[len(self._read) :])
         self._read += fresh
@@ -91,18 +93,16 @@ class TokenMatcher:
 
     def _consume_in_thread(self, token: int) -> bool:
         assert self._reader is not None
-        started = time.perf_counter()
-        is_taken = self._reader.consume(self._matcher, token)
-        self._library_s += time.perf_counter() - started
+        is_taken, seconds = self._reader.consume(self._matcher, token)
+        self._library_s += seconds
         return is_taken
 
     def _mask_in_thread(self) -> bytes:
         assert self._reader is not None
         if self._matcher.is_error():
             return self._everything
-        started = time.perf_counter()
-        mask = self._reader.mask(self._matcher)
-        self._library_s += time.perf_counter() - started
+        mask, seconds = self._reader.mask(self._matcher)
+        self._library_s += seconds
         return mask
 
     def _mask_after(self, draft: Sequence[int]) -> bytes:
@@ -133,6 +133,8 @@ class BackgroundReader:
     The library holds the interpreter's lock while one matcher reads, however long this takes, and
     drops it where several read at once: so a second one, which has ended, works next to each. The
     work is done by threads of the library, which have a low priority and never hold that lock long.
+    What it takes is counted by the clocks of these threads: how long they wait for a processor is
+    no matter of the grammar.
     """
 
     def __init__(self, ended: LLMatcher, *, num_words: int) -> None:
@@ -140,18 +142,21 @@ class BackgroundReader:
         self._num_words = num_words
         self._of_thread = threading.local()
 
-    def consume(self, matcher: LLMatcher, token: int) -> bool:
-        """Reads one token; returns whether the text may have it."""
+    def consume(self, matcher: LLMatcher, token: int) -> tuple[bool, float]:
+        """Reads one token; returns whether the text may have it, and the seconds used."""
         mine = self._mine()
-        return bool(mine.executor.consume_token_par([(matcher, token), (mine.ended, token)])[0])
+        started = mine.clock()
+        taken = mine.executor.consume_token_par([(matcher, token), (mine.ended, token)])
+        return bool(taken[0]), mine.clock() - started
 
-    def mask(self, matcher: LLMatcher) -> bytes:
-        """Returns the tokens that may follow."""
+    def mask(self, matcher: LLMatcher) -> tuple[bytes, float]:
+        """Returns the tokens that may follow, and the seconds used."""
         mine = self._mine()
         size = ctypes.sizeof(mine.words) // 2
         pair = [(matcher, 0), (mine.open, 1)]
+        started = mine.clock()
         mine.executor.unsafe_compute_mask_ptr(pair, ctypes.addressof(mine.words), size, 2)
-        return bytes(mine.words)[:size]
+        return bytes(mine.words)[:size], mine.clock() - started
 
     def _mine(self) -> threading.local:
         mine = self._of_thread
@@ -159,20 +164,46 @@ class BackgroundReader:
             mine.ended, mine.open = self._ended.deep_copy(), self._ended.deep_copy()
             mine.open.reset()
             mine.words = (ctypes.c_uint32 * (2 * self._num_words))()
-            mine.executor = _executor()
+            mine.executor, mine.clock = _executor()
         return mine
 
 
-def _executor() -> LLExecutor:
-    """Returns an executor the thread of which has a low priority: it inherits it."""
-    made: list[LLExecutor] = []
+_MAKING = threading.Lock()
+
+
+def _executor() -> tuple[LLExecutor, Callable[[], float]]:
+    """Returns an executor the thread of which has a low priority, which it inherits, and that
+    thread's clock."""
+    made: list[tuple[LLExecutor, Callable[[], float]]] = []
 
     def make() -> None:
-        if sys.platform == "linux":  # on others this is the priority of the whole process
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        made.append(LLExecutor(num_threads=1))
+        if sys.platform != "linux":  # where a priority is that of the whole process
+            made.append((LLExecutor(num_threads=1), time.perf_counter))
+            return
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        before = _low_threads()
+        executor = LLExecutor(num_threads=1)
+        (worker,) = _low_threads() - before
+        made.append((executor, partial(time.clock_gettime, _clock_id(worker))))
 
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
+    with _MAKING:
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
     return made[0]
+
+
+def _low_threads() -> set[int]:
+    """Returns this process's threads of low priority, by their ids in the kernel."""
+    low = set()
+    for name in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            if os.getpriority(os.PRIO_PROCESS, int(name)) == _NICE:
+                low.add(int(name))
+    return low
+
+
+def _clock_id(thread_id: int) -> int:
+    """Returns Linux's id of the clock that counts the processor time of a thread: `CPUCLOCK_SCHED`
+    with `CPUCLOCK_PERTHREAD_MASK` (include/linux/posix-timers.h)."""
+    return ~thread_id << 3 | 6

@@ -1,7 +1,10 @@
 """Masks that take long: their texts wait, no other does, and beyond a budget they end."""
 
 import dataclasses
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -294,3 +297,20 @@ def test_other_threads_go_on_while_a_text_is_read() -> None:
         num_turns += 1
     # If the lock were held: one turn for each token, and one for the mask, which drops it.
     assert num_turns > 3 * 10
+
+
+def test_only_time_on_a_processor_is_counted() -> None:
+    """The work has a low priority: on a busy machine it takes many times as long."""
+    matcher, rng = json_grammars().matcher(AMBIGUOUS), random.Random(3)
+    text = [rng.choice(CODEC.encode("abcdefghij")) for _ in range(60)]
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(command) for _ in range(2 * len(os.sched_getaffinity(0)))]
+    try:
+        before = time.process_time()
+        _, seconds = matcher.mask_in_thread(text)
+        used = time.process_time() - before
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert 0.01 < seconds <= used
