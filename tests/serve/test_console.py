@@ -342,8 +342,7 @@ def test_pipelines_are_shown_and_drained_while_their_streams_go_on(
     assert {answer.json()["choices"][0]["text"] for answer in answers} == {undisturbed}
 
     # Two ingresses answer, each with a state that may be a second old.
-    until(lambda: len(_ready(seen)) == 1)
-    (other,) = _ready(seen)
+    (other,) = until(lambda: ready if len(ready := _ready(seen)) == 1 else None)
     page.locator(f"[data-pipeline={other}]").get_by_role("button", name="Drain").click()
     page.locator("#confirm-yes").click()
     alert = page.locator("#operations-error")
