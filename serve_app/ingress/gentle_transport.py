@@ -11,6 +11,9 @@ from collections.abc import Callable
 LINGER_S = 2.0
 LINGER_BYTES = 2**20
 """What is read and dropped of a client that has its answer already."""
+_UNREAD_S = 0.25
+"""How long the connection then stays open unread: a client that is reset while it sends may not see
+an answer that it has received."""
 READER_PAUSE_S = 60.0
 """Longest time in which a client may take nothing of what waits for it."""
 
@@ -76,8 +79,9 @@ class GentleTransport(asyncio.Transport):
     def discard(self, num_bytes: int) -> None:
         """Notes what has arrived after `close`."""
         self._num_discarded += num_bytes
-        if self._num_discarded > LINGER_BYTES:
-            self._finish()
+        if self._num_discarded > LINGER_BYTES and self._transport.is_reading():
+            self._transport.pause_reading()
+            self._lingering.start(_UNREAD_S, self._finish)
 
     def watch_reader(self) -> None:
         """Cuts the client off if it takes nothing for too long."""

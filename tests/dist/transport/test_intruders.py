@@ -34,6 +34,7 @@ connected, and the kernel does not count what it refuses."""
 OUTSIDE = "127.0.0.2"
 """Another address than the ranks have."""
 INSIDE = "127.0.0.1"
+_MOST_LOST = 8
 
 
 @contextmanager
@@ -55,6 +56,20 @@ def _sums(groups: list[ProcessGroup]) -> list[torch.Tensor]:
     return inputs
 
 
+def _joined(refused: RefusedConnections) -> list[ProcessGroup]:
+    """Without filters a stranger may take the place of a rank (docs/security.md): the group ends
+    before it computes, and the next epoch forms another one."""
+    for _ in range(0 if FILTERS else _MOST_LOST):
+        try:
+            return join_threads(3, refused=refused)
+        except PeerLost:
+            pass
+        except BaseExceptionGroup as errors:
+            if errors.split(PeerLost)[1] is not None:
+                raise
+    return join_threads(3, refused=refused)
+
+
 def _wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10.0
     while not holds():
@@ -70,7 +85,7 @@ def test_groups_connect_and_compute_the_same_bits_during_a_scan_from_another_hos
     refused = RefusedConnections()
     with _scanning(OUTSIDE, words):
         for _ in range(5):
-            groups = join_threads(3, refused=refused)
+            groups = _joined(refused)
             for _ in range(20):
                 assert all(torch.equal(x, y) for x, y in zip(_sums(groups), expected, strict=True))
             for group in groups:
@@ -86,7 +101,7 @@ def test_groups_connect_and_compute_the_same_bits_during_a_scan_from_a_ranks_hos
     refused = RefusedConnections()
     with _scanning(INSIDE, words):
         for _ in range(5):
-            groups = join_threads(3, refused=refused)
+            groups = _joined(refused)
             for _ in range(20):
                 assert all(torch.equal(x, y) for x, y in zip(_sums(groups), expected, strict=True))
             for group in groups:
@@ -230,7 +245,8 @@ def test_an_intruder_in_the_place_of_a_rank_is_cut_and_nothing_is_received_from_
         try:
             planes = ranks.connect(timeout_s=1.0)
         except RuntimeError as error:
-            assert re.search("Connect timeout|reset by peer|losed by peer", str(error))  # noqa: PT017
+            known = "Connect timeout|Connection refused|reset by peer|losed by peer"
+            assert re.search(known, str(error))  # noqa: PT017
             return
         assert ranks.refused.num_refused == 3
         x = torch.ones(3)
