@@ -74,9 +74,13 @@ class TextAssembler:
         )
 
     def _pieces(self, emission: Emission) -> list[str]:
-        pieces = [self._decoder.feed_one(token) for token in emission.tokens]
-        if self._ended_by_token(emission) and not self._include_stop:
-            pieces[-1] = ""
+        has_hidden_end = self._ended_by_token(emission) and not self._include_stop
+        tokens = emission.tokens[:-1] if has_hidden_end else emission.tokens
+        pieces = [self._decoder.feed_one(token) for token in tokens]
+        if has_hidden_end:
+            pieces.append("")
+        if emission.finish_reason is not None and (rest := self._decoder.finish()):
+            pieces[-1:] = ["".join((*pieces[-1:], rest))]
         return pieces
 
     def _ended_by_token(self, emission: Emission) -> bool:

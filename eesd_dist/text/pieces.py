@@ -3,10 +3,11 @@
 Derived from the decoder in tokenizer.json. Llama-family tokenizers are of two kinds: byte-level BPE
 (Llama 3, Qwen), where every character of a token stands for a byte, and SentencePiece with byte
 fallback (Llama 1 and 2, Mistral), where a token is text with a marker for the space, or one raw
-byte `<0x..>`. A token's bytes never depend on its neighbours, so incremental decoding is exact.
-Other decoders are refused.
+byte `<0x..>`. A token's bytes never depend on its neighbours, so incremental decoding is exact; a
+run of raw bytes is read as a whole. Other decoders are refused.
 """
 
+import codecs
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Literal, Self, cast
 
 from eesd_dist.errors import CheckpointError
 
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 _RAW_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -60,6 +62,9 @@ class Pieces:
             strips_first_space=any(_strips(part) for part in parts),
         )
 
+    def is_raw_byte(self, entry: str) -> bool:
+        return self.has_raw_bytes and _RAW_BYTE.fullmatch(entry) is not None
+
     def bytes_of(self, entry: str) -> bytes:
         if self.kind == "byte-level":
             return _byte_level(entry)
@@ -69,6 +74,16 @@ class Pieces:
         for old, new in self.replacements:
             entry = entry.replace(old, new)
         return entry.encode()
+
+
+def text_of_raw_bytes(run: bytes, *, may_continue: bool = False) -> str:
+    """Returns the text of a run of `<0x..>` tokens: U+FFFD for each of them if they are not UTF-8.
+
+    With `may_continue`, an incomplete character at the end is left out."""
+    try:
+        return _Utf8().decode(run, final=not may_continue)
+    except UnicodeDecodeError:
+        return "\ufffd" * len(run)
 
 
 def _byte_level(entry: str) -> bytes:

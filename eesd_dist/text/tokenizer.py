@@ -7,13 +7,14 @@ exactly where the tokenizer adds it, never twice. Exceptions of other libraries 
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
 from eesd_dist.errors import CheckpointError, RequestError, TextTooLong
 from eesd_dist.text.end_tokens import end_token_ids
-from eesd_dist.text.pieces import Pieces
+from eesd_dist.text.pieces import Pieces, text_of_raw_bytes
 from eesd_dist.types import TokenId
 
 _RESERVED_TEMPLATE_OPTIONS = frozenset(
@@ -73,6 +74,11 @@ class TextCodec(Protocol):
         """Returns the token's bytes; empty for an unused id."""
         ...
 
+    @property
+    def raw_byte_ids(self) -> frozenset[TokenId]:
+        """The `<0x..>` tokens of a vocabulary with byte fallback."""
+        ...
+
 
 class Tokenizer:
     """The tokenizer of a checkpoint folder, loaded with transformers."""
@@ -92,6 +98,9 @@ class Tokenizer:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(TokenId(token) for token in eos_token_ids)
         self._special_token_ids = _special_ids(backend)
+        self._raw_byte_ids = frozenset(
+            TokenId(id_) for entry, id_ in backend.get_vocab().items() if pieces.is_raw_byte(entry)
+        )
         self._bytes: dict[TokenId, bytes] = {}
         self._max_tokens = max_tokens
         self._max_token_bytes = (
@@ -239,9 +248,20 @@ class Tokenizer:
     def decode(self, tokens: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of these tokens, which are a full text."""
         skipped = self._special_token_ids if skip_special_tokens else frozenset()
-        kept = [self.token_bytes(token) for token in tokens if token not in skipped]
-        text = b"".join(kept).decode("utf-8", errors="replace")
+        kept = (token for token in tokens if token not in skipped)
+        text = "".join(
+            self._text_of(run, are_raw_bytes=are_raw_bytes)
+            for are_raw_bytes, run in groupby(kept, self._raw_byte_ids.__contains__)
+        )
         return text.removeprefix(" ") if self._pieces.strips_first_space else text
+
+    def _text_of(self, tokens: Iterable[TokenId], *, are_raw_bytes: bool) -> str:
+        joined = b"".join(map(self.token_bytes, tokens))
+        return text_of_raw_bytes(joined) if are_raw_bytes else joined.decode(errors="replace")
+
+    @property
+    def raw_byte_ids(self) -> frozenset[TokenId]:
+        return self._raw_byte_ids
 
     def token_bytes(self, token: TokenId) -> bytes:
         known = self._bytes.get(token)

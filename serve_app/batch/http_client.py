@@ -1,19 +1,19 @@
-"""A running service as an engine: token ids go out over its HTTP API, token ids come back.
+"""Rows of a batch, answered by a running service over its HTTP API.
 
-For `eesd batch --url`. A text comes whole, so its rounds are seen as one; log-probabilities, which
-the API gives by text and not by id, are refused. Only what the service finds wrong with a request
-itself is a RequestError: a service that is away, or another one, is no fault of the request.
+For `eesd batch --url`. A row is sent as it is: the service has the tokenizer and the chat template.
+Only what the service finds wrong with a row itself is a RequestError: a service that is away, or
+another one, is no fault of the row.
 """
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 import httpx
 
 from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError, RequestError
-from eesd_dist.types import Emission, FinishReason, Request, RequestId, TokenId
+from serve_app.batch.reader import URL_OF_KIND
+from serve_app.openai.preparation import Kind
+from serve_app.openai.responses import Json
 
 _TIMEOUT_S = 3600.0
 _MAX_RETRY_AFTER_S = 120.0
@@ -37,19 +37,10 @@ _SURPRISES = (ValueError, KeyError, IndexError, TypeError, AttributeError)
 """What reading an answer of another form raises."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
-    """What a service says of the model it serves."""
-
-    name: str
-    max_model_len: int
-
-
 class HttpClient:
-    """An `EngineClient` (serve_app.openai.client). Close it in the end."""
+    """A service with OpenAI's API. Close it in the end."""
 
-    def __init__(self, url: str, *, model: str, api_key: str | None) -> None:
-        self._model = model
+    def __init__(self, url: str, *, api_key: str | None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -58,33 +49,9 @@ class HttpClient:
             limits=httpx.Limits(max_connections=None),
         )
 
-    async def stream(self, request: Request) -> AsyncIterator[Emission]:
-        asked = request.sampling
-        for what, param, is_asked in (
-            ("logprobs are", "logprobs", asked.top_logprobs is not None),
-            ("prompt_logprobs are", "prompt_logprobs", asked.prompt_logprobs is not None),
-            ("structured output is", "response_format", asked.grammar is not None),
-            ("bad_words are", "bad_words", bool(asked.bad_words)),
-        ):
-            if is_asked:
-                raise RequestError(
-                    f"{what} not available over --url: leave the field out, or run the batch "
-                    "without --url",
-                    param=param,
-                )
-        answer = await self._posted(_body(request, model=self._model))
-        try:
-            emission = _emission(answer.json(), request.request_id)
-        except _SURPRISES as error:
-            raise EngineError(self._no_service_of_ours(answer, error)) from error
-        yield emission
-
-    async def abort(self, request_id: RequestId) -> None:
-        """Closing the connection is what tells the service; httpx does it on cancellation."""
-        del request_id
-
-    async def model_card(self) -> ModelCard:
-        """Raises ConfigError where something else than an eesd service answers."""
+    async def model_name(self) -> str:
+        """Returns the name of the first model that the service lists. Raises ConfigError where
+        something else than such a service answers."""
         try:
             answer = await self._http.get("/v1/models")
         except httpx.HTTPError as error:
@@ -92,10 +59,24 @@ class HttpClient:
         if not answer.is_success:
             raise EngineError(f"no service answers at {self._address}: {_found(answer)}")
         try:
-            card = answer.json()["data"][0]
-            return ModelCard(name=str(card["id"]), max_model_len=int(card["max_model_len"]))
+            return str(answer.json()["data"][0]["id"])
         except _SURPRISES as error:
-            raise ConfigError(self._no_service_of_ours(answer, error)) from error
+            raise ConfigError(self._no_such_service(answer, error)) from error
+
+    async def answer(self, kind: Kind, body: Mapping[str, object]) -> Json:
+        """Returns the response to the body of a row."""
+        try:
+            answer = await self._http.post(URL_OF_KIND[kind], json=body)
+        except httpx.HTTPError as error:
+            raise EngineError(f"the service does not answer: {error!r}") from error
+        if not answer.is_success:
+            raise _refusal(answer)
+        try:
+            content: Json = answer.json()
+            int(content["usage"]["completion_tokens"])  # type: ignore[index]
+        except _SURPRISES as error:
+            raise EngineError(self._no_such_service(answer, error)) from error
+        return content
 
     async def aclose(self) -> None:
         await self._http.aclose()
@@ -105,16 +86,7 @@ class HttpClient:
         """Without its password: errors are written to the output file."""
         return str(self._http.base_url.copy_with(userinfo=b"")).rstrip("/")
 
-    async def _posted(self, body: Mapping[str, object]) -> httpx.Response:
-        try:
-            answer = await self._http.post("/v1/completions", json=body)
-        except httpx.HTTPError as error:
-            raise EngineError(f"the service does not answer: {error!r}") from error
-        if not answer.is_success:
-            raise _refusal(answer)
-        return answer
-
-    def _no_service_of_ours(self, answer: httpx.Response, error: Exception) -> str:
+    def _no_such_service(self, answer: httpx.Response, error: Exception) -> str:
         return (
             f"{self._address} is no eesd service: {answer.request.url.path} was answered, but not "
             f"in the form that was expected ({error!r}); give --url the address that `eesd serve` "
@@ -125,7 +97,7 @@ class HttpClient:
 def _refusal(answer: httpx.Response) -> EesdError:
     if answer.status_code == HTTPStatus.TOO_MANY_REQUESTS:
         return _no_capacity(answer)
-    if answer.status_code in _FAULT_OF_THE_REQUEST:
+    if answer.status_code in _FAULT_OF_THE_REQUEST or _code(answer) == "model_not_found":
         return RequestError(_said(answer))
     return EngineError(f"the service does not take the request: {_found(answer)}")
 
@@ -150,44 +122,8 @@ def _said(answer: httpx.Response) -> str:
         return answer.reason_phrase or f"HTTP {answer.status_code}"
 
 
-def _emission(content: Any, request_id: RequestId) -> Emission:
-    choice = content["choices"][0]
-    statistics = content.get("metrics", {}).get("speculative_decoding") or {}
-    return Emission(
-        request_id=request_id,
-        tokens=tuple(TokenId(token) for token in choice["token_ids"]),
-        num_accepted=statistics.get("num_accepted_draft_tokens", 0),
-        num_drafted=statistics.get("num_draft_tokens", 0),
-        finish_reason=FinishReason(choice["finish_reason"]),
-    )
-
-
-def _body(request: Request, *, model: str) -> dict[str, object]:
-    sampling, speculation = request.sampling, request.speculation
-    return {
-        "model": model,
-        "prompt": list(request.prompt),
-        "max_tokens": sampling.max_tokens,
-        "min_tokens": sampling.min_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias},
-        "seed": sampling.seed,
-        # The row's own end tokens are all there; the service must not add its model's.
-        "ignore_eos": True,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "allowed_token_ids": sampling.allowed_token_ids,
-        "return_token_ids": True,
-        "cache_salt": request.cache_salt or None,
-        "speculation": {
-            "mode": speculation.mode,
-            "controller": speculation.controller,
-            "max_draft_tokens": speculation.max_draft_tokens,
-            "tree": speculation.tree,
-        },
-    }
+def _code(answer: httpx.Response) -> str | None:
+    try:
+        return str(answer.json()["error"]["code"])
+    except _SURPRISES:
+        return None

@@ -5,7 +5,7 @@ built. For `eesd batch` and for programs that embed the engine.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from itertools import count
 
@@ -14,6 +14,11 @@ from eesd_dist.engine.local import EngineThread
 from eesd_dist.errors import EesdError
 from eesd_dist.types import Emission, Request, RequestId
 from eesd_dist.workers.streams.mailboxes import Mailboxes
+from serve_app.batch.runner import AnswerRow
+from serve_app.openai.preparation import Kind
+from serve_app.openai.responses import Json
+from serve_app.openai.schema import ChatFields, CompletionFields
+from serve_app.openai.service import Service
 
 
 class LocalClient:
@@ -67,3 +72,13 @@ class LocalClient:
     def _fail(self, error: EesdError) -> None:
         self._error = error
         self._mail.fail_all(error)
+
+
+def answered_by(service: Service) -> AnswerRow:
+    """Returns what answers the rows of a batch with this service."""
+
+    async def answer(kind: Kind, body: Mapping[str, object]) -> Json:
+        fields = (ChatFields if kind == "chat" else CompletionFields).model_validate(body)
+        return await service.whole(await service.prepared(fields))
+
+    return answer

@@ -13,10 +13,11 @@ from pathlib import Path
 from eesd_dist.errors import ConfigError, RequestError
 from serve_app.openai.preparation import Kind
 
-_KIND_OF_URL: Mapping[str, Kind] = {
-    "/v1/completions": "completion",
-    "/v1/chat/completions": "chat",
+URL_OF_KIND: Mapping[Kind, str] = {
+    "completion": "/v1/completions",
+    "chat": "/v1/chat/completions",
 }
+_KIND_OF_URL = {url: kind for kind, url in URL_OF_KIND.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

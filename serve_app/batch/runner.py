@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -28,20 +28,18 @@ from eesd_dist.errors import (
     PoisonRequest,
     RequestError,
 )
-from eesd_dist.text import TextCodec
-from eesd_dist.text.sampling_defaults import SamplingDefaults
 from serve_app.batch.reader import Row, checked_digests, rows_of
 from serve_app.batch.writer import Manifest, OutputFile
-from serve_app.openai.client import EngineClient
 from serve_app.openai.errors import HttpError, http_error_of
-from serve_app.openai.preparation import Preparation
+from serve_app.openai.preparation import Kind
 from serve_app.openai.responses import Json
-from serve_app.openai.schema import ChatFields, CompletionFields
-from serve_app.openai.service import Service
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+AnswerRow = Callable[[Kind, Mapping[str, object]], Awaitable[Json]]
+"""Answers the body of a row as the HTTP API does: in this process, or by asking a service."""
+
+_FORMAT = 3
 """Of the manifest. Changes whenever `ServedModel.identity` covers more."""
 _MAX_ATTEMPTS = 4
 _MAX_FAILURES_IN_A_ROW = 20
@@ -56,11 +54,6 @@ class ServedModel:
     name: str
     identity: str
     """Changes whenever the texts may change: a digest of the weights or of their folder's state."""
-    max_model_len: int
-    max_draft_tokens: int = 8
-    """The service's ceiling, for the statistics."""
-    sampling_defaults: SamplingDefaults | None = None
-    """For rows that state no values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +94,7 @@ async def run_batch(
     input_file: Path,
     output_file: Path,
     *,
-    engine: EngineClient,
-    tokenizer: TextCodec,
+    answer: AnswerRow,
     model: ServedModel,
     options: BatchOptions | None = None,
 ) -> BatchReport:
@@ -110,7 +102,6 @@ async def run_batch(
     fit."""
     options = options or BatchOptions()
     digests = _digests(input_file, output_file)
-    service = _service(engine, tokenizer, model)
     with closing(Manifest(output_file)) as manifest:
         manifest.claim(_manifest_of(model, options), output=output_file, force=options.force)
         with OutputFile(output_file) as output:
@@ -118,7 +109,7 @@ async def run_batch(
             todo = (row for row in rows_of(input_file) if row.custom_id not in done.ids)
             num_skipped = len(digests.keys() & done.ids)
             with _bar(total=len(digests), initial=num_skipped, options=options) as bar:
-                run = _Run(service, output=output, options=options, bar=bar)
+                run = _Run(answer, output=output, options=options, bar=bar)
                 await run.answer_all(todo)
             if options.ordered:
                 output.put_in_order(digests)
@@ -132,17 +123,6 @@ async def run_batch(
     )
     _check_that_all_are_done(report, input_file)
     return report
-
-
-def _service(engine: EngineClient, codec: TextCodec, model: ServedModel) -> Service:
-    preparation = Preparation(
-        codec,
-        model_name=model.name,
-        max_model_len=model.max_model_len,
-        max_draft_tokens=model.max_draft_tokens,
-        sampling_defaults=model.sampling_defaults,
-    )
-    return Service(engine, codec=codec, preparation=preparation)
 
 
 def _digests(input_file: Path, output_file: Path) -> dict[str, str]:
@@ -169,9 +149,9 @@ class _Run:
     """One pass over the rows that are not done yet."""
 
     def __init__(
-        self, service: Service, *, output: OutputFile, options: BatchOptions, bar: Any
+        self, answer: AnswerRow, *, output: OutputFile, options: BatchOptions, bar: Any
     ) -> None:
-        self._service = service
+        self._answer = answer
         self._output = output
         self._options = options
         self._bar = bar
@@ -202,12 +182,12 @@ class _Run:
 
     async def _answered(self, row: Row) -> Json:
         """Returns the whole response; retries what may succeed later."""
-        fields = _fields_of(row, self._options)
+        asked = _body_of(row, self._options)
         num_attempts = 0
         waited_s = 0.0
         while True:
             try:
-                return await self._service.whole(await self._service.prepared(fields))
+                return await self._answer(row.kind, asked)
             except CapacityError as error:
                 pause_s = error.retry_after_s
                 waited_s += pause_s
@@ -252,7 +232,7 @@ def row_seed(seed: int, custom_id: str) -> int:
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big")
 
 
-def _fields_of(row: Row, options: BatchOptions) -> CompletionFields | ChatFields:
+def _body_of(row: Row, options: BatchOptions) -> dict[str, object]:
     if row.problem is not None:
         raise row.problem
     seed = row_seed(options.seed, row.custom_id)
@@ -261,8 +241,7 @@ def _fields_of(row: Row, options: BatchOptions) -> CompletionFields | ChatFields
         raise RequestError("stream: rows of a batch cannot be streamed", param="stream")
     if body["seed"] is None:
         body["seed"] = seed
-    kind = ChatFields if row.kind == "chat" else CompletionFields
-    return kind.model_validate(body)
+    return body
 
 
 def _record(
@@ -287,7 +266,6 @@ def _manifest_of(model: ServedModel, options: BatchOptions) -> dict[str, object]
         "format": _FORMAT,
         "model": model.name,
         "model_identity": model.identity,
-        "max_model_len": model.max_model_len,
         "seed": options.seed,
         "defaults": dict(options.defaults),
     }

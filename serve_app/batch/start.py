@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 from eesd_dist.config import EngineConfig
@@ -13,9 +14,11 @@ from eesd_dist.sampling.noise import NOISE_VERSION
 from eesd_dist.text import Tokenizer
 from eesd_dist.text.sampling_defaults import SamplingDefaults
 from serve_app.batch.http_client import HttpClient
-from serve_app.batch.local_client import LocalClient
+from serve_app.batch.local_client import LocalClient, answered_by
 from serve_app.batch.runner import BatchOptions, BatchReport, ServedModel, run_batch
 from serve_app.config import ServiceConfig
+from serve_app.openai.preparation import Preparation
+from serve_app.openai.service import Service
 
 _HASHED_WHOLE_BYTES = 2**28
 _TEXT_FILES = (
@@ -36,74 +39,56 @@ async def run_here(
     """Runs a batch in this process. Raises ConfigError before any row when something does not
     fit."""
     engine = config.engine
+    max_model_len = layout_of(engine).max_model_len
     model = ServedModel(
-        name=config.served_model_name,
-        identity=_identity(engine),
-        max_model_len=layout_of(engine).max_model_len,
+        name=config.served_model_name, identity=_identity(engine, max_model_len=max_model_len)
+    )
+    tokenizer = Tokenizer.load(engine.model.path)
+    preparation = Preparation(
+        tokenizer,
+        model_name=model.name,
+        max_model_len=max_model_len,
         max_draft_tokens=engine.speculation.max_draft_tokens,
         sampling_defaults=SamplingDefaults.of_folder(
             engine.model.path, mode=engine.model.generation_config
         ),
     )
     book = BeliefBook(discount=engine.speculation.discount)
-    tokenizer = Tokenizer.load(engine.model.path)
     async with aclosing(LocalClient(build_local_engine(engine, book=book))) as client:
+        service = Service(client, codec=tokenizer, preparation=preparation)
         return await run_batch(
-            *(input_file, output_file),
-            engine=client,
-            tokenizer=tokenizer,
-            model=model,
-            options=options,
+            *(input_file, output_file), answer=answered_by(service), model=model, options=options
         )
 
 
 async def run_there(
-    input_file: Path,
-    output_file: Path,
-    *,
-    url: str,
-    api_key: str | None,
-    config: ServiceConfig,
-    options: BatchOptions,
+    input_file: Path, output_file: Path, *, url: str, api_key: str | None, options: BatchOptions
 ) -> BatchReport:
-    """Runs a batch over a service. `config` names the folder of the service's tokenizer."""
-    tokenizer = Tokenizer.load(config.engine.model.path)
-    async with aclosing(HttpClient(url, model="", api_key=api_key)) as asking:
-        card = await asking.model_card()
-    model = ServedModel(
-        name=card.name,
-        identity=_identity_there(card.name, config.engine.model.path),
-        max_model_len=card.max_model_len,
-        max_draft_tokens=config.engine.speculation.max_draft_tokens,
-    )
-    async with aclosing(HttpClient(url, model=model.name, api_key=api_key)) as client:
+    """Runs a batch over a service, which is asked for the model that it lists first where a row
+    names none."""
+    async with aclosing(HttpClient(url, api_key=api_key)) as client:
+        name = await client.model_name()
+        model = ServedModel(name=name, identity=f"served as {name}")
+        options = replace(options, defaults={"model": name, **options.defaults})
         return await run_batch(
-            *(input_file, output_file),
-            engine=client,
-            tokenizer=tokenizer,
-            model=model,
-            options=options,
+            *(input_file, output_file), answer=client.answer, model=model, options=options
         )
 
 
-def _identity(engine: EngineConfig) -> str:
+def _identity(engine: EngineConfig, *, max_model_len: int) -> str:
     """Returns a digest of the weights and of all else that decides texts.
 
     Drafts do not, except with rejection sampling, which draws other tokens after them.
     """
     model = engine.model
     words = f"{resolve_dtype(model.dtype, model.path)} {model.numerics} noise {NOISE_VERSION}"
+    words += f" length {max_model_len}"
     if engine.speculation.acceptance == "rejection":
         words += " rejection"
     if model.generation_config != "auto":
         words += f" generation_config {model.generation_config}"
     weights = sorted(model.path.glob("*.safetensors"))
     return _digest(words, (*weights, *_text_files(model.path)))
-
-
-def _identity_there(name: str, folder: Path) -> str:
-    """Returns the model's name, all that is known of it, and a digest of the local tokenizer."""
-    return f"served as {name}, text by {_digest('', _text_files(folder))}"
 
 
 def _digest(words: str, files: Iterable[Path]) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from typer import Argument, echo
 
+from eesd_dist.command_line import given
 from eesd_dist.errors import ConfigError
 from serve_app.cli.configuration import EngineFlags, config_of
 
@@ -21,7 +22,10 @@ def batch(
         Path, Argument(metavar="OUT.jsonl", help="continued where an earlier run stopped")
     ],
     engine: EngineFlags,
-    url: Annotated[str | None, "a running service; without it, the engine runs here"] = None,
+    url: Annotated[
+        str | None,
+        "a running service, which gets rows as they are; without it, the engine runs here",
+    ] = None,
     concurrency: Annotated[int, "rows in flight"] = 16,
     seed: Annotated[int, "seed of the job; the seed of a row overrides it"] = 0,
     default: Annotated[
@@ -49,8 +53,9 @@ def batch(
     if url is None:
         run = run_here(*files, config=config, options=options)
     else:
+        _check_that_none_is_ignored(engine)
         key = os.environ.get(config.api_key_env) or None
-        run = run_there(*files, url=url, api_key=key, config=config, options=options)
+        run = run_there(*files, url=url, api_key=key, options=options)
     report = asyncio.run(run)
     echo(
         f"{report.num_rows} rows: {report.num_skipped} done before, {report.num_completed} "
@@ -59,6 +64,16 @@ def batch(
     if report.num_failed_before:
         echo(f"{report.num_failed_before} of those done before had failed: correct their rows")
     return 1 if report.num_failed or report.num_failed_before else 0
+
+
+def _check_that_none_is_ignored(engine: EngineFlags) -> None:
+    ignored = sorted(given(engine).keys() - {"config", "set"})
+    if ignored:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+        raise ConfigError(
+            f"{names}: found together with --url, where the service's own configuration applies: "
+            "leave it out"
+        )
 
 
 def defaults_of(words: Sequence[str]) -> dict[str, object]:

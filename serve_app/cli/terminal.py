@@ -64,7 +64,7 @@ def stream_text(
             write(_shown(emission, decoder, in_colour=in_colour))
     finally:
         llm.close()
-    write("\n")
+    write(f"{decoder.finish()}\n")
     note(_summary(generation, took_s=time.perf_counter() - began_s, seed=seed))
 
 

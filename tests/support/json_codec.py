@@ -33,6 +33,7 @@ class JsonCodec:
     vocab_size = 96
     eos_token_ids = (TokenId(2),)
     special_token_ids = frozenset({TokenId(0), TokenId(1), TokenId(2)})
+    raw_byte_ids: frozenset[TokenId] = frozenset()
     pieces = (*_SINGLE, *_DOUBLE)
 
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:

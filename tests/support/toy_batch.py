@@ -7,11 +7,15 @@ import asyncio
 import sys
 from pathlib import Path
 
+from serve_app.batch.local_client import answered_by
 from serve_app.batch.runner import BatchOptions, BatchReport, ServedModel, run_batch
+from serve_app.openai.preparation import Preparation
+from serve_app.openai.service import Service
 from tests.support.toy_codec import ByteCodec
 from tests.support.toy_engine import ToyEngine
 
-MODEL = ServedModel(name="toy", identity="v1", max_model_len=200)
+MODEL = ServedModel(name="toy", identity="v1")
+_CODEC = ByteCodec()
 
 
 def run(
@@ -22,12 +26,13 @@ def run(
     model: ServedModel = MODEL,
     options: BatchOptions | None = None,
 ) -> BatchReport:
+    preparation = Preparation(_CODEC, model_name=model.name, max_model_len=200, max_draft_tokens=8)
+    service = Service(engine or ToyEngine(vocab_size=128), codec=_CODEC, preparation=preparation)
     return asyncio.run(
         run_batch(
             input_file,
             output_file,
-            engine=engine or ToyEngine(vocab_size=128),
-            tokenizer=ByteCodec(),
+            answer=answered_by(service),
             model=model,
             options=options or BatchOptions(concurrency=4, show_progress=False),
         )

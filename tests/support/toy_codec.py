@@ -13,6 +13,7 @@ class ByteCodec:
     vocab_size = 257
     eos_token_ids = (END,)
     special_token_ids = frozenset({END})
+    raw_byte_ids: frozenset[TokenId] = frozenset()
 
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
         return tuple(TokenId(byte) for byte in prompt.encode())

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,10 +61,36 @@ def test_a_continuation_keeps_its_first_space(byte_fallback: Tokenizer) -> None:
     assert StreamDecoder(byte_fallback).feed(tokens) == " the"
 
 
-def test_raw_bytes_of_a_sentencepiece_vocabulary_join_into_characters(
-    byte_fallback: Tokenizer,
-) -> None:
-    tokens = byte_fallback.encode("the🙂🙃")
+def test_a_run_of_raw_bytes_is_shown_when_it_ends(byte_fallback: Tokenizer) -> None:
+    tokens = [*byte_fallback.encode("the🙂🙃"), *byte_fallback.encode("the")]
     decoder = StreamDecoder(byte_fallback)
     pieces = [decoder.feed([token]) for token in tokens]
-    assert [piece for piece in pieces if piece] == [" the", "🙂", "🙃"]
+    assert [piece for piece in pieces if piece] == [" the", "🙂🙃 the"]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_run_of_raw_bytes_that_no_token_follows(byte_fallback: Tokenizer, is_cut: bool) -> None:
+    tokens = byte_fallback.encode("the🙂🙃")
+    decoder = StreamDecoder(byte_fallback)
+    assert decoder.feed(tokens[:-1] if is_cut else tokens) == " the"
+    assert decoder.finish() == ("🙂" if is_cut else "🙂🙃")
+    assert decoder.finish() == ""
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_runs_of_raw_bytes_read_as_transformers_decodes_them(
+    byte_fallback: Tokenizer, data: st.DataObject
+) -> None:
+    runs = st.sampled_from([b"\xf0\x9f\x99\x82", b"\xe2\x82", b"\xff", b"a", b"\xc3\xa9"])
+    the = byte_fallback.encode("the")
+    raw = {byte_fallback.token_bytes(id_): id_ for id_ in byte_fallback.raw_byte_ids}
+    parts = data.draw(st.lists(runs | st.just(None), max_size=6))
+    tokens = list(the)
+    for part in parts:
+        tokens += the if part is None else [raw[bytes([byte])] for byte in part]
+    tokens += the
+    expected = byte_fallback._backend.decode(tokens, clean_up_tokenization_spaces=False)
+    assert byte_fallback.decode(tokens) == expected
+    decoder = StreamDecoder(byte_fallback)
+    assert decoder.feed(tokens) + decoder.finish() == f" {expected}"

@@ -22,6 +22,8 @@ class PieceCodec:
     """`TextCodec` of a model without a tokenizer: tokens are single characters, pairs, and pairs
     again, as far as the vocabulary goes."""
 
+    raw_byte_ids: frozenset[TokenId] = frozenset()
+
     def __init__(self, spec: ModelSpec) -> None:
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = tuple(map(TokenId, spec.eos_token_ids))

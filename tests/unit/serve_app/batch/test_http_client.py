@@ -1,23 +1,19 @@
 """A server's answers as errors: of the row, or of the service. The server is a toy."""
 
 import asyncio
+import json
 from contextlib import aclosing
-from dataclasses import replace
 
 import pytest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError, RequestError
-from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from serve_app.batch.http_client import HttpClient, ModelCard
+from serve_app.batch.http_client import HttpClient
 from tests.support.live_server import serving
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
 
-REQUEST = Request(
-    request_id=RequestId("r"), prompt=(TokenId(1),), sampling=SamplingParams(max_tokens=4)
-)
 ERROR = '{"error": {"message": "its own words", "code": "poison_request"}}'
 
 
@@ -25,15 +21,14 @@ def _saying(content: str, status: int = 200) -> ASGIApp:
     return Response(content, status_code=status)
 
 
-async def _card(url: str) -> ModelCard:
-    async with aclosing(HttpClient(url, model="", api_key=None)) as client:
-        return await client.model_card()
+async def _model_name(url: str) -> str:
+    async with aclosing(HttpClient(url, api_key=None)) as client:
+        return await client.model_name()
 
 
-async def _answer(url: str) -> None:
-    async with aclosing(HttpClient(url, model="toy", api_key=None)) as client:
-        async for _ in client.stream(REQUEST):
-            pass
+async def _answer(url: str, **fields: object) -> None:
+    async with aclosing(HttpClient(url, api_key=None)) as client:
+        await client.answer("completion", {"prompt": "x", "max_tokens": 4, **fields})
 
 
 def _refused(app: ASGIApp) -> EesdError:
@@ -42,9 +37,15 @@ def _refused(app: ASGIApp) -> EesdError:
     return raised.value
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
-def test_what_is_wrong_with_the_request_is_the_requests_fault(status: int) -> None:
-    error = _refused(_saying(ERROR, status))
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(400, None), (413, None), (422, "poison_request"), (404, "model_not_found")],
+)
+def test_what_is_wrong_with_the_request_is_the_requests_fault(
+    status: int, code: str | None
+) -> None:
+    content = json.dumps({"error": {"message": "its own words", "code": code}})
+    error = _refused(_saying(content, status))
     assert isinstance(error, RequestError)
     assert str(error) == "its own words"
 
@@ -88,20 +89,20 @@ def test_a_service_that_is_away_is_no_fault_of_the_request(status: int, advice: 
 
 @pytest.mark.parametrize(
     "content",
-    ["<html>hello</html>", "[]", "7", '{"data": []}', '{"data": [{"id": "gpt"}]}'],
+    ["<html>hello</html>", "[]", "7", '{"data": []}', '{"data": [{"name": "gpt"}]}'],
 )
 def test_another_server_is_named_and_called_no_service_of_ours(content: str) -> None:
     with (
         serving(_saying(content)) as url,
         pytest.raises(ConfigError, match=rf"^{url} is no eesd service: /v1/models was answered"),
     ):
-        asyncio.run(_card(url.replace("//", "//me:secret@")))
+        asyncio.run(_model_name(url.replace("//", "//me:secret@")))
 
 
 @pytest.mark.parametrize("status", [401, 404])
 def test_a_refused_model_card_is_one_line_with_what_to_check(status: int) -> None:
     with serving(_saying("no", status)) as url, pytest.raises(EngineError) as raised:
-        asyncio.run(_card(url))
+        asyncio.run(_model_name(url))
     assert f"{url}: HTTP {status} (" in str(raised.value)
     assert "check" in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -111,10 +112,10 @@ def test_a_refused_model_card_is_one_line_with_what_to_check(status: int) -> Non
     "content",
     [
         "<html>hello</html>",
+        "[]",
         '{"choices": []}',
-        '{"choices": [{"text": "x", "finish_reason": "stop"}]}',
-        '{"choices": [{"token_ids": [1], "finish_reason": "bored"}]}',
-        '{"choices": [{"token_ids": [1], "finish_reason": "stop"}], "metrics": null}',
+        '{"choices": [], "usage": null}',
+        '{"choices": [], "usage": {"completion_tokens": null}}',
     ],
 )
 def test_an_answer_of_another_form_is_no_service_of_ours_either(content: str) -> None:
@@ -123,36 +124,10 @@ def test_an_answer_of_another_form_is_no_service_of_ours_either(content: str) ->
     assert "is no eesd service: /v1/completions was answered" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "param"),
-    [
-        (SamplingParams(top_logprobs=0), "logprobs"),
-        (SamplingParams(prompt_logprobs=0), "prompt_logprobs"),
-        (SamplingParams(grammar="x"), "response_format"),
-        (SamplingParams(bad_words=((3,),)), "bad_words"),
-    ],
-)
-def test_what_the_service_would_not_do_is_refused_before_it_is_asked(
-    sampling: SamplingParams, param: str
-) -> None:
-    async def ask() -> None:
-        client = HttpClient("http://127.0.0.1:9", model="toy", api_key=None)
-        async with aclosing(client):
-            async for _ in client.stream(replace(REQUEST, sampling=sampling)):
-                pass
-
-    with pytest.raises(RequestError, match="not available over --url") as error:
-        asyncio.run(ask())
-    assert error.value.param == param
-
-
-def test_the_salt_of_a_row_reaches_the_service() -> None:
-    async def answer(url: str) -> None:
-        async with aclosing(HttpClient(url, model="toy", api_key=None)) as client:
-            async for _ in client.stream(replace(REQUEST, cache_salt="s")):
-                pass
-
+def test_the_body_reaches_the_service_as_it_is() -> None:
     engine = ToyEngine()
     with serving(toy_api(engine, max_model_len=100)) as url:
-        asyncio.run(answer(url))
-    assert [request.cache_salt for request in engine.requests] == ["s"]
+        asyncio.run(_answer(url, cache_salt="s", logprobs=2, bad_words=["y"]))
+    (request,) = engine.requests
+    assert (request.cache_salt, request.sampling.top_logprobs) == ("s", 2)
+    assert (ord("y"),) in request.sampling.bad_words

@@ -18,7 +18,6 @@ from serve_app.batch.runner import BatchOptions, BatchReport
 from serve_app.batch.start import _identity, run_there
 from serve_app.cli import main as cli
 from serve_app.cli.batch import defaults_of
-from serve_app.config import service_config
 from tests.support.live_server import serving
 from tests.support.tiny_tokenizer import write_byte_level
 from tests.support.toy_api import toy_api
@@ -45,7 +44,6 @@ class Job:
     """Files of one job, and the service it asks."""
 
     folder: Path
-    model: Path
     engine: ToyEngine
     proxy: _Proxy
     url: str = ""
@@ -63,18 +61,14 @@ class Job:
         self.rows.write_text("\n".join(lines) + "\n")
 
     def run(self) -> BatchReport:
-        config = service_config({"engine": {"model": {"path": str(self.model)}}})
         options = BatchOptions(concurrency=4, show_progress=False)
         files = (self.rows, self.out)
-        return asyncio.run(
-            run_there(*files, url=self.url, api_key=None, config=config, options=options)
-        )
+        return asyncio.run(run_there(*files, url=self.url, api_key=None, options=options))
 
     def typed(self, *words: str) -> int:
         """The exit status of `eesd batch`."""
         files = (str(self.rows), str(self.out))
-        there = ("--url", self.url, "--model", str(self.model), "--quiet")
-        return cli.main(["batch", *files, *there, *words])
+        return cli.main(["batch", *files, "--url", self.url, "--quiet", *words])
 
 
 @pytest.fixture
@@ -83,7 +77,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     engine = ToyEngine(vocab_size=320)
     proxy = _Proxy(toy_api(engine, tokenizer=Tokenizer.load(model), max_model_len=200))
     with serving(proxy) as url:
-        yield Job(folder=tmp_path, model=model, engine=engine, proxy=proxy, url=url)
+        yield Job(folder=tmp_path, engine=engine, proxy=proxy, url=url)
 
 
 @pytest.fixture(autouse=True)
@@ -152,12 +146,31 @@ def test_a_default_is_something_that_json_has_a_form_for(setting: str) -> None:
         defaults_of([setting])
 
 
-def test_another_template_here_is_another_job_there(job: Job) -> None:
-    job.write({"messages": [{"role": "user", "content": "hello"}]})
-    job.run()
-    (job.model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    with pytest.raises(ConfigError, match=r"model_identity 'served as toy.* name another output"):
-        job.run()
+def test_the_service_gets_rows_as_they_are_and_its_answers_are_the_records(job: Job) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    job.write({"prompt": "x", "logprobs": 1, "max_tokens": 3}, {"messages": messages})
+    assert job.run().num_failed == 0
+    text, chat = (json.loads(line)["response"]["body"] for line in job.out.read_text().splitlines())
+    if text["object"] != "text_completion":
+        text, chat = chat, text
+    assert len(text["choices"][0]["logprobs"]["tokens"]) == 3
+    assert chat["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_a_row_of_another_model_is_its_own_error(job: Job) -> None:
+    job.write({"prompt": "x", "model": "gpt"}, {"prompt": "x", "model": "toy"}, {"prompt": "x"})
+    report = job.run()
+    assert (report.num_completed, report.num_failed) == (2, 1)
+    assert "the model 'gpt' is not served here" in job.out.read_text()
+    assert job.run().num_failed_before == 1
+
+
+def test_options_of_an_engine_are_refused_where_none_runs(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write({"prompt": "x"})
+    assert job.typed("--model", "elsewhere", "--verify-tp", "2") == 2
+    assert capsys.readouterr().err.startswith("eesd: --model, --verify-tp: found together with")
 
 
 @pytest.mark.parametrize(
@@ -166,15 +179,17 @@ def test_another_template_here_is_another_job_there(job: Job) -> None:
 def test_what_makes_and_ends_texts_is_part_of_a_runs_identity(tmp_path: Path, name: str) -> None:
     model = write_byte_level(tmp_path)
     config = EngineConfig.model_validate({"model": {"path": model, "dtype": "bfloat16"}})
-    before = _identity(config)
-    assert _identity(config) == before
+    before = _identity(config, max_model_len=64)
+    assert _identity(config, max_model_len=64) == before
     file = model / name
     file.write_text((file.read_text() if file.exists() else "{}") + " ")
-    assert _identity(config) != before
+    assert _identity(config, max_model_len=64) != before
 
 
 def test_texts_of_rejection_sampling_are_other_texts(tmp_path: Path) -> None:
     model = write_byte_level(tmp_path)
     tree: dict[str, object] = {"model": {"path": model, "dtype": "bfloat16"}}
     rejection = EngineConfig.model_validate({**tree, "speculation": {"acceptance": "rejection"}})
-    assert _identity(rejection) != _identity(EngineConfig.model_validate(tree))
+    assert _identity(rejection, max_model_len=64) != _identity(
+        EngineConfig.model_validate(tree), max_model_len=64
+    )
