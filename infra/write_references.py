@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from eesd_dist.config import Section
+from eesd_dist.parameters import Fields
 from eesd_dist.telemetry.metrics import ServiceMetrics
 from serve_app.config import LiveConfig, ServiceConfig
 from serve_app.ingress.load_balancing import Counts
@@ -35,7 +36,6 @@ from serve_app.openai.schema import (
     ResponsesFields,
     TokenizeFields,
 )
-from serve_app.openai.schema.base import Fields
 from serve_app.openai.schema.unsupported import IGNORED, REFUSED, REFUSED_SOMETIMES
 from serve_app.pages.beliefs import belief_page
 from serve_app.pages.state import state_page

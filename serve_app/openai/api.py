@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from eesd_dist.errors import CapacityError, EesdError, RequestError
+from eesd_dist.parameters import check_ids, conversation_of
 from eesd_dist.telemetry.metrics import CONTENT_TYPE
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
@@ -26,7 +27,6 @@ from eesd_dist.types import TokenId
 from serve_app.console.pages import add_pages
 from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.client import EngineClient
-from serve_app.openai.conversation import conversation_of
 from serve_app.openai.errors import (
     HttpError,
     NotReady,
@@ -56,7 +56,6 @@ from serve_app.openai.openapi import describe_truly
 from serve_app.openai.pacing import Pace
 from serve_app.openai.preparation import Preparation, Prepared
 from serve_app.openai.responses import Event, Json
-from serve_app.openai.sampling_fields import check_ids
 from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,

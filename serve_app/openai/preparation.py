@@ -13,12 +13,22 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from eesd_dist.errors import PromptTooLong, RequestError
+from eesd_dist.parameters import (
+    AskedGrammar,
+    asked_grammar,
+    check_ids,
+    choice_seed,
+    conversation_of,
+    naming,
+    sampling_params,
+    with_defaults,
+)
 from eesd_dist.text import TextCodec
 from eesd_dist.text.grammars import GrammarCompiler, GrammarProbe
 from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.types import Request, RequestId, TokenId
 from serve_app.keys import ANYONE, Permit
-from serve_app.openai.conversation import chat_options, conversation_of
+from serve_app.openai.chat_options import chat_options
 from serve_app.openai.errors import UnknownModel
 from serve_app.openai.event_ids import (
     EVENT_KEY_BYTES,
@@ -31,21 +41,11 @@ from serve_app.openai.event_ids import (
     opened,
 )
 from serve_app.openai.limits import Limits
-from serve_app.openai.sampling_fields import (
-    check_ids,
-    choice_seed,
-    sampling_params,
-    speculation_params,
-    with_defaults,
-)
 from serve_app.openai.schema import (
-    AskedGrammar,
     ChatFields,
     CompletionFields,
     GenerationFields,
-    asked_grammar,
     ignored,
-    naming,
     unsupported,
 )
 from serve_app.openai.tools import ToolUse, format_of, tool_use_of
@@ -498,7 +498,7 @@ class Preparation:
                     sampling=replace(
                         sampling, seed=choice_seed(seed, i), max_tokens=max(max_tokens[j], 1)
                     ),
-                    speculation=speculation_params(fields),
+                    speculation=fields.speculation.params,
                     workload=self._workload(fields, kind=kind, named=workload),
                     traceparent=traceparent,
                     resume_window_s=self._resume_window_s if fields.stream else 0.0,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from opentelemetry.trace import Span
 
+from eesd_dist.parameters import ContentPart, Message, has_grammar
 from eesd_dist.telemetry.metrics import RequestTimings
 from eesd_dist.telemetry.request_spans import request_span, traceparent_of
 from eesd_dist.telemetry.tracing import Tracing
@@ -29,7 +30,7 @@ from serve_app.openai.pacing import Pace, paced
 from serve_app.openai.preparation import Choice, Preparation, Prepared
 from serve_app.openai.request_metrics import asked_attributes, total_attributes
 from serve_app.openai.responses import Answer, Event, Json
-from serve_app.openai.schema import ChatFields, CompletionFields, ContentPart, Message, has_grammar
+from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.sse import encoded, encoded_in_parts
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.throughput import Throughput

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eesd_dist.errors import CapacityError, EesdError
+from eesd_dist.parameters import check_json
 from eesd_dist.routing.quotas import Standing
 from serve_app.console.pages import PATHS as PAGES
 from serve_app.keys import ANYONE, ApiKey, KeyRing, Permit
@@ -36,7 +37,6 @@ from serve_app.openai.middleware.permits import (
 )
 from serve_app.openai.middleware.refusal_log import RefusalLog
 from serve_app.openai.middleware.request_ids import leave_out_of_log
-from serve_app.openai.schema import check_json
 
 _MAX_BODIES_IN_MEMORY = 64
 """Bodies of full size that may be incomplete at the same time."""

@@ -7,40 +7,20 @@ default, as OpenAI's clients send it. Undeclared fields are kept aside (`unsuppo
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, cast
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    NonNegativeInt,
-    PositiveInt,
-)
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, NonNegativeInt, PositiveInt
 from pydantic_core import core_schema
 
 from eesd_dist.control.registry import CONTROLLER_NAMES
-from eesd_dist.types import TreeShape
+from eesd_dist.parameters import Fields, Messages, NumAlternatives, SamplingFields
+from eesd_dist.types import SpeculationParams, TreeShape
 from serve_app.keys import MAX_PRIORITY
-from serve_app.openai.schema.base import MAX_ENTRIES, Fields, check_number
-from serve_app.openai.schema.structured_output import StructuredFields
 from serve_app.openai.schema.tools import ToolFields
 from serve_app.openai.workloads import WORKLOAD_PATTERN
 
-_MAX_STOPS = 16
-MAX_MESSAGES = 4096
-"""Messages of a conversation, and parts of a message."""
 REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
 """ASCII without blanks and control characters: ids are written to logs."""
 
-Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
-Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
-"""64 bits, read with or without a sign: -1 and 2**64 - 1 are one seed."""
-NumAlternatives = Annotated[int, Field(ge=0, le=20)]
 Tokens = Annotated[list[NonNegativeInt], Field(min_length=1, fail_fast=True)]
 """The first wrong id ends the check: describing a million of them takes seconds."""
 
@@ -79,62 +59,27 @@ class SpeculationFields(Fields):
     detailed: bool = False
     """Whether the statistics list every round."""
 
+    @property
+    def params(self) -> SpeculationParams:
+        """The engine's own limits apply as well."""
+        return SpeculationParams(
+            mode=self.mode,
+            controller=self.controller,
+            max_draft_tokens=self.max_draft_tokens,
+            tree=self.tree,
+        )
+
 
 class StreamOptions(Fields):
     include_usage: bool = False
     """Adds a chunk with usage and metrics before the end."""
 
 
-class GenerationFields(Fields, StructuredFields):
+class GenerationFields(SamplingFields):
     """Fields of both kinds of requests."""
 
     model: str | None = None
     """Name of the served model; may be left out."""
-    frequency_penalty: Penalty = 0.0
-    """Subtracted from a token's logit for each time that the answer has it."""
-    presence_penalty: Penalty = 0.0
-    """Subtracted from a token's logit if the answer has it."""
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
-    """Divides the logits of tokens that the prompt or the answer has; multiplies negative ones."""
-    logit_bias: Annotated[dict[str, Bias], BeforeValidator(check_number)] = {}
-    """Token id to the value that is added to its logit."""
-    temperature: Temperature = 1.0
-    """0 takes the likeliest token."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Keeps the likeliest tokens that together have this probability."""
-    top_k: Annotated[int, Field(ge=-1)] = 0
-    """0 and -1 keep the whole vocabulary."""
-    min_p: Probability = 0.0
-    """Keeps tokens with at least this share of the likeliest one's probability."""
-    seed: Seed | None = None
-    """Drawn at random when absent; `metrics.seed` of the response reports it."""
-    n: Annotated[int, Field(ge=1, le=128)] = 1
-    """Number of answers; the first is that of `n: 1`."""
-    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] = []
-    """Texts that end the answer."""
-    stop_token_ids: Annotated[
-        list[NonNegativeInt], Field(max_length=MAX_ENTRIES, fail_fast=True)
-    ] = []
-    """Tokens that end the answer, like the model's end tokens."""
-    allowed_token_ids: (
-        Annotated[list[NonNegativeInt], Field(min_length=1, fail_fast=True)] | None
-    ) = None
-    """The only tokens that may be generated; the end token too only if it is among them."""
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_ENTRIES, fail_fast=True)] = []
-    """Words that must not be generated, also after a blank."""
-    include_stop_str_in_output: bool = False
-    """Whether the answer has the stop text or token that ended it."""
-    ignore_eos: bool = False
-    """Whether the model's end tokens are tokens like others."""
-    max_tokens: PositiveInt | None = None
-    """Most tokens of the answer; what the context has room for in a chat, 16 in a completion."""
-    min_tokens: NonNegativeInt = 0
-    """No end token and no stop text ends the answer before."""
-    skip_special_tokens: bool = True
-    """Whether special tokens are left out of the text."""
-    prompt_logprobs: NumAlternatives | None = None
-    """Number of alternatives reported for every token of the prompt but the first; not in
-    streams."""
     return_token_ids: bool = False
     """Whether the answer has the ids of its tokens and those of the prompt."""
     return_token_origins: bool = False
@@ -155,10 +100,6 @@ class GenerationFields(Fields, StructuredFields):
     cache_salt: CacheSalt | None = None
     """A secret: of the API key's requests, only those with the same one reuse each other's prefixes
     in the KV cache."""
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def states_length(self) -> bool:
@@ -202,21 +143,6 @@ class CompletionFields(GenerationFields):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return cast("Sequence[str | Sequence[int]]", self.prompt)
-
-
-class ContentPart(Fields):
-    type: str
-    text: str = ""
-
-
-class Message(Fields):
-    """One message; undeclared fields go to the chat template unchanged."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] = ""
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatFields(GenerationFields, ToolFields):

@@ -6,17 +6,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 
 from eesd_dist.errors import RequestError
-from serve_app.openai.schema.base import Fields
+from eesd_dist.parameters import MAX_MESSAGES, Fields, JsonObject, Seed, Temperature
 from serve_app.openai.schema.generation import (
-    MAX_MESSAGES,
     REQUEST_ID_PATTERN,
     CacheSalt,
     ChatFields,
-    Seed,
     SpeculationFields,
-    Temperature,
 )
-from serve_app.openai.schema.structured_output import JsonObject
 
 _ROLES = Literal["system", "developer", "user", "assistant"]
 

@@ -4,8 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from serve_app.openai.schema.base import Fields
-from serve_app.openai.schema.generation import Messages
+from eesd_dist.parameters import Fields, Messages
 
 
 class TokenizeFields(Fields):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve_app.openai.schema.base import Fields
+from eesd_dist.parameters import Fields
 
 _NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 _MAX_TOOLS = 128

@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from eesd_dist.errors import EngineError, PoisonRequest, QueueFull
+from eesd_dist.parameters import choice_seed
 from eesd_dist.types import FinishReason
 from serve_app.openai import sse
-from serve_app.openai.sampling_fields import choice_seed
 from tests.support.event_stream import parsed
 from tests.support.live_server import serving
 from tests.support.toy_api import toy_api

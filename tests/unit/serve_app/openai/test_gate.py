@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from eesd_dist.errors import CapacityError, QueueFull, RequestError
+from eesd_dist.parameters import check_json
 from eesd_dist.text import Tokenizer
 from serve_app.config import LimitsConfig, service_config
 from serve_app.keys import KeyRing, operators_key
@@ -23,7 +24,6 @@ from serve_app.openai.middleware import gate
 from serve_app.openai.middleware.gate import AdmissionGate
 from serve_app.openai.middleware.head_gate import MAX_HEAD_BYTES, check_head
 from serve_app.openai.middleware.request_ids import NamedRequests
-from serve_app.openai.schema import check_json
 from serve_app.openai.text_threads import TextThreads
 from serve_app.openai.throughput import Throughput
 from tests.support.live_server import serving

@@ -1,23 +1,90 @@
-"""The parameters of sampling and speculation that a request's fields ask for, checked against the
-vocabulary of the served model."""
+"""How the tokens of an answer are chosen and where it ends: the fields that say it, of the HTTP API
+and of `eesd_dist.LLM`, and the parameters that they become for one vocabulary."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from eesd_dist.errors import RequestError
+from eesd_dist.parameters.fields import MAX_ENTRIES, Fields, check_number
+from eesd_dist.parameters.structured_output import StructuredFields, naming
 from eesd_dist.text import TextCodec
 from eesd_dist.text.sampling_defaults import SamplingDefaults
-from eesd_dist.types import SamplingParams, SpeculationParams, TokenId
-from serve_app.openai.schema import GenerationFields, naming
+from eesd_dist.types import SamplingParams, TokenId
 
-AnyFields = TypeVar("AnyFields", bound=GenerationFields)
-
+_MAX_STOPS = 16
 _LENGTHS = ("max_completion_tokens", "max_tokens")
 _TOP_K_OF_ALL = 2**31 - 1
 """More than any vocabulary has; larger values mean the same."""
 _ID_DIGITS = 20
 """Longer than any token id; Python refuses to read numbers of thousands of digits."""
+
+
+Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+"""64 bits, read with or without a sign: -1 and 2**64 - 1 are one seed."""
+NumAlternatives = Annotated[int, Field(ge=0, le=20)]
+
+
+class SamplingFields(Fields, StructuredFields):
+    """How the tokens of an answer are chosen and where it ends, in the names of OpenAI and vLLM."""
+
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from a token's logit for each time that the answer has it."""
+    presence_penalty: Penalty = 0.0
+    """Subtracted from a token's logit if the answer has it."""
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    """Divides the logits of tokens that the prompt or the answer has; multiplies negative ones."""
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(check_number)] = {}
+    """Token id to the value that is added to its logit."""
+    temperature: Temperature = 1.0
+    """0 takes the likeliest token."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Keeps the likeliest tokens that together have this probability."""
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    """0 and -1 keep the whole vocabulary."""
+    min_p: Probability = 0.0
+    """Keeps tokens with at least this share of the likeliest one's probability."""
+    seed: Seed | None = None
+    """Drawn at random when absent; `metrics.seed` of the response reports it."""
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    """Number of answers; the first is that of `n: 1`."""
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] = []
+    """Texts that end the answer."""
+    stop_token_ids: Annotated[
+        list[NonNegativeInt], Field(max_length=MAX_ENTRIES, fail_fast=True)
+    ] = []
+    """Tokens that end the answer, like the model's end tokens."""
+    allowed_token_ids: (
+        Annotated[list[NonNegativeInt], Field(min_length=1, fail_fast=True)] | None
+    ) = None
+    """The only tokens that may be generated; the end token too only if it is among them."""
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_ENTRIES, fail_fast=True)] = []
+    """Words that must not be generated, also after a blank."""
+    include_stop_str_in_output: bool = False
+    """Whether the answer has the stop text or token that ended it."""
+    ignore_eos: bool = False
+    """Whether the model's end tokens are tokens like others."""
+    max_tokens: PositiveInt | None = None
+    """Most tokens of the answer; what the context has room for in a chat, 16 in a completion."""
+    min_tokens: NonNegativeInt = 0
+    """No end token and no stop text ends the answer before."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+    prompt_logprobs: NumAlternatives | None = None
+    """Number of alternatives reported for every token of the prompt but the first; not in
+    streams."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 def check_ids(ids: Sequence[int], codec: TextCodec, *, param: str) -> None:
@@ -28,6 +95,9 @@ def check_ids(ids: Sequence[int], codec: TextCodec, *, param: str) -> None:
             f"{param}: token id {bad} is not below the vocabulary of {codec.vocab_size}",
             param=param,
         )
+
+
+AnyFields = TypeVar("AnyFields", bound=SamplingFields)
 
 
 def with_defaults(fields: AnyFields, defaults: SamplingDefaults) -> AnyFields:
@@ -46,7 +116,7 @@ def with_defaults(fields: AnyFields, defaults: SamplingDefaults) -> AnyFields:
 
 
 def sampling_params(
-    fields: GenerationFields,
+    fields: SamplingFields,
     codec: TextCodec,
     *,
     max_tokens: int,
@@ -87,17 +157,6 @@ def sampling_params(
             else tuple(sorted(set(fields.allowed_token_ids)))
         ),
         bad_words=_bad_words(fields.bad_words, codec),
-    )
-
-
-def speculation_params(fields: GenerationFields) -> SpeculationParams:
-    """Returns what the client asks of drafting; the engine's own limits apply as well."""
-    asked = fields.speculation
-    return SpeculationParams(
-        mode=asked.mode,
-        controller=asked.controller,
-        max_draft_tokens=asked.max_draft_tokens,
-        tree=asked.tree,
     )
 
 

@@ -2,16 +2,37 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic_core import from_json
 
 from eesd_dist.errors import RequestError
-from serve_app.openai.schema import ChatFields, Message, check_json, naming
+from eesd_dist.parameters.fields import Fields
+from eesd_dist.parameters.json_shape import check_json
+from eesd_dist.parameters.structured_output import naming
 
+MAX_MESSAGES = 4096
+"""Messages of a conversation, and parts of a message."""
 _MAX_DEPTH = 64
 """Of the arguments of a call."""
 _NAMED_CHARS = 32
 """Of a client's word in an error."""
+
+
+class ContentPart(Fields):
+    type: str
+    text: str = ""
+
+
+class Message(Fields):
+    """One message; undeclared fields go to the chat template unchanged."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] = ""
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 def conversation_of(messages: Sequence[Message]) -> list[dict[str, object]]:
@@ -73,24 +94,6 @@ def _json_of(text: str) -> object:
             return from_json(text, allow_partial="trailing-strings")
     except (ValueError, RecursionError) as error:  # half surrogates too
         raise RequestError(f"found arguments that are no JSON: {error}") from error
-
-
-def chat_options(fields: ChatFields) -> dict[str, object]:
-    options = dict(fields.chat_template_kwargs)
-    if "tools" in options:
-        raise RequestError(
-            "tools cannot be given to the chat template: send the field tools",
-            param="chat_template_kwargs",
-        )
-    options["add_generation_prompt"] = fields.add_generation_prompt
-    if fields.continue_final_message:
-        if fields.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message needs add_generation_prompt: false",
-                param="continue_final_message",
-            )
-        options["continue_final_message"] = True
-    return options
 
 
 def _content(message: Message, *, index: int) -> str:

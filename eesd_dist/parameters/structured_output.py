@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from eesd_dist.errors import RequestError
+from eesd_dist.parameters.fields import MAX_ENTRIES, Fields
 from eesd_dist.text.grammars import (
     json_schema,
     normal_schema,
@@ -18,7 +19,6 @@ from eesd_dist.text.grammars import (
     regular_expression,
     rules,
 )
-from serve_app.openai.schema.base import MAX_ENTRIES, Fields
 
 JsonObject = dict[str, Any]
 Schema = JsonObject | str
