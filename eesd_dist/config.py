@@ -4,8 +4,10 @@ YAML files, flags and environment variables set these fields. Unknown keys are r
 code receives plain values, never these models.
 """
 
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -16,6 +18,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
     model_validator,
 )
 
@@ -293,3 +296,30 @@ class EngineConfig(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     grammars: GrammarConfig = GrammarConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+
+def complaint_of(error: ValidationError, root: type[BaseModel]) -> str:
+    """Returns the first error of a tree, and the number of the others."""
+    first = error.errors(include_url=False)[0]
+    path, found = [str(part) for part in first["loc"]], first["input"]
+    text = f"{'.'.join(path)}: {first['msg']}, found {found!r}"
+    if first["type"] == "extra_forbidden":
+        text = f"{'.'.join(path)}: unknown key, found {found!r}; {_known_keys(path, root)}"
+    elif isinstance(found, dict) and first["type"].endswith("_type"):
+        text += ": this key takes a value, set it without a key below it"
+    more = error.error_count() - 1
+    return f"{text} (and {more} more)" if more else text
+
+
+def _known_keys(path: Sequence[str], root: type[BaseModel]) -> str:
+    """Suggests keys for the last part of `path`."""
+    section = root
+    for part in path[:-1]:
+        field = section.model_fields.get(part)
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        if not sections:
+            return "remove it"
+        section = sections[0]
+    close = get_close_matches(path[-1], section.model_fields, n=1)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(section.model_fields)}"

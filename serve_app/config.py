@@ -4,15 +4,12 @@ An engine's settings are `eesd_dist.config`; this adds the service around it: wh
 placed, how it is reached, how long recovery may take.
 """
 
-from collections.abc import Sequence
-from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 import yaml
 from pydantic import (
-    BaseModel,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -23,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from eesd_dist.config import EngineConfig, HomePath, Section
+from eesd_dist.config import EngineConfig, HomePath, Section, complaint_of
 from eesd_dist.control.registry import entry_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.routing.fleet.size import FleetTargets
@@ -542,7 +539,7 @@ def service_config(tree: dict[str, object]) -> ServiceConfig:
     try:
         config = ServiceConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_complaint(error, ServiceConfig)) from error
+        raise ConfigError(complaint_of(error, ServiceConfig)) from error
     entry_of(config.engine.speculation.controller)
     return config
 
@@ -552,7 +549,7 @@ def live_config(tree: object) -> LiveConfig:
     try:
         return LiveConfig.model_validate({} if tree is None else tree)
     except ValidationError as error:
-        raise ConfigError(f"user_config: {_complaint(error, LiveConfig)}") from error
+        raise ConfigError(f"user_config: {complaint_of(error, LiveConfig)}") from error
 
 
 def require_autoscaled(config: ServiceConfig, live: LiveConfig) -> None:
@@ -563,30 +560,3 @@ def require_autoscaled(config: ServiceConfig, live: LiveConfig) -> None:
             "change num_replicas of the deployment Pipeline, or let max_count in `args` be above "
             "min_count"
         )
-
-
-def _complaint(error: ValidationError, root: type[BaseModel]) -> str:
-    """Returns the first error of a tree, and the number of the others."""
-    first = error.errors(include_url=False)[0]
-    path, found = [str(part) for part in first["loc"]], first["input"]
-    text = f"{'.'.join(path)}: {first['msg']}, found {found!r}"
-    if first["type"] == "extra_forbidden":
-        text = f"{'.'.join(path)}: unknown key, found {found!r}; {_known_keys(path, root)}"
-    elif isinstance(found, dict) and first["type"].endswith("_type"):
-        text += ": this key takes a value, set it without a key below it"
-    more = error.error_count() - 1
-    return f"{text} (and {more} more)" if more else text
-
-
-def _known_keys(path: Sequence[str], root: type[BaseModel]) -> str:
-    """Suggests keys for the last part of `path`."""
-    section = root
-    for part in path[:-1]:
-        field = section.model_fields.get(part)
-        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
-        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
-        if not sections:
-            return "remove it"
-        section = sections[0]
-    close = get_close_matches(path[-1], section.model_fields, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(section.model_fields)}"

@@ -14,7 +14,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.masks import Masks
-from eesd_dist.errors import EesdError, EngineError
+from eesd_dist.errors import EesdError, EngineError, RequestError
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.grammars import GrammarCompiler
 from eesd_dist.types import (
@@ -64,6 +64,7 @@ class LocalEngine:
         of those of `grammars`."""
         self._engine = build_local_engine(config, book=BeliefBook(), grammars=grammars, masks=masks)
         self._max_waiting = config.scheduler.max_waiting
+        self._is_closed = False
 
     @property
     def engine(self) -> EngineCore:
@@ -74,29 +75,51 @@ class LocalEngine:
         requests: Sequence[Request],
         *,
         observe: Callable[[RoundStats], None] | None = None,
+        refused: Callable[[RequestId, RequestError], None] | None = None,
     ) -> Iterator[Emission]:
         """Yields the emissions of all requests, interleaved. Requests are added as the queue has
         room.
 
-        Raises RequestError for a request that cannot be served, and ends the others.
+        `refused` is called for a request that cannot be served; None raises its RequestError, and
+        ends the others. Raises EngineError when the engine is closed.
         """
+        self._check_open()
         pending = deque(requests)
         added: list[RequestId] = []
         try:
             while pending or self._engine.has_work:
                 while pending and self._engine.load().num_waiting < self._max_waiting:
-                    self._engine.add(pending[0])
+                    self._add(pending[0], refused)
                     added.append(pending.popleft().request_id)
                 result = self._engine.step(wait_s=0.0)
                 if observe is not None:
                     for stats in result.rounds:
                         observe(stats)
                 yield from result.emissions
+                self._check_open()
         finally:  # a refused request or a closed iterator leaves no request behind
-            for request_id in added:
-                self._engine.abort(request_id)
-            while self._engine.has_work:
-                self._engine.step(wait_s=0.0)
+            if not self._is_closed:
+                self._end(added)
+
+    def _add(
+        self, request: Request, refused: Callable[[RequestId, RequestError], None] | None
+    ) -> None:
+        try:
+            self._engine.add(request)
+        except RequestError as error:
+            if refused is None:
+                raise
+            refused(request.request_id, error)
+
+    def _end(self, request_ids: Sequence[RequestId]) -> None:
+        for request_id in request_ids:
+            self._engine.abort(request_id)
+        while self._engine.has_work:
+            self._engine.step(wait_s=0.0)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is closed: make a new one")
 
     def generate(
         self,
@@ -115,7 +138,10 @@ class LocalEngine:
         self._engine.abort(request_id)
 
     def close(self) -> None:
-        self._engine.close()
+        """Ends the engine, also while `stream` is being read. Closing twice changes nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine.close()
 
 
 class EngineThread:

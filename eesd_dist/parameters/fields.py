@@ -1,7 +1,7 @@
 """What all JSON objects of requests have in common."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -35,6 +35,9 @@ class Fields(BaseModel):
         hide_input_in_errors=True,
     )
 
+    null_is_a_value: ClassVar[frozenset[str]] = frozenset()
+    """Fields of which null does not mean the default."""
+
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: object) -> object:
@@ -44,7 +47,7 @@ class Fields(BaseModel):
         return {
             name: _whole(value) if name in cls.model_fields else value
             for name, value in data.items()
-            if value is not None
+            if value is not None or name in cls.null_is_a_value
         }
 
     @classmethod

@@ -149,6 +149,11 @@ class Tokenizer:
         return tokenizer
 
     @property
+    def backend(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._backend
+
+    @property
     def vocab_size(self) -> int:
         """The model's vocabulary size, which may be padded beyond the tokenizer's."""
         return self._vocab_size
