@@ -1,4 +1,4 @@
-"""Requests whose parameters an engine cannot serve: the one is refused, and the next is served."""
+"""Requests with parameters that an engine cannot serve: one is refused, and the next is served."""
 
 import math
 from collections.abc import Iterator
