@@ -8,11 +8,12 @@ from pathlib import Path
 
 from cluster.link_figures import CollectiveFigures, write_links
 from cluster.planning.accuracy_options import AccuracyOptions
+from cluster.planning.checkpoint import head_of_costs, read_shape
 from cluster.planning.fitting import fit
 from cluster.planning.forecast import PipelineForecast
 from cluster.planning.machine import Machine
 from cluster.planning.network import Network
-from cluster.planning.shapes import Load, ModelShape, Split, read_shape
+from cluster.planning.shapes import Load, ModelShape, Split
 from cluster.planning.stage_times import StageTimes
 from eesd_dist.bench.costs.form import RoundCost, StageCosts, write_costs
 from eesd_dist.bench.costs.measure import (
@@ -107,21 +108,21 @@ def _compared(
     load = Load(
         num_requests=cost.num_requests,
         context_tokens=cost.context_tokens,
-        survival=costs.survival,
         max_draft_tokens=cost.num_draft_tokens,
     )
     times = StageTimes(shape=shape, machine=machine, split=split)
     # The measured engines have one microbatch.
-    forecast = PipelineForecast(times=times, load=load, overlaps=False).lengths()[-1]
+    forecast = PipelineForecast(times=times, load=load, overlaps=False)
+    row = forecast.lengths(head_of_costs(costs).acceptance)[-1]
     return Comparison(
         setting=RoundSetting(
             verify_tp=verify_tp,
             num_requests=cost.num_requests,
             num_draft_tokens=cost.num_draft_tokens,
         ),
-        predicted_s=forecast.round_s,
+        predicted_s=row.round_s,
         measured_s=cost.round_s,
-        predicted_rate=forecast.tokens_per_s,
+        predicted_rate=row.tokens_per_s,
         measured_rate=cost.tokens_per_round / cost.round_s,
     )
 
@@ -133,7 +134,7 @@ def main(options: AccuracyOptions) -> int:
     prompts = load_prompts(
         Tokenizer.load(options.model), options.prompts, limit=options.num_prompts
     )
-    shape = read_shape(Path(options.model) / "config.json", on_cpu=True)
+    shape = read_shape(Path(options.model), on_cpu=True)
     inputs = _settings(1, options.measured_batches, options.measured_lengths)
     wanted = [
         *_settings(1, options.batches, options.lengths),

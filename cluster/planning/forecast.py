@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from cluster.planning.machine import Machine
 from cluster.planning.memory import memory_of_plain
-from cluster.planning.shapes import Load, ModelShape, Split
+from cluster.planning.shapes import Acceptance, Load, ModelShape, Split
 from cluster.planning.stage_times import Batch, StageTimes
 from eesd_dist.control.overlap_policy import MARGIN
 from eesd_dist.model.degrees import tensor_parallel_degrees
@@ -61,9 +61,9 @@ class PipelineForecast:
     overlaps: bool = True
     """Whether two microbatches may take turns."""
 
-    def lengths(self, *, acceptance: float | None = None) -> tuple[LengthForecast, ...]:
+    def lengths(self, acceptance: Acceptance) -> tuple[LengthForecast, ...]:
         """Returns draft lengths 0, 1, 2 ...; 0 is plain decoding over the two stages."""
-        expected = self.load.expected_tokens(acceptance=acceptance)
+        expected = acceptance.expected_tokens(self.load.max_draft_tokens)
         return tuple(self.length(k, tokens) for k, tokens in enumerate(expected))
 
     def length(self, k: int, expected_tokens: float) -> LengthForecast:

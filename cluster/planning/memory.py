@@ -83,8 +83,12 @@ def memory_of_plain(shape: ModelShape, *, num_ranks: int, load: Load) -> RankMem
     )
 
 
-def require_memory(memories: Sequence[RankMemory], memory_bytes: float | None) -> None:
-    """Raises ConfigError for a rank that does not fit."""
+def require_memory(
+    memories: Sequence[RankMemory], memory_bytes: float | None, *, shares_gpu: bool
+) -> None:
+    """Raises ConfigError for a rank that does not fit its GPU, or its half of a shared one."""
+    if shares_gpu and memory_bytes is not None:
+        memory_bytes /= 2
     for row in memories:
         if not row.fits(memory_bytes):
             assert memory_bytes is not None
@@ -92,8 +96,9 @@ def require_memory(memories: Sequence[RankMemory], memory_bytes: float | None) -
                 f"a {row.stage} rank of {row.num_ranks} needs {row.serving_bytes / 1e9:.1f} GB "
                 f"({row.weights_bytes / 1e9:.1f} weights, {row.kv_bytes / 1e9:.1f} KV, "
                 f"{row.activation_bytes / 1e9:.1f} activations), expected at most "
-                f"{memory_bytes / 1e9:.1f} GB: raise --draft-tp or --verify-tp, lower --requests "
-                "or --context, or choose a GPU with more memory"
+                f"{memory_bytes / 1e9:.1f} GB{', half of a GPU' if shares_gpu else ''}: raise "
+                "--draft-tp or --verify-tp, lower --requests or --context, or choose a GPU with "
+                "more memory"
             )
 
 

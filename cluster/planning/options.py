@@ -10,6 +10,7 @@ from typing import Annotated
 
 from typer import Option
 
+from cluster.planning.heads import USUAL_COVERAGE, AcceptanceAt
 from cluster.planning.machine import Arithmetic, Machine
 from cluster.planning.memory import USUAL_SHARE
 from cluster.planning.network import Network
@@ -22,7 +23,7 @@ from cluster.planning.presets import (
     LinkName,
     ShapeName,
 )
-from cluster.planning.shapes import AcceptanceAt, Load
+from cluster.planning.shapes import Load
 from eesd_dist.errors import ConfigError
 
 _LOAD = Load()
@@ -34,30 +35,35 @@ class PlanOptions:
     """Predicts whether speculation would pay on given machines.
 
     With --exit-layer it judges one split; without, it searches exit layer, ranks of both stages,
-    head and draft length. Plain decoding gets as many GPUs, draft ranks included. A layer takes the
-    time to read its weights and KV, or the time to multiply its rows, whichever is longer; measured
-    costs and links are used where given. The acceptance is an option.
+    head and draft length. Plain decoding gets all GPUs of the nodes. A layer takes the time to read
+    its weights and KV, or the time to multiply its rows, whichever is longer; measured costs, links
+    and acceptance are used where given, and the verdict says where the acceptance is assumed. An
+    option that would have no effect is refused.
     """
 
-    config: Annotated[Path | None, "config.json of the target"] = None
-    shape: Annotated[ShapeName | None, "a well-known target instead of --config"] = None
+    model: Annotated[Path | None, "folder of the target; no weights are read"] = None
+    shape: Annotated[ShapeName | None, "a well-known target instead of --model"] = None
     exit_layer: Annotated[int | None, "layers of the draft stage (searched)"] = None
     search: Annotated[bool, "search, with --exit-layer only that one"] = False
-    draft_tp: Annotated[int, "ranks of the draft stage, without search"] = 1
-    verify_tp: Annotated[int, "ranks of the verify stage, without search"] = 1
+    draft_tp: Annotated[int | None, "ranks of the draft stage, without search (1)"] = None
+    verify_tp: Annotated[int | None, "ranks of the verify stage, without search (1)"] = None
+    shared_gpu: Annotated[bool, "both stages on one GPU, without search"] = False
     fallback: Annotated[bool, "verify ranks also load the draft ranks' layers"] = False
     on_cpu: Annotated[bool, "ranks on CPUs, which keep keys and values in float32"] = False
     draft_vocab_size: Annotated[int | None, "tokens of a truncated exit head"] = None
     draft_coverage: Annotated[
-        float, "share of the target's tokens in a truncated draft vocabulary (assumed)"
-    ] = 0.95
+        float | None,
+        f"share of the target's tokens in a truncated draft vocabulary ({USUAL_COVERAGE}, assumed)",
+    ] = None
     gpu: Annotated[GpuName, "data-sheet figures of a GPU"] = "h100"
-    gpus_per_node: Annotated[int, "GPUs of a node"] = 8
-    nodes: Annotated[int, "nodes, for a search"] = 1
+    gpus_per_node: Annotated[int, "GPUs of a node, or ranks where these are on CPUs"] = 8
+    nodes: Annotated[int | None, "nodes (1 for a search, else as many as the split needs)"] = None
     gpu_memory_gb: Annotated[float | None, "memory of a GPU, GB (--gpu's)"] = None
     gpu_bandwidth_gbps: Annotated[float | None, "memory bandwidth, GB/s (--gpu's)"] = None
     gpu_tflops: Annotated[float | None, "dense peak (--gpu's)"] = None
-    efficiency: Annotated[float, "share of both peaks that kernels reach"] = USUAL_EFFICIENCY
+    efficiency: Annotated[
+        float | None, f"share of both peaks that kernels reach ({USUAL_EFFICIENCY})"
+    ] = None
     intra: Annotated[LinkName, "link inside a node"] = "nvlink"
     inter: Annotated[LinkName, "link between nodes"] = "infiniband"
     intra_hop_us: Annotated[float | None, "one step of a collective (--intra's)"] = None
@@ -70,8 +76,14 @@ class PlanOptions:
     costs: Annotated[Path | None, "measured costs: the JSON of `eesd bench costs`"] = None
     requests: Annotated[int, "requests in flight"] = _LOAD.num_requests
     context: Annotated[int, "tokens of context per request"] = _LOAD.context_tokens
+    head: Annotated[
+        Path | None, "exit head with an evaluation.json (--model's exit_head, if it has one)"
+    ] = None
+    temperature: Annotated[float | None, "temperature at which the head was evaluated (1)"] = None
     acceptance: Annotated[
-        float | None, "chance that a draft token is accepted (measured with --costs, else 0.8)"
+        float | None,
+        "chance that a draft token is accepted, at every exit layer (of --head or --costs, else "
+        "assumed, rising with the exit layer)",
     ] = None
     acceptance_at: Annotated[
         tuple[AcceptanceAt, ...],
@@ -86,28 +98,74 @@ class PlanOptions:
     json: Annotated[bool, "print one JSON object"] = False
 
     @property
-    def num_gpus(self) -> int:
-        """All GPUs of the nodes."""
-        return self.nodes * self.gpus_per_node
+    def searches(self) -> bool:
+        return self.exit_layer is None or self.search
+
+    def require_effect(self) -> None:
+        """Raises ConfigError for an option that would be ignored, with the one that causes it."""
+        for names, is_ignored, advice in (
+            (
+                ("draft_tp", "verify_tp", "shared_gpu", "fallback"),
+                self.searches,
+                "a search chooses the ranks of both stages: give --exit-layer without --search",
+            ),
+            (
+                ("draft_coverage",),
+                not self.searches and self.draft_vocab_size is None,
+                "this split has the full draft vocabulary: give --draft-vocab-size",
+            ),
+            (
+                ("draft_all_reduce_us",),
+                not self.searches and self.draft_tp in (None, 1),
+                "a single draft rank sums with no other: raise --draft-tp",
+            ),
+            (
+                ("gpu_bandwidth_gbps", "gpu_tflops", "efficiency"),
+                self.costs is not None,
+                "--costs has measured times: leave one of them out",
+            ),
+            (
+                ("acceptance",),
+                bool(self.acceptance_at),
+                "--acceptance-at has those of each exit layer: leave one of them out",
+            ),
+            (
+                ("head", "temperature"),
+                self.acceptance is not None or bool(self.acceptance_at),
+                "--acceptance and --acceptance-at replace what was measured: leave one of them out",
+            ),
+            (
+                ("head", "temperature"),
+                self.model is None,
+                "a head belongs to a model: give --model",
+            ),
+            (("shared_gpu",), self.on_cpu, "--on-cpu has no GPU: leave one of them out"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if is_ignored and value is not None and value is not False:
+                    option = _flag(name) if value is True else f"{_flag(name)} {value}"
+                    raise ConfigError(f"found {option}, which would have no effect: {advice}")
 
     @property
     def machine(self) -> Machine:
         """The machine without measured figures. Raises ConfigError for a figure that cannot be."""
         for name in ("nodes", "gpus_per_node", "draft_tp", "verify_tp"):
             found = getattr(self, name)
-            if not 1 <= found <= 100_000:
+            if found is not None and not 1 <= found <= 100_000:
                 raise ConfigError(f"{_flag(name)} {found}: expected a whole number from 1")
         gpu = GPUS[self.gpu]
         memory_gb = self._figure("gpu_memory_gb", gpu.memory_bytes / 1e9)
         has_memory = self.gpu_memory_gb is not None or not self.on_cpu
-        if not self.efficiency <= 1.0:
+        efficiency = self._figure("efficiency", USUAL_EFFICIENCY)
+        if efficiency > 1.0:
             raise ConfigError(f"--efficiency {self.efficiency}: expected a share, up to 1")
         bandwidth_gbps = self._figure("gpu_bandwidth_gbps", gpu.memory_bytes_per_s / 1e9)
         return Machine(
             arithmetic=Arithmetic(
                 memory_bytes_per_s=bandwidth_gbps * 1e9,
                 flops_per_s=self._figure("gpu_tflops", gpu.flops_per_s / 1e12) * 1e12,
-                efficiency=self._figure("efficiency", USUAL_EFFICIENCY),
+                efficiency=efficiency,
             ),
             network=Network(
                 intra=self._link("intra", self.intra, nvlink_bytes_per_s=gpu.nvlink_bytes_per_s),

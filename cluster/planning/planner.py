@@ -1,13 +1,12 @@
 """Predicts whether speculation would pay on given machines.
 
-`plan` judges one split, `search` finds the best ones. Both compare with plain decoding on the same
-number of GPUs, those of the draft stage included: by tensor parallelism over all of them, or by
-replicas, whichever is fastest. The acceptance is an input; the acceptance at which speculation
-breaks even is reported.
+`plan` judges one split, `search` finds the best ones. Both compare with plain decoding on all GPUs
+of the nodes, those that the split leaves unused included: by tensor parallelism over all of them,
+or by replicas, whichever is fastest. The acceptance is an input; the acceptance at which
+speculation breaks even is reported.
 """
 
 from dataclasses import dataclass
-from math import isfinite
 
 from cluster.planning.forecast import (
     LengthForecast,
@@ -18,7 +17,7 @@ from cluster.planning.forecast import (
 )
 from cluster.planning.machine import Machine
 from cluster.planning.memory import RankMemory, memory_of, require_memory
-from cluster.planning.shapes import Load, ModelShape, Split
+from cluster.planning.shapes import Acceptance, Load, ModelShape, Split
 from cluster.planning.stage_times import Batch, StageTimes
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.degrees import require_degree
@@ -33,9 +32,10 @@ class Plan:
 
     split: Split
     load: Load
+    acceptance: Acceptance
     num_pipelines: int
     num_gpus: int
-    """Of all pipelines, or more if some are left over; plain decoding gets as many."""
+    """All GPUs of the nodes; plain decoding gets as many."""
     draft_step_s: float
     """One drafted token through [0, N) and the exit head."""
     verify_pass_s: float
@@ -49,6 +49,15 @@ class Plan:
     """Of the pipeline with the most requests."""
 
     @property
+    def num_used_gpus(self) -> int:
+        """GPUs of all pipelines; the others of the nodes are left over."""
+        return self.num_pipelines * self.split.num_gpus
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_gpus // self.forecast.times.machine.network.gpus_per_node)
+
+    @property
     def best(self) -> LengthForecast:
         return max(self.lengths, key=lambda row: (row.tokens_per_s, -row.num_draft_tokens))
 
@@ -59,7 +68,7 @@ class Plan:
 
     @property
     def plain_tokens_per_s(self) -> float:
-        """Of the fastest plain decoding on the same GPUs."""
+        """Of the fastest plain decoding on all GPUs of the nodes."""
         return _fastest_plain(self.plain, self.lengths[0], self.load)
 
     @property
@@ -76,7 +85,7 @@ class Plan:
         plain = self.plain_tokens_per_s
 
         def wins(acceptance: float) -> bool:
-            rows = self.forecast.lengths(acceptance=acceptance)[1:]
+            rows = self.forecast.lengths(Acceptance(rate=acceptance))[1:]
             return max(_of_all(row, self.load) for row in rows) > plain
 
         if self.load.max_draft_tokens == 0 or not wins(1.0):
@@ -94,14 +103,15 @@ def plan(
     machine: Machine,
     split: Split,
     load: Load,
+    acceptance: Acceptance,
+    num_gpus: int,
     num_pipelines: int = 1,
-    num_gpus: int | None = None,
     plain: tuple[PlainForecast, ...] | None = None,
 ) -> Plan:
     """Predicts every draft length up to the maximum.
 
-    `load` is that of all pipelines, which share its requests evenly. `num_gpus`: more than the
-    pipelines have ranks where some are left over. `plain`: those of `plain_forecasts`, if known.
+    `load` is that of all pipelines, which share its requests evenly. `num_gpus`: all GPUs of the
+    nodes. `plain`: those of `plain_forecasts`, if known.
 
     Raises ConfigError for a split that the model does not allow or that does not fit the memory.
     """
@@ -109,21 +119,22 @@ def plan(
     require_load(load)
     share = share_of(load, num_pipelines)
     memories = memory_of(shape, split=split, load=share)
-    require_memory(memories, machine.memory_bytes)
-    gpus = num_gpus or num_pipelines * split.num_ranks
+    require_memory(memories, machine.memory_bytes, shares_gpu=split.shares_gpu)
     if plain is None:
-        plain = plain_forecasts(shape, machine=machine, load=load, num_gpus=gpus)
+        plain = plain_forecasts(shape, machine=machine, load=load, num_gpus=num_gpus)
     times = StageTimes(shape=shape, machine=machine, split=split)
-    forecast = PipelineForecast(times=times, load=share)
+    # The kernels of two processes run on one GPU in turns: there is nothing to overlap.
+    forecast = PipelineForecast(times=times, load=share, overlaps=not split.shares_gpu)
     batch = Batch(num_requests=share.num_requests, context_tokens=load.context_tokens)
     return Plan(
         split=split,
         load=load,
+        acceptance=acceptance,
         num_pipelines=num_pipelines,
-        num_gpus=gpus,
+        num_gpus=num_gpus,
         draft_step_s=times.draft_step_s(batch),
         verify_pass_s=times.verify_s(batch, 0),
-        lengths=forecast.lengths(),
+        lengths=forecast.lengths(acceptance),
         plain=plain,
         memories=memories,
         forecast=forecast,
@@ -155,18 +166,27 @@ def require_split(shape: ModelShape, split: Split) -> None:
             num_kv_heads=shape.num_kv_heads,
             num_channels=shape.intermediate_size,
         )
-    vocabulary = split.draft_vocab_size
-    if vocabulary is not None and not 1 <= vocabulary <= shape.vocab_size:
+    sizes = (split.draft_tensor_parallel_size, split.verify_tensor_parallel_size)
+    if split.shares_gpu and sizes != (1, 1):
         raise ConfigError(
-            f"draft vocabulary of {vocabulary} tokens: expected 1 to {shape.vocab_size}, the "
-            "model's vocabulary"
+            f"{sizes[0]} draft and {sizes[1]} verify ranks on one GPU: expected one of each, since "
+            "the ranks of a group need a GPU each"
+        )
+    if split.draft_vocab_size is not None:
+        require_vocabulary(shape, split.draft_vocab_size)
+
+
+def require_vocabulary(shape: ModelShape, size: int) -> None:
+    """Raises ConfigError for a draft vocabulary that the model does not allow."""
+    if not 1 <= size <= shape.vocab_size:
+        raise ConfigError(
+            f"draft vocabulary of {size} tokens: expected 1 to {shape.vocab_size}, the model's "
+            "vocabulary"
         )
 
 
 def require_load(load: Load) -> None:
     """Raises ConfigError for a load that cannot be."""
-    if not (isfinite(load.acceptance) and 0.0 <= load.acceptance <= 1.0):
-        raise ConfigError(f"acceptance {load.acceptance} is not a probability: expected 0 to 1")
     for name, found, least, most in (
         ("requests", load.num_requests, 1, _MOST_REQUESTS),
         ("tokens of context", load.context_tokens, 0, _MOST_TOKENS),

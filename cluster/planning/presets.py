@@ -8,7 +8,7 @@ from typing import Literal
 
 GpuName = Literal["a100-40", "a100-80", "h100", "h200"]
 LinkName = Literal["nvlink", "pcie", "infiniband", "infiniband-hdr", "ethernet-25"]
-ShapeName = Literal["llama-2-13b", "codellama-34b", "llama-3-70b"]
+ShapeName = Literal["llama-3-8b", "llama-2-13b", "qwen3-14b", "codellama-34b", "llama-3-70b"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,36 +87,61 @@ LINKS: dict[LinkName, Link] = {
 }
 
 
-SHAPES: dict[ShapeName, dict[str, int | str]] = {
-    # The fields of config.json as published with these models.
+ON_ONE_GPU = Link(hop_s=0.6e-3, bytes_per_s=0.96e9)
+"""Between a drafting actor and a verify rank on one GPU, over the host: copies, message and thread
+wake-ups, from docs/gpu.md at 8 KiB and at 1.3 MB."""
+
+
+SHAPES: dict[ShapeName, dict[str, int]] = {
+    # From config.json as published with these models; all have 16-bit weights.
+    "llama-3-8b": {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_positions": 8192,
+    },
     "llama-2-13b": {
-        "num_hidden_layers": 40,
+        "num_layers": 40,
         "hidden_size": 5120,
         "intermediate_size": 13824,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 40,
+        "num_heads": 40,
+        "num_kv_heads": 40,
+        "head_dim": 128,
         "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-        "torch_dtype": "float16",
+        "max_positions": 4096,
+    },
+    "qwen3-14b": {
+        "num_layers": 40,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_heads": 40,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_positions": 40960,
     },
     "codellama-34b": {
-        "num_hidden_layers": 48,
+        "num_layers": 48,
         "hidden_size": 8192,
         "intermediate_size": 22016,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+        "head_dim": 128,
         "vocab_size": 32000,
-        "max_position_embeddings": 16384,
-        "torch_dtype": "bfloat16",
+        "max_positions": 16384,
     },
     "llama-3-70b": {
-        "num_hidden_layers": 80,
+        "num_layers": 80,
         "hidden_size": 8192,
         "intermediate_size": 28672,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+        "head_dim": 128,
         "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "torch_dtype": "bfloat16",
+        "max_positions": 8192,
     },
 }

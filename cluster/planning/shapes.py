@@ -1,19 +1,12 @@
-"""Inputs of the planner: dimensions of a model, its split, the load."""
+"""Inputs of the planner: dimensions of a model, its split, the load, the acceptance of drafts."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
 
 from cluster.planning.presets import SHAPES, ShapeName
-from eesd_dist.errors import CheckpointError
 from eesd_dist.model.degrees import kv_heads_of
 from eesd_dist.model.rank_memory import kv_bytes_per_token
-
-_LARGEST = 10**8
-"""Of a dimension in config.json: above it, the file is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,28 +81,14 @@ class Split:
     draft_vocab_size: int | None = None
     """Rows in the LM head of a truncated exit head; None: the full vocabulary."""
 
+    shares_gpu: bool = False
+    """Both stages, of one rank each, run on one GPU, with half of its memory each."""
+
     @property
-    def num_ranks(self) -> int:
+    def num_gpus(self) -> int:
+        if self.shares_gpu:
+            return 1
         return self.draft_tensor_parallel_size + self.verify_tensor_parallel_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptanceAt:
-    """The acceptance of a head at one exit layer."""
-
-    exit_layer: int
-    acceptance: float
-
-    @classmethod
-    def parse(cls, text: str) -> "AcceptanceAt":
-        """Parses `4=0.8`. Raises ValueError."""
-        layer, _, acceptance = text.partition("=")
-        try:
-            return cls(exit_layer=int(layer), acceptance=float(acceptance))
-        except ValueError:
-            raise ValueError(
-                f"found {text!r:.40}, expected an exit layer and an acceptance, like 4=0.8"
-            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,22 +97,25 @@ class Load:
 
     num_requests: int = 1
     context_tokens: int = 1024
-    acceptance: float = 0.8
+    max_draft_tokens: int = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """Probability that the drafted tokens of one exit head are accepted."""
+
+    rate: float
     """Probability that a drafted token survives, given that those before it did."""
     survival: tuple[float, ...] = ()
     """Measured probability that the first i + 1 drafted tokens all survive; beyond it, and where it
-    is empty, `acceptance` continues it."""
-    max_draft_tokens: int = 8
+    is empty, `rate` continues it."""
+    is_measured: bool = False
 
-    def expected_tokens(self, *, acceptance: float | None = None) -> tuple[float, ...]:
-        """Returns the tokens per request and round for draft lengths 0, 1, ... up to the maximum.
-
-        `acceptance`: replaces the measured survival too.
-        """
-        known = self.survival[: self.max_draft_tokens] if acceptance is None else ()
-        rate = self.acceptance if acceptance is None else acceptance
+    def expected_tokens(self, max_draft_tokens: int) -> tuple[float, ...]:
+        """Returns the tokens per request and round for draft lengths from 0 to the maximum."""
+        known = self.survival[:max_draft_tokens]
         last = known[-1] if known else 1.0
-        more = accumulate([rate] * (self.max_draft_tokens - len(known)), mul, initial=last)
+        more = accumulate([self.rate] * (max_draft_tokens - len(known)), mul, initial=last)
         survival = [*known, *list(more)[1:]]
         # The verifier's token, and each drafted token times its survival.
         return tuple(accumulate(survival, initial=1.0))
@@ -141,83 +123,4 @@ class Load:
 
 def named_shape(name: ShapeName) -> ModelShape:
     """Returns the dimensions of a well-known model."""
-    return _shape_of(SHAPES[name], file=name, on_cpu=False)
-
-
-def read_shape(config: Path, *, on_cpu: bool = False) -> ModelShape:
-    """Reads the config.json of a checkpoint; raises CheckpointError for a field that is missing or
-    is no sensible number.
-
-    On a CPU, matrices are as wide as on a GPU (16-bit weights are packed as float16), and keys and
-    values are float32.
-    """
-    try:
-        fields = json.loads(config.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            file=config, found=str(error), expected="a checkpoint's config.json"
-        ) from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(
-            file=config, found=type(fields).__name__, expected="an object with a model's dimensions"
-        )
-    return _shape_of(fields, file=config, on_cpu=on_cpu)
-
-
-def _shape_of(fields: Mapping[str, object], *, file: object, on_cpu: bool) -> ModelShape:
-    read = _Dimensions(fields, file)
-    num_heads, hidden_size = read.count("num_attention_heads"), read.count("hidden_size")
-    num_kv_heads = read.count("num_key_value_heads", default=num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            file=file,
-            found=f"{num_heads} attention heads and {num_kv_heads} key-value heads",
-            expected="a multiple of the key-value heads",
-        )
-    if fields.get("head_dim") is None and hidden_size % num_heads:
-        raise CheckpointError(
-            file=file,
-            found=f"hidden_size {hidden_size}, {num_heads} attention heads and no head_dim",
-            expected="head_dim, or a hidden_size that the heads share evenly",
-        )
-    wide = _bytes_per_weight(fields)
-    return ModelShape(
-        num_layers=read.count("num_hidden_layers"),
-        hidden_size=hidden_size,
-        intermediate_size=read.count("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=read.count("head_dim", default=hidden_size // num_heads),
-        vocab_size=read.count("vocab_size"),
-        max_positions=read.count("max_position_embeddings", default=0),
-        bytes_per_weight=wide,
-        bytes_per_kv=4 if on_cpu else wide,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Dimensions:
-    fields: Mapping[str, object]
-    file: object
-
-    def count(self, name: str, *, default: int | None = None) -> int:
-        found = self.fields.get(name)
-        if found is None and default is not None:
-            return default
-        if found is None:
-            raise CheckpointError(
-                file=self.file, found=f"no {name}", expected="the fields of a Llama-family decoder"
-            )
-        if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= _LARGEST:
-            raise CheckpointError(
-                file=self.file,
-                found=f"{name} {found!r:.60}",
-                expected=f"a whole number from 1 to {_LARGEST}",
-            )
-        return found
-
-
-def _bytes_per_weight(fields: Mapping[str, object]) -> int:
-    """Follows `model.dtype: auto`, if config.json names the type of the checkpoint."""
-    said = str(fields.get("dtype") or fields.get("torch_dtype"))
-    return 4 if said.removeprefix("torch.") == "float32" else 2
+    return ModelShape(**SHAPES[name])

@@ -7,6 +7,7 @@ are read once for all its rows.
 from dataclasses import dataclass
 
 from cluster.planning.machine import Machine
+from cluster.planning.presets import ON_ONE_GPU
 from cluster.planning.shapes import ModelShape, Split
 
 _PRODUCTS_OF_A_LAYER = 4
@@ -87,8 +88,10 @@ class StageTimes:
         """Returns the seconds of sending hidden states; the reply is a few integers."""
         rows = batch.num_requests * (num_draft_tokens + 1)
         size_bytes = rows * self.shape.hidden_size * self.shape.bytes_per_activation
+        if self.split.shares_gpu:
+            return 2 * ON_ONE_GPU.hop_s + size_bytes / ON_ONE_GPU.bytes_per_s
         network = self.machine.network
-        crosses = self.split.num_ranks > network.gpus_per_node
+        crosses = self.split.num_gpus > network.gpus_per_node
         there_s = network.message_s(size_bytes, crosses=crosses)
         return 2 * self.machine.host.hop_s + there_s + network.message_s(0, crosses=crosses)
 

@@ -1,4 +1,4 @@
-"""The tables of docs/planning.md: known models on one to four nodes, over three kinds of links.
+"""The tables of docs/planning.md: known models on one to four nodes, and small ones on one.
 
     python -m cluster.planning.tables      # prints them, in Markdown
 
@@ -8,26 +8,24 @@ A test compares the page with this output.
 import sys
 from collections.abc import Iterator
 
+from cluster.planning.heads import AcceptanceAt, Heads
 from cluster.planning.machine import Arithmetic, Machine
 from cluster.planning.memory import USUAL_SHARE
 from cluster.planning.network import Network
 from cluster.planning.planner import Plan
 from cluster.planning.presets import GPUS, LINKS, USUAL_EFFICIENCY, LinkName, ShapeName
-from cluster.planning.search import Heads, search
-from cluster.planning.shapes import AcceptanceAt, Load, named_shape
+from cluster.planning.search import search, splits_of
+from cluster.planning.shapes import Load, named_shape
 
 MODELS: tuple[ShapeName, ...] = ("llama-2-13b", "codellama-34b", "llama-3-70b")
-BETWEEN_NODES: tuple[LinkName, ...] = ("infiniband", "infiniband-hdr", "ethernet-25")
+SMALL_MODELS: tuple[ShapeName, ...] = ("llama-3-8b", "qwen3-14b")
+SMALL_NODES = (1, 2, 4, 8)
+"""GPUs of the one node of a small model."""
+SMALL_LOADS = (1, 32)
+BETWEEN_NODES: tuple[LinkName, ...] = ("infiniband", "ethernet-25")
 LOADS = (1, 64)
 CONTEXT = 2048
 GPUS_PER_NODE = 8
-ACCEPTANCES = (
-    AcceptanceAt(exit_layer=1, acceptance=0.6),
-    AcceptanceAt(exit_layer=4, acceptance=0.7),
-    AcceptanceAt(exit_layer=16, acceptance=0.8),
-)
-"""Assumed: deeper heads guess better. Measure those of your heads."""
-
 
 LIMIT_LOADS = (1, 64, 512)
 LIMIT_CONTEXT = 512
@@ -36,8 +34,30 @@ LIMIT_ACCEPTANCES = (0.3, 0.4, 0.5)
 
 
 def tables() -> str:
-    """Returns one table for each load, and one of where speculation stops paying."""
-    return "\n\n".join([*(_table(num_requests) for num_requests in LOADS), _limits()])
+    """Returns the table of small models, one for each load of the others, and one of where
+    speculation stops paying."""
+    return "\n\n".join([_small(), *(_table(num_requests) for num_requests in LOADS), _limits()])
+
+
+def _small() -> str:
+    lines = [
+        "Small models on one node:",
+        "",
+        "| model | GPUs | requests | best plain decoding | tokens/s | best speculation | tokens/s "
+        "| over plain |",
+        "|---|---|---|---|---|---|---|---|",
+        *(row for model in SMALL_MODELS for row in small_rows_of(model)),
+    ]
+    return "\n".join(lines)
+
+
+def small_rows_of(model: ShapeName) -> Iterator[str]:
+    """Yields the rows of one model in the table of small models."""
+    for num_gpus in SMALL_NODES:
+        for num_requests in SMALL_LOADS:
+            load = Load(num_requests=num_requests, context_tokens=CONTEXT)
+            best = _best(model, load, gpus_per_node=num_gpus)
+            yield f"| {model} | {num_gpus} | {num_requests} | {_figures(best)} |"
 
 
 def _limits() -> str:
@@ -58,12 +78,8 @@ def limit_rows_of(model: ShapeName) -> Iterator[str]:
         plans = [
             _best(
                 model,
-                1,
-                BETWEEN_NODES[0],
-                Load(
-                    num_requests=num_requests, context_tokens=LIMIT_CONTEXT, acceptance=acceptance
-                ),
-                acceptance_at=(),
+                Load(num_requests=num_requests, context_tokens=LIMIT_CONTEXT),
+                heads=Heads(assumed=(AcceptanceAt(exit_layer=1, acceptance=acceptance),)),
             )
             for acceptance in LIMIT_ACCEPTANCES
         ]
@@ -86,22 +102,18 @@ def rows_of(model: ShapeName, num_requests: int) -> Iterator[str]:
     for nodes in range(1, 5):
         for link in BETWEEN_NODES if nodes > 1 else BETWEEN_NODES[:1]:
             load = Load(num_requests=num_requests, context_tokens=CONTEXT)
-            best = _best(model, nodes, link, load, acceptance_at=ACCEPTANCES)
-            between = link if nodes > 1 else ""
-            yield (
-                f"| {model} | {nodes} | {between} | {best.plain[0].name} "
-                f"| {best.plain_tokens_per_s:,.0f} | {_name(best)} "
-                f"| {best.tokens_per_s:,.0f} | {_ratio(best)} |"
-            )
+            best = _best(model, load, nodes=nodes, link=link)
+            yield f"| {model} | {nodes} | {link if nodes > 1 else ''} | {_figures(best)} |"
 
 
 def _best(
     model: ShapeName,
-    nodes: int,
-    link: LinkName,
     load: Load,
     *,
-    acceptance_at: tuple[AcceptanceAt, ...],
+    nodes: int = 1,
+    link: LinkName = BETWEEN_NODES[0],
+    gpus_per_node: int = GPUS_PER_NODE,
+    heads: Heads = Heads(),  # noqa: B008
 ) -> Plan:
     shape, gpu = named_shape(model), GPUS["h100"]
     machine = Machine(
@@ -110,19 +122,39 @@ def _best(
             flops_per_s=gpu.flops_per_s,
             efficiency=USUAL_EFFICIENCY,
         ),
-        network=Network(inter=LINKS[link], gpus_per_node=GPUS_PER_NODE),
+        network=Network(inter=LINKS[link], gpus_per_node=gpus_per_node),
         memory_bytes=USUAL_SHARE * gpu.memory_bytes,
     )
-    heads = Heads(acceptance_at=acceptance_at, draft_vocab_size=shape.vocab_size // 4)
-    return search(shape, machine=machine, load=load, num_gpus=nodes * GPUS_PER_NODE, heads=heads)[0]
+    best, *_ = search(
+        shape,
+        splits=splits_of(shape, draft_vocab_size=shape.vocab_size // 4),
+        machine=machine,
+        load=load,
+        num_gpus=nodes * gpus_per_node,
+        heads=heads,
+    )
+    return best
+
+
+def _figures(best: Plan) -> str:
+    """Returns the cells of plain decoding and of speculation."""
+    return (
+        f"{best.plain[0].name} | {best.plain_tokens_per_s:,.0f} | {_name(best)} "
+        f"| {best.tokens_per_s:,.0f} | {_ratio(best)}"
+    )
 
 
 def _name(plan: Plan) -> str:
     split = plan.split
     vocabulary = "" if split.draft_vocab_size is None else ", truncated"
+    ranks = (
+        "one GPU"
+        if split.shares_gpu
+        else f"draft TP {split.draft_tensor_parallel_size}, "
+        f"verify TP {split.verify_tensor_parallel_size}"
+    )
     return (
-        f"{plan.num_pipelines} x (N {split.exit_layer}, draft TP "
-        f"{split.draft_tensor_parallel_size}, verify TP {split.verify_tensor_parallel_size}, "
+        f"{plan.num_pipelines} x (N {split.exit_layer}, {ranks}, "
         f"K {plan.best.num_draft_tokens}{vocabulary})"
     )
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from eesd_dist.errors import CheckpointError
 
+_LARGEST = 10**8
+"""Of a dimension: above it, the file is wrong."""
+
 
 class ConfigFields:
     """Fields of one config.json over a family's defaults; a null counts as absent."""
@@ -26,8 +29,8 @@ class ConfigFields:
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(key, expected="a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+            raise self.error(key, expected=f"a positive integer, at most {_LARGEST}")
         return value
 
     def optional_integer(self, key: str) -> int | None:

@@ -108,7 +108,7 @@ def read_json(file: Path) -> dict[str, object]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(file=file, found="no such file", expected="a JSON object") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(file=file, found=str(error), expected="a JSON object") from error
     if not isinstance(found, dict):
         raise CheckpointError(file=file, found=type(found).__name__, expected="a JSON object")

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
+from cluster.planning.checkpoint import read_shape
 from cluster.planning.memory import memory_of
-from cluster.planning.shapes import Load, Split, read_shape
+from cluster.planning.shapes import Load, Split
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of, load_draft_weights, load_verify_weights
 from eesd_dist.model.heads.head_config import HeadConfig
@@ -53,7 +54,7 @@ def planned_bytes(folder: Path) -> dict[str, int]:
         draft_tensor_parallel_size=NUM_RANKS,
         verify_tensor_parallel_size=NUM_RANKS,
     )
-    shape = read_shape(folder / "config.json", on_cpu=True)
+    shape = read_shape(folder, on_cpu=True)
     stages = memory_of(shape, split=split, load=Load())
     return {each.stage: each.weights_bytes for each in stages}
 

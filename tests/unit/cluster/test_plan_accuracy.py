@@ -8,13 +8,12 @@ import pytest
 
 from cluster.link_figures import read_links
 from cluster.planning.accuracy import Comparison, compare
-from cluster.planning.shapes import read_shape
+from cluster.planning.checkpoint import read_shape
 from eesd_dist.bench.costs.form import RoundCost, read_costs
 from eesd_dist.bench.prompts import BUNDLED_MODEL
 from serve_app.cli.main import main
 
 RECORDED = Path(__file__).parents[3] / "docs/benchmarks/2026-11-25-plan-2cpu.json"
-CONFIG = BUNDLED_MODEL / "config.json"
 
 
 def _comparisons() -> list[Comparison]:
@@ -23,7 +22,7 @@ def _comparisons() -> list[Comparison]:
         int(ranks): [msgspec.convert(each, RoundCost) for each in rounds]
         for ranks, rounds in report["rounds"].items()
     }
-    shape = read_shape(CONFIG, on_cpu=True)
+    shape = read_shape(BUNDLED_MODEL, on_cpu=True)
     return compare(shape, read_costs(RECORDED), read_links(RECORDED), measured)
 
 
@@ -55,9 +54,9 @@ def test_the_recorded_forecast_is_what_the_planner_predicts() -> None:
 def test_the_command_takes_the_recorded_costs_and_links(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    costs = read_costs(RECORDED)
-    words = ["plan", "--config", str(CONFIG), "--on-cpu", "--exit-layer", "1", "--verify-tp", "2"]
-    words += ["--draft-vocab-size", str(costs.model.draft_vocab_size), "--requests", "4"]
+    words = ["plan", "--model", str(BUNDLED_MODEL), "--on-cpu", "--exit-layer", "1"]
+    words += ["--verify-tp", "2", "--gpus-per-node", "3"]
+    words += ["--requests", "4"]
     words += ["--costs", str(RECORDED), "--links", str(RECORDED), "--context", "60", "--json"]
     assert main(words) == 0
     report = json.loads(capsys.readouterr().out)
@@ -67,6 +66,8 @@ def test_the_command_takes_the_recorded_costs_and_links(
         if (each.setting.verify_tp, each.setting.num_requests, each.setting.num_draft_tokens)
         == (2, 4, 4)
     )
+    assert report["draft_vocab_size"] == read_costs(RECORDED).model.draft_vocab_size
+    assert "at the measured acceptance of" in report["verdict"]
     length = report["lengths"][4]
     assert length["round_s"] == pytest.approx(row.predicted_s, rel=0.01)
     assert length["tokens_per_s"] == pytest.approx(row.predicted_rate, rel=0.01)

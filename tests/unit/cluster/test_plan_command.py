@@ -12,6 +12,8 @@ from eesd_dist.config import CacheConfig, SchedulerConfig
 from serve_app.cli.main import main
 
 FIELDS: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 8192,
     "num_hidden_layers": 80,
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -23,13 +25,13 @@ QUICK = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 RECORDED = Path(__file__).parents[3] / "docs/benchmarks/2026-11-25-plan-2cpu.json"
+SPLIT = ["--shape", "llama-3-70b", "--exit-layer", "2", "--verify-tp", "8"]
 Output = pytest.CaptureFixture[str]
 
 
-def _config(folder: Path, **changes: object) -> str:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**FIELDS, **changes}))
-    return str(file)
+def _model(folder: Path, **changes: object) -> str:
+    (folder / "config.json").write_text(json.dumps({**FIELDS, **changes}))
+    return str(folder)
 
 
 def _refused(words: list[str], output: Output) -> str:
@@ -47,7 +49,7 @@ def _shown(words: list[str], output: Output) -> str:
 
 
 def test_the_command_prints_a_table_and_a_verdict(tmp_path: Path, capsys: Output) -> None:
-    arguments = ["--config", _config(tmp_path), "--verify-tp", "8"]
+    arguments = ["--model", _model(tmp_path), "--verify-tp", "8"]
     assert "speculation pays" in _shown([*arguments, "--exit-layer", "2"], capsys)
     assert "choose 1 to 79" in _refused([*arguments, "--exit-layer", "99"], capsys)
 
@@ -84,12 +86,59 @@ def test_a_search_is_no_worse_than_any_single_split(capsys: Output) -> None:
 
 def test_acceptance_by_exit_layer_moves_the_search_to_a_deeper_exit(capsys: Output) -> None:
     words = ["--shape", "llama-3-70b", "--json"]
-    (flat, *_) = json.loads(_shown(words, capsys))["plans"]
+    (flat, *_) = json.loads(_shown([*words, "--acceptance", "0.8"], capsys))["plans"]
     deeper = ["--acceptance-at", "1=0.3", "--acceptance-at", "8=0.9"]
     (steep, *_) = json.loads(_shown([*words, *deeper], capsys))["plans"]
     assert flat["exit_layer"] == 1
     assert 1 < steep["exit_layer"] <= 8
     assert 0.3 < steep["acceptance"] <= 0.9
+
+
+def test_a_split_is_compared_with_all_gpus_of_its_nodes(capsys: Output) -> None:
+    split = ["--shape", "llama-3-70b", "--exit-layer", "4", "--draft-tp", "2", "--verify-tp", "8"]
+    words = [*split, "--requests", "16"]
+    bought, ten = (
+        json.loads(_shown([*words, "--json", *more], capsys))
+        for more in ([], ["--gpus-per-node", "10"])
+    )
+    assert (bought["num_used_gpus"], bought["num_gpus"]) == (10, 16)
+    assert bought["plain"][0]["num_replicas"] == 2
+    assert bought["tokens_per_s"] == pytest.approx(ten["tokens_per_s"], rel=0.01)
+    assert bought["speedup"] < 0.95 * ten["speedup"]
+    said = "the fastest plain decoding on all 16 GPUs of 2 nodes, by 2 replicas of TP 8"
+    assert f"{said} (speculation leaves 6 of them unused)" in bought["verdict"]
+    four = json.loads(_shown([*words, "--json", "--nodes", "4"], capsys))
+    assert (four["num_pipelines"], four["num_used_gpus"], four["num_gpus"]) == (3, 30, 32)
+
+
+def test_the_verdict_says_that_the_acceptance_is_assumed(capsys: Output) -> None:
+    words = ["--shape", "llama-3-70b", "--verify-tp", "8"]
+    found = {
+        layer: json.loads(_shown([*words, "--exit-layer", str(layer), "--json"], capsys))
+        for layer in (1, 4, 16)
+    }
+    assert [plan["acceptance"] for plan in found.values()] == [0.6, 0.7, 0.8]
+    for plan in found.values():
+        assert f"at an assumed acceptance of {plan['acceptance']:.2f}" in plan["verdict"]
+    assert "assumed, 0.6 at exit layer 1, 0.7 at exit layer 4" in _shown(SPLIT, capsys)
+    assert "assumed, 0.9 at every exit" in _shown([*SPLIT, "--acceptance", "0.9"], capsys)
+
+
+def test_a_model_that_fits_one_gpu_is_planned_for_it(capsys: Output) -> None:
+    words = ["--shape", "llama-3-8b", "--gpus-per-node", "1", "--requests", "8"]
+    report = json.loads(_shown([*words, "--json"], capsys))
+    assert all(plan["shares_gpu"] for plan in report["plans"])
+    (best, *_) = report["plans"]
+    assert (best["num_used_gpus"], best["num_gpus"]) == (1, 1)
+    assert "the fastest plain decoding on one GPU, by TP 1;" in best["verdict"]
+    split = [*words, "--exit-layer", str(best["exit_layer"]), "--shared-gpu", "--json"]
+    split += ["--draft-vocab-size", str(best["draft_vocab_size"])]
+    assert json.loads(_shown(split, capsys))["tokens_per_s"] == best["tokens_per_s"]
+
+
+@pytest.mark.parametrize("shape", ["llama-3-8b", "qwen3-14b"])
+def test_small_models_have_shapes(shape: str, capsys: Output) -> None:
+    assert "speculation" in _shown(["--shape", shape, "--gpus-per-node", "2"], capsys)
 
 
 def test_measured_links_replace_those_of_the_preset(tmp_path: Path, capsys: Output) -> None:
@@ -118,24 +167,24 @@ def test_a_report_without_links_is_refused(tmp_path: Path, capsys: Output) -> No
     assert "preflight.json: found no measured links: run `eesd preflight --address auto" in said
 
 
-@pytest.mark.parametrize("measured", [2048, 4096])
-def test_a_head_that_was_measured_untruncated_guesses_less_when_truncated(
-    measured: int, tmp_path: Path, capsys: Output
+def test_a_head_that_was_measured_untruncated_is_accepted_less_when_truncated(
+    tmp_path: Path, capsys: Output
 ) -> None:
     """The recorded costs are those of a head with 2,048 of 4,096 tokens."""
     report = json.loads(RECORDED.read_text())
-    report["costs"]["model"]["draft_vocab_size"] = measured
+    report["costs"]["model"]["draft_vocab_size"] = 4096
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(report))
-    words = ["--config", str(BUNDLED_MODEL / "config.json"), "--on-cpu", "--json"]
-    words += ["--costs", str(file), "--draft-coverage", "0.99"]
-    plans = json.loads(_shown(words, capsys))["plans"]
-    full = json.loads(_shown([*words, "--exit-layer", "1"], capsys))["acceptance"]
-    shares = {plan["draft_vocab_size"]: plan["acceptance"] / full for plan in plans}
-    if measured == 2048:
-        assert shares == {None: 1.0, 2048: 1.0}
-    else:
-        assert shares == {None: 1.0, 1024: pytest.approx(0.99)}
+    words = ["--model", str(BUNDLED_MODEL), "--on-cpu", "--exit-layer", "1", "--search", "--json"]
+    coverage = ["--draft-coverage", "0.99"]
+    plans = json.loads(_shown([*words, "--costs", str(file), *coverage], capsys))["plans"]
+    found = {plan["draft_vocab_size"]: plan for plan in plans}
+    assert set(found) == {None, 1024}
+    ratio = found[1024]["acceptance"] / found[None]["acceptance"]
+    assert ratio == pytest.approx(0.99)
+    assert found[None]["acceptance_is_measured"] > found[1024]["acceptance_is_measured"]
+    said = _refused([*words, "--costs", str(RECORDED), *coverage], capsys)
+    assert "found --draft-coverage 0.99, which would have no effect" in said
 
 
 def test_the_defaults_of_the_engine_are_those_of_the_forecast() -> None:
@@ -147,12 +196,17 @@ def test_the_defaults_of_the_engine_are_those_of_the_forecast() -> None:
     ("words", "said"),
     [
         ([], "found no model"),
-        (["--shape", "llama-3-70b", "--config", "x"], "expected one of them"),
-        (["--config", "no/such/file"], "no/such/file"),
+        (["--shape", "llama-3-70b", "--model", "x"], "expected one of them"),
+        (["--model", "no/such/folder"], "no/such/folder"),
+        (["--model", str(BUNDLED_MODEL), "--temperature", "0"], "evaluation.json"),
         (["--shape", "llama-3-70b", "--links", "no/such/file"], "JSON of preflight"),
         (["--shape", "llama-3-70b", "--costs", "no/such/file"], "eesd bench costs"),
-        (["--shape", "llama-3-70b", "--gpus-per-node", "1"], "a pipeline needs two"),
-        (["--shape", "llama-3-70b", "--gpus-per-node", "2"], "no split of this model fits 2 GPUs"),
+        (["--shape", "llama-3-70b", "--gpus-per-node", "1"], "half of a GPU"),
+        (["--shape", "llama-3-70b", "--gpus-per-node", "2"], "no split fits 2 GPUs"),
+        ([*SPLIT, "--nodes", "1"], "a pipeline of 9 GPUs on nodes that have 8: raise --nodes"),
+        ([*SPLIT, "--shared-gpu"], "1 draft and 8 verify ranks on one GPU"),
+        (["--shape", "llama-3-8b", "--draft-vocab-size", "0"], "expected 1 to 128256"),
+        (["--shape", "llama-3-8b", "--acceptance", "1.5"], "not a probability"),
         (["--shape", "llama-3-70b", "--exit-layer", "2", "--verify-tp", "3"], "choose one of"),
         (["--shape", "llama-3-70b", "--exit-layer", "2"], "raise --draft-tp or --verify-tp"),
         (["--shape", "llama-3-70b", "--acceptance-at", "90=0.5"], "exit layer from 1 to 79"),
@@ -164,6 +218,27 @@ def test_the_defaults_of_the_engine_are_those_of_the_forecast() -> None:
 )
 def test_what_cannot_be_is_refused_in_one_line(words: list[str], said: str, capsys: Output) -> None:
     assert said in _refused(words, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--draft-tp", "3", "--verify-tp", "7"], "found --draft-tp 3, which would have no effect"),
+        (["--verify-tp", "7"], "a search chooses the ranks of both stages: give --exit-layer"),
+        (["--exit-layer", "2", "--search", "--draft-tp", "1"], "give --exit-layer without"),
+        (["--shared-gpu"], "found --shared-gpu, which would have no effect"),
+        (["--fallback"], "found --fallback, which"),
+        ([*SPLIT[2:], "--draft-coverage", "0.9"], "give --draft-vocab-size"),
+        ([*SPLIT[2:], "--draft-all-reduce-us", "9"], "raise --draft-tp"),
+        (["--costs", str(RECORDED), "--efficiency", "0.5"], "--costs has measured times"),
+        (["--acceptance", "0.5", "--acceptance-at", "1=0.5"], "leave one of them out"),
+        (["--acceptance", "0.5", "--head", "x"], "replace what was measured"),
+        (["--temperature", "0"], "give --model"),
+        (["--exit-layer", "1", "--shared-gpu", "--on-cpu"], "--on-cpu has no GPU"),
+    ],
+)
+def test_an_option_without_effect_is_refused(words: list[str], said: str, capsys: Output) -> None:
+    assert said in _refused(["--shape", "llama-3-70b", *words], capsys)
 
 
 ODD_NUMBERS = st.one_of(
@@ -182,6 +257,7 @@ FIGURES = (
     "--verify-all-reduce-us",
     "--acceptance",
     "--draft-coverage",
+    "--temperature",
 )
 COUNTS = (
     "--exit-layer",
@@ -247,8 +323,8 @@ def test_odd_counts_end_in_a_forecast_or_in_an_error(
 def test_an_odd_field_of_a_config_ends_in_a_forecast_or_in_an_error(
     field: str, value: object, tmp_path: Path, capsys: Output
 ) -> None:
-    config = _config(tmp_path, **{field: value})
-    _ends_well(["--config", config, "--exit-layer", "2", "--verify-tp", "4"], capsys)
+    model = _model(tmp_path, **{field: value})
+    _ends_well(["--model", model, "--exit-layer", "2", "--verify-tp", "4"], capsys)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +335,7 @@ def test_a_file_that_is_no_config_is_refused(
 ) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(content)
-    assert "config.json" in _refused(["--config", str(file)], capsys)
+    assert "config.json" in _refused(["--model", str(tmp_path)], capsys)
     for option in ("--links", "--costs"):
         words = ["--shape", "llama-2-13b", option, str(file)]
         assert "config.json" in _refused(words, capsys)

@@ -26,6 +26,7 @@ def edit_config(folder: Path, **changes: object) -> None:
         ({"architectures": None}, "one of LlamaForCausalLM"),
         ({"hidden_size": "wide"}, "hidden_size = 'wide'"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**8 + 1}, "a positive integer, at most 100000000"),
         ({"num_key_value_heads": 3}, "3 key-value heads"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -44,7 +45,7 @@ def test_a_config_we_would_compute_wrongly_is_refused(
     assert str(tmp_path / "config.json") in str(refusal.value)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]"])
+@pytest.mark.parametrize("content", [None, "{", "[]", "[" * 100_000])
 def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
