@@ -501,7 +501,7 @@ class Preparation:
                     speculation=fields.speculation.params,
                     workload=self._workload(fields, kind=kind, named=workload),
                     traceparent=traceparent,
-                    resume_window_s=self._resume_window_s if fields.stream else 0.0,
+                    resume_window_s=0.0 if start.digest is None else self._resume_window_s,
                     resumption=start.resumption,
                     caller="" if caller is ANYONE else caller.name,
                     weight=caller.weight,
