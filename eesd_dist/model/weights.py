@@ -7,6 +7,9 @@ A type narrower than the stored one rounds weights. Changed weights are counted,
 the count when the checkpoint is closed; a weight that would become infinite is refused. Equal and
 wider types lose nothing.
 
+A stored tensor that the model does not use is reported, unless its values follow from the
+configuration.
+
 Files are memory-mapped, so that a part of a tensor touches only the pages it needs; results are
 copies that do not refer to the file. Mapped pages count as a process's memory until the files are
 closed: `close_files` after each piece of a large checkpoint keeps that small.
@@ -16,8 +19,9 @@ import hashlib
 import logging
 import math
 import os
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +47,10 @@ _EXACT = {
 """Conversions to a wider type."""
 _BLOCK = 1 << 18
 """Weights per compared block: small enough for the caches."""
+_COMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Tensors that older versions of libraries stored, and that config.json determines."""
+_MAX_LISTED = 8
+"""Names in a warning."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -75,6 +83,8 @@ class TensorSource(Protocol):
         """Returns a tensor; with `own` False it may be a view of the file, to be copied from."""
         ...
 
+    def __contains__(self, name: str) -> bool: ...
+
 
 @dataclass(slots=True)
 class Rounding:
@@ -100,7 +110,7 @@ class Checkpoint:
         self.rounding = Rounding()
         self._counting = threading.Lock()
         self._files = _Files()
-        self._file_of = _locate(folder)
+        self._file_of = self._locate()
 
     def __enter__(self) -> Self:
         return self
@@ -126,9 +136,28 @@ class Checkpoint:
         self._files.opened.clear()  # nothing else holds the handles
 
     def __contains__(self, name: str) -> bool:
-        if self._file_of is None:
-            return name in self._open(SINGLE_FILE).keys()  # noqa: SIM118  not a dict
         return name in self._file_of
+
+    @property
+    def names(self) -> Set[str]:
+        """Names of all stored tensors."""
+        return self._file_of.keys()
+
+    def _locate(self) -> dict[str, str]:
+        """Returns the file of each tensor: the only one, or what the index says."""
+        if (self.folder / SINGLE_FILE).exists():
+            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        index = self.folder / INDEX_FILE
+        if not index.exists():
+            raise CheckpointError(
+                file=self.folder, found="no safetensors", expected=f"{SINGLE_FILE} or {INDEX_FILE}"
+            )
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(
+                file=index, found="no weight_map", expected="tensor names to files"
+            )
+        return {str(name): str(file) for name, file in weight_map.items()}
 
     def read(
         self,
@@ -230,7 +259,7 @@ class Checkpoint:
                 found=f"no tensor {name}",
                 expected="the tensor in a safetensors file",
             )
-        file = SINGLE_FILE if self._file_of is None else self._file_of[name]
+        file = self._file_of[name]
         try:
             return file, self._open(file).get_slice(name)
         except SafetensorError as error:
@@ -285,6 +314,9 @@ class Headers:
         self.size_bytes = 0
         """Total size of all tensors read so far."""
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint
+
     def read(
         self,
         name: str,
@@ -298,6 +330,46 @@ class Headers:
         self.size_bytes += self._checkpoint.size_of(name, shape=shape, rows=rows, columns=columns)
         parts = _index(shape, rows=rows, columns=columns)
         return torch.empty([part.stop - part.start for part in parts], dtype=dtype, device="meta")
+
+
+class Shapes:
+    """Records which tensors a model uses, and their shapes, without opening a file.
+
+    Takes the place of a `Checkpoint` that stores `stored`; its tensors have shapes and no content.
+    """
+
+    def __init__(self, stored: Container[str] = ()) -> None:
+        self._stored = stored
+        self.of: dict[str, tuple[int, ...]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def read(
+        self,
+        name: str,
+        *,
+        shape: Sequence[int],
+        rows: range | None = None,
+        columns: range | None = None,
+        dtype: torch.dtype,
+        own: bool = True,
+    ) -> Tensor:
+        self.of[name] = tuple(shape)
+        parts = _index(shape, rows=rows, columns=columns)
+        return torch.empty([part.stop - part.start for part in parts], dtype=dtype, device="meta")
+
+
+def warn_of_unused(checkpoint: Checkpoint, used: Set[str]) -> None:
+    """Logs the stored tensors that are not in `used`."""
+    unused = sorted(name for name in checkpoint.names - used if not _COMPUTED.search(name))
+    if unused:
+        rest = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
+        logger.warning(
+            "stored tensors are not used: folder=%s names=%s%s: config.json describes a model "
+            "without them",
+            checkpoint.folder, ", ".join(unused[:_MAX_LISTED]), rest,
+        )  # fmt: skip
 
 
 def weights_digest(folder: Path) -> str:
@@ -332,19 +404,3 @@ def _index(shape: Sequence[int], *, rows: range | None, columns: range | None) -
         if part is not None:
             index[axis] = slice(part.start, part.stop)
     return tuple(index)
-
-
-def _locate(folder: Path) -> dict[str, str] | None:
-    """Returns the file of each tensor; None when there is one file for all."""
-    if (folder / SINGLE_FILE).exists():
-        return None
-    if not (folder / INDEX_FILE).exists():
-        raise CheckpointError(
-            file=folder, found="no safetensors", expected=f"{SINGLE_FILE} or {INDEX_FILE}"
-        )
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(
-            file=folder / INDEX_FILE, found="no weight_map", expected="tensor names to files"
-        )
-    return {str(name): str(file) for name, file in weight_map.items()}
