@@ -76,6 +76,10 @@ class ModelConfig(Section):
     `min_p` and `repetition_penalty` of requests that state none, and its `max_new_tokens` is the
     most that an answer has. `none`: only its end tokens count."""
 
+    ignore_config_keys: tuple[str, ...] = ()
+    """Keys of config.json that the model is computed without, although they are unknown and may
+    change the logits. Other unknown keys with a number or a switch refuse the model."""
+
     max_model_len: PositiveInt | None = None
     """Maximum length of prompt and answer together, in tokens. It must fit the checkpoint's
     positions and the KV pages. None: the smaller of the two."""

@@ -25,7 +25,9 @@ def max_model_len_of(config: EngineConfig) -> int:
     if not isinstance(limit, int):  # the family's default applies; reading it imports torch
         from eesd_dist.model.spec import ModelSpec
 
-        limit = ModelSpec.from_folder(config.model.path).max_position_embeddings
+        model = config.model
+        spec = ModelSpec.from_folder(model.path, ignored_keys=model.ignore_config_keys)
+        limit = spec.max_position_embeddings
     return within(config, limit)
 
 

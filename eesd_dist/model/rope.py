@@ -9,7 +9,7 @@ rotate keys that are already written, so that nothing is computed there.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,13 @@ class RopeConfig:
 
     @classmethod
     def read(
-        cls, config: Mapping[str, object], *, head_dim: int, max_positions: int, file: Path
+        cls,
+        config: Mapping[str, object],
+        *,
+        head_dim: int,
+        max_positions: int,
+        file: Path,
+        ignored: Collection[str] = (),
     ) -> "RopeConfig":
         found = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(found, Mapping):
@@ -99,7 +105,7 @@ class RopeConfig:
             raise CheckpointError(
                 file=file, found=f"rope type {kind!r}", expected=f"one of {', '.join(_FREQUENCIES)}"
             )
-        refuse_unread_rope_keys(found, kind=str(kind), file=file)
+        refuse_unread_rope_keys(found, kind=str(kind), file=file, ignored=ignored)
         return cls(
             kind=str(kind),
             theta=float(str(theta)),

@@ -5,7 +5,7 @@ architectures are in `families`. Reads no weights and does not depend on ranks.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,12 +46,18 @@ class ModelSpec:
         return self.num_heads // self.num_kv_heads
 
     @classmethod
-    def from_folder(cls, path: Path) -> "ModelSpec":
-        """Reads a folder. Raises CheckpointError when the model is not supported."""
+    def from_folder(cls, path: Path, *, ignored_keys: Collection[str] = ()) -> "ModelSpec":
+        """Reads a folder. `ignored_keys` of config.json are not refused although they are unknown.
+        Raises CheckpointError when the model is not supported."""
         config = read_json(path / "config.json")
         generation = path / "generation_config.json"
         generation_config = read_json(generation) if generation.exists() else {}
-        return cls.from_config(config, file=path / "config.json", generation=generation_config)
+        return cls.from_config(
+            config,
+            file=path / "config.json",
+            generation=generation_config,
+            ignored_keys=ignored_keys,
+        )
 
     @classmethod
     def from_config(
@@ -60,12 +66,15 @@ class ModelSpec:
         *,
         file: Path,
         generation: Mapping[str, object] | None = None,
+        ignored_keys: Collection[str] = (),
     ) -> "ModelSpec":
         architecture, family = family_of(config, file)
         fields = ConfigFields(config, file=file, defaults=family.defaults)
         traits = family.traits(fields)
         _refuse_what_we_do_not_compute(fields, traits)
-        refuse_unread_keys(config, own=family.keys, what=architecture, file=file)
+        refuse_unread_keys(
+            config, own=family.keys, what=architecture, file=file, ignored=ignored_keys
+        )
         num_heads = fields.integer("num_attention_heads")
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
         hidden_size = fields.integer("hidden_size")
@@ -94,7 +103,11 @@ class ModelSpec:
             traits=traits,
             sliding_windows=family.windows(fields, num_layers),
             rope=RopeConfig.read(
-                config, head_dim=head_dim, max_positions=max_positions, file=file
+                config,
+                head_dim=head_dim,
+                max_positions=max_positions,
+                file=file,
+                ignored=ignored_keys,
             ).spec(),
             bos_token_id=fields.optional_integer("bos_token_id"),
             eos_token_ids=_token_ids((generation or {}).get("eos_token_id"), below=vocab_size)

@@ -31,7 +31,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eesd_dist.errors import CheckpointError
+from eesd_dist.errors import CheckpointError, listed
 from eesd_dist.model.spec import read_json
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,6 @@ _BLOCK = 1 << 18
 """Weights per compared block: small enough for the caches."""
 _COMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tensors that older versions of libraries stored, and that config.json determines."""
-_MAX_LISTED = 8
-"""Names in a warning."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -364,11 +362,10 @@ def warn_of_unused(checkpoint: Checkpoint, used: Set[str]) -> None:
     """Logs the stored tensors that are not in `used`."""
     unused = sorted(name for name in checkpoint.names - used if not _COMPUTED.search(name))
     if unused:
-        rest = f" and {len(unused) - _MAX_LISTED} more" if len(unused) > _MAX_LISTED else ""
         logger.warning(
-            "stored tensors are not used: folder=%s names=%s%s: config.json describes a model "
+            "stored tensors are not used: folder=%s names=%s: config.json describes a model "
             "without them",
-            checkpoint.folder, ", ".join(unused[:_MAX_LISTED]), rest,
+            checkpoint.folder, listed(unused),
         )  # fmt: skip
 
 
