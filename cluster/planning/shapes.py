@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.planning.presets import SHAPES, ShapeName
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.degrees import kv_heads_of
+from eesd_dist.model.positions import num_positions
 from eesd_dist.model.rank_memory import kv_bytes_per_token
 
 _LARGEST = 10**8
@@ -189,7 +190,7 @@ def _shape_of(fields: Mapping[str, object], *, file: object, on_cpu: bool) -> Mo
         num_kv_heads=num_kv_heads,
         head_dim=read.count("head_dim", default=hidden_size // num_heads),
         vocab_size=read.count("vocab_size"),
-        max_positions=read.count("max_position_embeddings", default=0),
+        max_positions=_max_positions(fields, read),
         bytes_per_weight=wide,
         bytes_per_kv=4 if on_cpu else wide,
     )
@@ -215,6 +216,13 @@ class _Dimensions:
                 expected=f"a whole number from 1 to {_LARGEST}",
             )
         return found
+
+
+def _max_positions(fields: Mapping[str, object], read: _Dimensions) -> int:
+    if fields.get("max_position_embeddings") is None:
+        return 0
+    stated = read.count("max_position_embeddings")
+    return num_positions(fields, max_position_embeddings=stated, file=read.file)
 
 
 def _bytes_per_weight(fields: Mapping[str, object]) -> int:

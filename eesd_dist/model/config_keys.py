@@ -20,10 +20,11 @@ from functools import cache
 from pathlib import Path
 
 from eesd_dist.errors import CheckpointError, ConfigError, listed
+from eesd_dist.model.positions import LENGTH_KEYS
 
 logger = logging.getLogger(__name__)
 
-READ = frozenset(
+READ = frozenset(LENGTH_KEYS) | frozenset(
     {
         "architectures",
         "auto_map",
@@ -35,7 +36,6 @@ READ = frozenset(
         "hidden_size",
         "intermediate_size",
         "layer_types",
-        "max_position_embeddings",
         "model_type",
         "num_attention_heads",
         "num_hidden_layers",
@@ -137,9 +137,6 @@ _HARMLESS_GROUPS: Mapping[str, frozenset[str]] = {
             "tokenizer_padding_side",
             "unk_token_id",
         }
-    ),
-    "lengths that no model of these families computes with": frozenset(
-        {"max_sequence_length", "model_max_length"}
     ),
     # `pretraining_tp` cut products into slices in older versions: the same sums in another order.
     "read by no model of these families in transformers": frozenset(

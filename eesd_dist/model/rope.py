@@ -3,8 +3,8 @@
 Computes the angles as transformers does (default, linear, dynamic, llama3, yarn), in float32 and in
 the same order of operations. Does not depend on layers, pages or requests.
 
-A key, once written, must not depend on later tokens. The table therefore covers the positions
-[0, max_position_embeddings) only: within them `dynamic` equals the default rope; past them it would
+A key, once written, must not depend on later tokens. Positions of `dynamic` therefore end at the
+`max_position_embeddings` of the file: within them it equals the default rope; past them it would
 rotate keys that are already written, so that nothing is computed there.
 """
 

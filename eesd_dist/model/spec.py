@@ -14,6 +14,7 @@ from eesd_dist.model.config_fields import ConfigFields
 from eesd_dist.model.config_keys import refuse_unread_keys
 from eesd_dist.model.families import family_of
 from eesd_dist.model.families.family import Traits
+from eesd_dist.model.positions import num_positions
 from eesd_dist.model.rope import RopeConfig, RopeSpec
 
 
@@ -31,6 +32,7 @@ class ModelSpec:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
+    """Positions that can be computed with: more than the key of this name where rope extends it."""
     tie_word_embeddings: bool
     traits: Traits
     """Differences of its family's layers from those of other families."""
@@ -98,7 +100,9 @@ class ModelSpec:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            max_position_embeddings=max_positions,
+            max_position_embeddings=num_positions(
+                config, max_position_embeddings=max_positions, file=file
+            ),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             traits=traits,
             sliding_windows=family.windows(fields, num_layers),

@@ -1,7 +1,8 @@
 """Checkpoints of unusual content generate the tokens of transformers, and what is odd about them is
 in the log."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,34 +11,42 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cluster.planning.shapes import read_shape
+from eesd_dist.config import EngineConfig
+from eesd_dist.errors import CheckpointError
+from eesd_dist.model.max_len import max_model_len_of
+from eesd_dist.model.spec import ModelSpec
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.model.paged_stages import Stages
 
 PROMPT = (5, 17, 3, 80)
 NUM_TOKENS = 24
+LONG_PROMPT = tuple(range(3, 90))
 
 Tensors = dict[str, Tensor]
 
 
-def greedy_tokens(logits_of: Callable[[Tensor], Tensor]) -> list[int]:
-    tokens = list(PROMPT)
+def greedy_tokens(
+    logits_of: Callable[[Tensor], Tensor], prompt: Sequence[int] = PROMPT
+) -> list[int]:
+    tokens = list(prompt)
     for _ in range(NUM_TOKENS):
         tokens.append(int(logits_of(torch.tensor([tokens]))[0, -1].argmax()))
     return tokens
 
 
-def our_tokens(folder: Path) -> list[int]:
-    return greedy_tokens(Stages.load(folder).run_without_pages)
+def our_tokens(folder: Path, prompt: Sequence[int] = PROMPT) -> list[int]:
+    return greedy_tokens(Stages.load(folder).run_without_pages, prompt)
 
 
-def their_tokens(source: Path | PreTrainedModel) -> list[int]:
+def their_tokens(source: Path | PreTrainedModel, prompt: Sequence[int] = PROMPT) -> list[int]:
     model = (
         AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         if isinstance(source, Path)
         else source
     )
     with torch.no_grad():
-        return greedy_tokens(lambda tokens_BL: model(tokens_BL).logits)
+        return greedy_tokens(lambda tokens_BL: model(tokens_BL).logits, prompt)
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
@@ -102,3 +111,70 @@ def test_stored_tensors_that_are_not_used_are_listed(
     assert f"not used: folder={tmp_path} names=model.layers.0.self_attn.q_proj.bias, " in message
     assert "score.4.weight and 2 more: " in message
     assert "inv_freq" not in message
+
+
+def max_model_len(folder: Path) -> int:
+    model = {"path": str(folder), "head": None}
+    return max_model_len_of(EngineConfig.model_validate({"model": model}))
+
+
+@pytest.mark.parametrize(
+    ("family", "num_positions"),
+    [("llama, yarn", 4 * 64), ("llama, linear rope", 160), ("llama 3", 64), ("llama", 64)],
+)
+def test_rope_that_extends_the_positions_is_computed_to_their_end(
+    tmp_path: Path, family: str, num_positions: int
+) -> None:
+    save_tiny_model(tmp_path, family, max_position_embeddings=64)
+    assert ModelSpec.from_folder(tmp_path).max_position_embeddings == num_positions
+    assert max_model_len(tmp_path) == num_positions
+    prompt = LONG_PROMPT[: num_positions - NUM_TOKENS]
+    assert our_tokens(tmp_path, prompt) == their_tokens(tmp_path, prompt)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_positions"),
+    [
+        ({}, 256),
+        ({"n_positions": 200}, 200),
+        ({"max_seq_len": 200, "seq_length": 190}, 190),
+        ({"max_target_positions": 200, "max_sequence_length": 300}, 200),
+        ({"max_seq_length": 201, "seq_len": None}, 201),
+        ({"seq_len": 199}, 199),
+        ({"model_max_length": 512}, 512),
+        ({"model_max_length": 512, "seq_length": 128}, 512),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}, "seq_length": 128}, 320),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "model_max_length": 512}, 256),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 1024),
+        ({"rope_scaling": {"type": "yarn", "factor": None}}, 256),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "original_max_position_embeddings": 32,
+                "model_max_length": 512,
+            },
+            128,
+        ),
+    ],
+)
+def test_the_maximum_length_is_the_one_that_vllm_derives(
+    tmp_path: Path, changes: Mapping[str, object], num_positions: int
+) -> None:
+    save_tiny_model(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["rope_parameters"]
+    file.write_text(json.dumps({**config, **changes}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 100}))
+    assert ModelSpec.from_folder(tmp_path).max_position_embeddings == num_positions
+    assert max_model_len(tmp_path) == num_positions
+    assert read_shape(file).max_positions == num_positions
+
+
+def test_a_length_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "seq_length": "long"}))
+    for read in (ModelSpec.from_folder, max_model_len):
+        with pytest.raises(CheckpointError, match="seq_length = 'long', expected a positive int"):
+            read(tmp_path)
