@@ -101,8 +101,11 @@ class Tokenizer:
         self._special_token_ids = _special_ids(backend)
         self._bytes: dict[TokenId, bytes] = {}
         self._max_tokens = max_tokens
+        self._added = _added_ids(backend)
         self._max_token_bytes = (
-            0 if max_tokens is None else max(map(len, map(pieces.bytes_of, vocabulary)))
+            0
+            if max_tokens is None
+            else max(len(self._bytes_of(text, id_)) for text, id_ in vocabulary.items())
         )
 
     @classmethod
@@ -283,7 +286,10 @@ class Tokenizer:
 
     def _look_up(self, token: TokenId) -> bytes:
         entry = self._backend.convert_ids_to_tokens(int(token))
-        return b"" if entry is None else self._pieces.bytes_of(entry)
+        return b"" if entry is None else self._bytes_of(entry, token)
+
+    def _bytes_of(self, entry: str, token: int) -> bytes:
+        return self._pieces.bytes_of(entry, is_added=token in self._added)
 
 
 def leave_out_torch() -> None:
@@ -349,6 +355,15 @@ def _num_ids(backend: Any) -> int:
 def _special_ids(backend: Any) -> frozenset[TokenId]:
     added = (id_ for id_, token in backend.added_tokens_decoder.items() if token.special)
     return frozenset(TokenId(id_) for id_ in (*backend.all_special_ids, *added))
+
+
+def _added_ids(backend: Any) -> frozenset[int]:
+    """Returns the ids that stand for an added text only: one that the vocabulary had before may
+    also come from other texts."""
+    inner = getattr(backend, "backend_tokenizer", None)
+    own = {} if inner is None else inner.get_vocab(with_added_tokens=False)
+    added = backend.added_tokens_decoder.items()
+    return frozenset(id_ for id_, token in added if token.special or token.content not in own)
 
 
 def _template_file(folder: Path) -> Path:

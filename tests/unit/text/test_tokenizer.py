@@ -176,6 +176,31 @@ def test_a_grammar_with_a_token_outside_the_model_is_spelled_with_others(tmp_pat
     assert tokenizer.decode(tokens) == "<|far|> cat"
 
 
+@pytest.mark.parametrize("added", ["ilÖveyou", "Straße", "ĠĠ", "naïve café", "日本"])
+def test_an_added_token_decodes_as_it_is_written(tmp_path: Path, added: str) -> None:
+    tokenizer = Tokenizer.load(_with_added(tmp_path, added), model_vocab_size=321)
+    tokens = tokenizer.encode(f"the {added}, Ö")
+    assert TokenId(320) in tokens
+    assert tokenizer.token_bytes(TokenId(320)) == added.encode()
+    assert tokenizer.decode(tokens) == f"the {added}, Ö"
+    short = Tokenizer.load(tmp_path, model_vocab_size=321, max_tokens=1)
+    assert short.encode(added) == (320,)
+
+
+def test_a_special_token_of_the_vocabulary_decodes_as_it_is_written(tmp_path: Path) -> None:
+    special = "<|Ö|>"
+    tokenizer = Tokenizer.load(write_byte_level(tmp_path, more_special_tokens=[special]))
+    tokens = tokenizer.encode(f"the {special} Ö")
+    assert TokenId(len(SPECIAL_TOKENS)) in tokens
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == f"the {special} Ö"
+
+
+def test_a_token_of_the_vocabulary_that_was_also_added_stays_a_byte(tmp_path: Path) -> None:
+    folder = _with_added(tmp_path, "Ġ", "Ġthe")
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.decode(tokenizer.encode("so  the cat")) == "so  the cat"
+
+
 def test_a_padded_vocabulary_is_fine_and_its_empty_ids_decode_to_nothing(
     byte_level_folder: Path,
 ) -> None:
