@@ -53,7 +53,8 @@ class ModelConfig(Section):
     """The model's weights, and the numerics of its computation."""
 
     path: HomePath
-    """Folder of the target: config.json, safetensors, tokenizer."""
+    """Folder of the target: config.json, safetensors, tokenizer. Commands, and the class `LLM`,
+    download a name of the Hugging Face hub."""
 
     head: HomePath | None = None
     """Folder of the exit head. None: `<path>/exit_head` if it exists, else plain decoding."""

@@ -13,6 +13,7 @@ from typing import Self
 from eesd_dist.config import EngineConfig, ModelConfig
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import EngineError, RequestError
+from eesd_dist.model.checkpoint_folder import require_checkpoint, with_local_folder
 from eesd_dist.text import TextAssembler, TextDelta, TextFinish, Tokenizer
 from eesd_dist.types import (
     Emission,
@@ -64,15 +65,17 @@ class Completion:
 class LLM:
     """Generates texts with early-exit speculation, the same as without.
 
-    `model` is a checkpoint folder, or an `EngineConfig` for settings other than the defaults.
-    Raises ConfigError or CheckpointError if it cannot be loaded.
+    `model` is a checkpoint folder, a name of the Hugging Face hub, or an `EngineConfig` for
+    settings other than the defaults. Raises ConfigError or CheckpointError if it cannot be loaded.
     """
 
     def __init__(self, model: str | Path | EngineConfig) -> None:
         if not isinstance(model, EngineConfig):
             model = EngineConfig(model=ModelConfig(path=Path(model)))
-        self._tokenizer = Tokenizer.load(model.model.path)
-        self._engine = LocalEngine(model)
+        config = with_local_folder(model)
+        require_checkpoint(config.model.path)
+        self._tokenizer = Tokenizer.load(config.model.path)
+        self._engine = LocalEngine(config)
         self._numbers = count()
 
     def generate(

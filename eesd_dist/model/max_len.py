@@ -7,6 +7,7 @@ import json
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.model.checkpoint_folder import require_checkpoint
 from eesd_dist.model.positions import num_positions
 from eesd_dist.schedule.kv_pages import require_length
 
@@ -16,6 +17,7 @@ def max_model_len_of(config: EngineConfig) -> int:
 
     Raises the errors of `engine.build.layout_of`.
     """
+    require_checkpoint(config.model.path)
     file = config.model.path / "config.json"
     try:
         fields = json.loads(file.read_text())

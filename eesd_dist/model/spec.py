@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eesd_dist.errors import CheckpointError
+from eesd_dist.model.checkpoint_folder import quantized, require_checkpoint
 from eesd_dist.model.config_fields import ConfigFields
 from eesd_dist.model.config_keys import refuse_unread_keys
 from eesd_dist.model.families import family_of
@@ -51,6 +52,7 @@ class ModelSpec:
     def from_folder(cls, path: Path, *, ignored_keys: Collection[str] = ()) -> "ModelSpec":
         """Reads a folder. `ignored_keys` of config.json are not refused although they are unknown.
         Raises CheckpointError when the model is not supported."""
+        require_checkpoint(path)
         config = read_json(path / "config.json")
         generation = path / "generation_config.json"
         generation_config = read_json(generation) if generation.exists() else {}
@@ -135,8 +137,8 @@ def read_json(file: Path) -> dict[str, object]:
 def _refuse_what_we_do_not_compute(fields: ConfigFields, traits: Traits) -> None:
     if fields.get("hidden_act") not in (None, traits.activation.name):
         raise fields.error("hidden_act", expected=traits.activation.name)
-    if fields.get("quantization_config") is not None:
-        raise fields.error("quantization_config", expected="plain float weights")
+    if (quantization := fields.get("quantization_config")) is not None:
+        raise quantized(fields.file, quantization)
 
 
 def _token_ids(value: object, *, below: int) -> tuple[int, ...]:

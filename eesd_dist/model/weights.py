@@ -1,7 +1,8 @@
 """Reads tensors, or parts of tensors, from safetensors folders.
 
 Finds the file of a tensor (one file, or many with an index) and checks name, shape and type; a
-mismatch is a CheckpointError with file, found and expected. Does not depend on the model.
+mismatch is a CheckpointError with file, found and expected. What wrappers such as torch.compile add
+to names is left out. Does not depend on the model.
 
 A type narrower than the stored one rounds weights. Changed weights are counted, and a warning has
 the count when the checkpoint is closed; a weight that would become infinite is refused. Equal and
@@ -25,13 +26,14 @@ from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eesd_dist.errors import CheckpointError, listed
+from eesd_dist.model.checkpoint_folder import no_safetensors, require_plain_tensors
 from eesd_dist.model.spec import read_json
 
 logger = logging.getLogger(__name__)
@@ -45,12 +47,23 @@ _EXACT = {
     (torch.bfloat16, torch.float32),
 }
 """Conversions to a wider type."""
+_WRAPPERS = re.compile(
+    r"^module\.|(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+"""Parts of names from wrappers of modules: those of torch.compile, FSDP, checkpointing, and DDP."""
 _BLOCK = 1 << 18
 """Weights per compared block: small enough for the caches."""
 _COMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tensors that older versions of libraries stored, and that config.json determines."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
+
+
+class _Stored(NamedTuple):
+    """The file of a tensor, and its name there."""
+
+    file: str
+    name: str
 
 
 class _Slice(Protocol):
@@ -108,7 +121,7 @@ class Checkpoint:
         self.rounding = Rounding()
         self._counting = threading.Lock()
         self._files = _Files()
-        self._file_of = self._locate()
+        self._stored = self._locate()
 
     def __enter__(self) -> Self:
         return self
@@ -134,22 +147,35 @@ class Checkpoint:
         self._files.opened.clear()  # nothing else holds the handles
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._stored
 
     @property
     def names(self) -> Set[str]:
         """Names of all stored tensors."""
-        return self._file_of.keys()
+        return self._stored.keys()
 
-    def _locate(self) -> dict[str, str]:
+    def _locate(self) -> dict[str, _Stored]:
+        """Returns where each tensor is, by its name in the model."""
+        stored: dict[str, _Stored] = {}
+        for name, file in self._files_by_name().items():
+            plain = _WRAPPERS.sub("", name)
+            if plain in stored:
+                raise CheckpointError(
+                    file=self.folder / file,
+                    found=f"{name} and {stored[plain].name}",
+                    expected=f"one tensor {plain}: what comes before is of a wrapper",
+                )
+            stored[plain] = _Stored(file, name)
+        require_plain_tensors(self.folder, stored)
+        return stored
+
+    def _files_by_name(self) -> dict[str, str]:
         """Returns the file of each tensor: the only one, or what the index says."""
         if (self.folder / SINGLE_FILE).exists():
             return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         index = self.folder / INDEX_FILE
         if not index.exists():
-            raise CheckpointError(
-                file=self.folder, found="no safetensors", expected=f"{SINGLE_FILE} or {INDEX_FILE}"
-            )
+            raise no_safetensors(self.folder, expected=f"{SINGLE_FILE} or {INDEX_FILE}")
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(
@@ -230,7 +256,7 @@ class Checkpoint:
         file, found = self._slice(name)
         self._require(name, file, found, tuple(shape))
         try:
-            return self._open(file).get_tensor(name)
+            return self._open(file).get_tensor(self._stored[name].name)
         except SafetensorError as error:
             raise self._unreadable(file, error) from error
 
@@ -257,13 +283,13 @@ class Checkpoint:
                 found=f"no tensor {name}",
                 expected="the tensor in a safetensors file",
             )
-        file = self._file_of[name]
+        stored = self._stored[name]
         try:
-            return file, self._open(file).get_slice(name)
+            return stored.file, self._open(stored.file).get_slice(stored.name)
         except SafetensorError as error:
             raise CheckpointError(
-                file=self.folder / file,
-                found=f"no tensor {name} ({error})",
+                file=self.folder / stored.file,
+                found=f"no tensor {stored.name} ({error})",
                 expected="the tensor that the index lists in this file",
             ) from error
 

@@ -2,6 +2,7 @@
 in the log."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -111,6 +112,42 @@ def test_stored_tensors_that_are_not_used_are_listed(
     assert f"not used: folder={tmp_path} names=model.layers.0.self_attn.q_proj.bias, " in message
     assert "score.4.weight and 2 more: " in message
     assert "inv_freq" not in message
+
+
+def compiled(name: str) -> str:
+    return f"_orig_mod.{name}"
+
+
+def compiled_layers(name: str) -> str:
+    return re.sub(r"^(model\.layers\.\d+\.)", r"\1_orig_mod.", name)
+
+
+def distributed(name: str) -> str:
+    return f"module._orig_mod.{name}"
+
+
+def sharded(name: str) -> str:
+    return compiled_layers(name).replace(
+        "_orig_mod.", "_fsdp_wrapped_module._checkpoint_wrapped_module."
+    )
+
+
+@pytest.mark.parametrize("wrap", [compiled, compiled_layers, distributed, sharded])
+def test_names_with_the_prefixes_of_wrappers_are_read(
+    tmp_path: Path, wrap: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save_tiny_model(tmp_path)
+    rewrite(tmp_path, lambda stored: {wrap(name): stored[name] for name in stored})
+    assert our_tokens(tmp_path) == their_tokens(model)
+    assert logged(caplog) == []
+
+
+def test_a_tensor_that_is_stored_with_and_without_a_prefix_is_refused(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    name = "model.norm.weight"
+    rewrite(tmp_path, lambda stored: stored | {f"_orig_mod.{name}": stored[name].clone()})
+    with pytest.raises(CheckpointError, match=rf"_orig_mod\.{name}.* expected one tensor {name}"):
+        our_tokens(tmp_path)
 
 
 def max_model_len(folder: Path) -> int:
