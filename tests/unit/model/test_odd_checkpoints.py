@@ -3,21 +3,24 @@ in the log."""
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cluster.planning.shapes import read_shape
-from eesd_dist.config import EngineConfig
-from eesd_dist.errors import CheckpointError
+from eesd_dist import LLM, EngineConfig, SamplingParams
+from eesd_dist.errors import CheckpointError, RequestError
 from eesd_dist.model.max_len import max_model_len_of
 from eesd_dist.model.spec import ModelSpec
 from tests.support.tiny_checkpoints import save_tiny_model
+from tests.support.tiny_service import write_tiny_service
 from tests.unit.model.paged_stages import Stages
 
 PROMPT = (5, 17, 3, 80)
@@ -112,6 +115,55 @@ def test_stored_tensors_that_are_not_used_are_listed(
     assert f"not used: folder={tmp_path} names=model.layers.0.self_attn.q_proj.bias, " in message
     assert "score.4.weight and 2 more: " in message
     assert "inv_freq" not in message
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_checkpoint_with_unknown_keys_generates_the_tokens_of_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = without_head(write_tiny_service(tmp_path / "tiny"))
+    edit_config(folder, _model_name_or_path="example/base", padding_side="left", revision=3)
+    config = EngineConfig.model_validate(
+        {"model": {"path": str(folder), "ignore_config_keys": ["revision"]}}
+    )
+    assert generated(config, "the cat") == expected_of(folder, "the cat")
+    assert "_model_name_or_path = 'example/base', padding_side = 'left'" in caplog.text
+
+
+def test_a_checkpoint_with_a_larger_tokenizer_generates_the_tokens_of_transformers(
+    tmp_path: Path,
+) -> None:
+    folder = without_head(write_tiny_service(tmp_path / "tiny"))
+    file = folder / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.add_tokens(["ilÖveyou"])
+    backend.save(str(file))
+    config = EngineConfig.model_validate({"model": {"path": str(folder)}})
+    assert generated(config, "the cat") == expected_of(folder, "the cat")
+    with pytest.raises(RequestError, match="found 'ilÖveyou', which is token 320"):
+        generated(config, "the ilÖveyou")
+
+
+def without_head(folder: Path) -> Path:
+    """Removes the head, which is for the folder as it was."""
+    shutil.rmtree(folder / "exit_head")
+    return folder
+
+
+def generated(config: EngineConfig, prompt: str) -> list[int]:
+    with LLM(config) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+        (text,) = llm.generate(prompt, sampling, ignore_eos=True)
+    return [*text.prompt_token_ids, *text.token_ids]
+
+
+def expected_of(folder: Path, prompt: str) -> list[int]:
+    encode = AutoTokenizer.from_pretrained(folder, local_files_only=True).encode
+    return their_tokens(folder, encode(prompt))
 
 
 def compiled(name: str) -> str:
@@ -210,8 +262,7 @@ def test_the_maximum_length_is_the_one_that_vllm_derives(
 
 def test_a_length_that_is_no_number_is_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "seq_length": "long"}))
+    edit_config(tmp_path, seq_length="long")
     for read in (ModelSpec.from_folder, max_model_len):
         with pytest.raises(CheckpointError, match="seq_length = 'long', expected a positive int"):
             read(tmp_path)
