@@ -1,5 +1,6 @@
 """A path that is no folder of a whole model in safetensors: what was found, and what to do."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -18,7 +19,12 @@ from eesd_dist.engine.build import check_model
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.checkpoint_folder import local_folder
 from eesd_dist.model.max_len import max_model_len_of
-from serve_app.cli.configuration import EngineFlags, config_of
+from serve_app.batch.runner import BatchOptions
+from serve_app.batch.start import run_here
+from serve_app.cli.configuration import EngineFlags, GenerateOptions, config_of
+from serve_app.cli.terminal import stream_text
+from serve_app.config import ServiceConfig
+from serve_app.operations.serving import _check_early
 from tests.support.fake_hub import fake_hub
 from tests.support.tiny_service import write_tiny_service
 
@@ -90,6 +96,28 @@ def test_a_folder_that_is_no_whole_model_is_refused_with_what_to_do(
         assert raised.match(advice)
     with pytest.raises(CheckpointError, match=found):
         LLM(folder)
+
+
+def test_every_command_names_an_adapter_before_what_the_adapter_lacks(tmp_path: Path) -> None:
+    adapter(tmp_path)
+    config = ServiceConfig(engine=config_for(tmp_path))
+    options = GenerateOptions(prompt="x")
+    ignored: list[str] = []
+    notes = {"write": ignored.append, "note": ignored.append}
+
+    def generate() -> None:
+        stream_text(config.engine, options, prompt="x", seed=0, in_colour=False, **notes)
+
+    def batch() -> None:
+        rows, answers = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+        asyncio.run(run_here(rows, answers, config=config, options=BatchOptions()))
+
+    def serve() -> None:
+        _check_early(config, is_ours=False)
+
+    for run in (generate, batch, serve, lambda: LLM(tmp_path)):
+        with pytest.raises(CheckpointError, match="found a LoRA adapter of example/base"):
+            run()
 
 
 @pytest.mark.parametrize(
