@@ -56,7 +56,8 @@ class ModelConfig(Section):
     """The model's weights, and the numerics of its computation."""
 
     path: HomePath
-    """Folder of the target: config.json, safetensors, tokenizer."""
+    """Folder of the target: config.json, safetensors, tokenizer. Commands, and the class `LLM`,
+    download a name of the Hugging Face hub."""
 
     head: HomePath | None = None
     """Folder of the exit head. None: `<path>/exit_head` if it exists, else plain decoding."""
@@ -78,6 +79,10 @@ class ModelConfig(Section):
     """`auto`: the checkpoint's generation_config.json gives the temperature, `top_p`, `top_k`,
     `min_p` and `repetition_penalty` of requests that state none, and its `max_new_tokens` is the
     most that an answer has. `none`: only its end tokens count."""
+
+    ignore_config_keys: tuple[str, ...] = ()
+    """Keys of config.json that the model is computed without, although they are unknown and may
+    change the logits. Other unknown keys with a number or a switch refuse the model."""
 
     max_model_len: PositiveInt | None = None
     """Maximum length of prompt and answer together, in tokens. It must fit the checkpoint's

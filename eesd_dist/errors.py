@@ -21,6 +21,8 @@ A message says what was found, what was expected and what to do. The only table 
 these errors is in `serve_app.openai.errors`.
 """
 
+from collections.abc import Sequence
+
 
 class EesdError(Exception):
     """Base of all errors; never raised itself."""
@@ -182,6 +184,12 @@ class PoisonRequest(EngineError):
 
 class WireError(EngineError):
     """A message is invalid in this version or epoch."""
+
+
+def listed(names: Sequence[str], *, limit: int = 8) -> str:
+    """Returns the first names, and how many more there are."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def os_error_text(error: OSError) -> str:

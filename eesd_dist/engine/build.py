@@ -80,7 +80,7 @@ def layout_of(config: EngineConfig) -> Layout:
     """
     entry_of(config.speculation.controller)
     model = config.model
-    spec = ModelSpec.from_folder(model.path)
+    spec = ModelSpec.from_folder(model.path, ignored_keys=model.ignore_config_keys)
     bundled = model.path / "exit_head"
     folder = model.head if model.head is not None else (bundled if bundled.is_dir() else None)
     split = _split_of(spec, model.path, folder)

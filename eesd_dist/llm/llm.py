@@ -25,6 +25,7 @@ from eesd_dist.llm.outputs import RequestOutput
 from eesd_dist.llm.sampling_params import SamplingParams
 from eesd_dist.llm.settings import engine_config
 from eesd_dist.llm.texts import AskedPrompt, GrowingText
+from eesd_dist.model.checkpoint_folder import require_checkpoint, with_local_folder
 from eesd_dist.parameters import (
     Message,
     Messages,
@@ -66,13 +67,15 @@ class LLM:
         seed: int | None = None,
         **settings: object,
     ) -> None:
-        """`model`: a checkpoint folder, or a whole configuration. `seed`: of the seeds of texts
-        that have none; None draws it. `settings`: keys of docs/configuration.md without their
-        sections, such as `dtype`, `device`, `max_model_len`, `numerics`, `controller`.
+        """`model`: a checkpoint folder, a name of the Hugging Face hub, or a whole configuration.
+        `seed`: of the seeds of texts that have none; None draws it. `settings`: keys of
+        docs/configuration.md without their sections, such as `dtype`, `device`, `max_model_len`,
+        `numerics`, `controller`.
 
         Raises ConfigError or CheckpointError if it cannot be loaded.
         """
-        config = engine_config(model, settings)
+        config = with_local_folder(engine_config(model, settings))
+        require_checkpoint(config.model.path)
         self._tokenizer = Tokenizer.load(config.model.path)
         self._defaults = SamplingDefaults.of_folder(
             config.model.path, mode=config.model.generation_config

@@ -5,18 +5,26 @@ logits. Every key is therefore in one list: it is read, it is known to be harmle
 unless it has the value that changes nothing. The lists cover the configuration classes of
 transformers; a test enumerates those of the installed version.
 
-A key in no list is refused as well, unless it is null, false or empty, which means that a feature
-is not used. Zero is refused: for a factor it is an ordinary value. Reads no files.
+A key in no list that is null, false or empty passes: a feature is not used. One with text, or that
+begins with an underscore, is passed over with a warning: it names or describes something, and
+transformers does not read it either. One with a number, a switch or an object is refused: it may
+change the logits. Zero is refused too: for a factor it is an ordinary value. `ignored` keys pass:
+the operator says that they change nothing (`model.ignore_config_keys`). Reads no files.
 """
 
 import json
+import logging
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 
-from eesd_dist.errors import CheckpointError
+from eesd_dist.errors import CheckpointError, ConfigError, listed
+from eesd_dist.model.positions import LENGTH_KEYS
 
-READ = frozenset(
+logger = logging.getLogger(__name__)
+
+READ = frozenset(LENGTH_KEYS) | frozenset(
     {
         "architectures",
         "auto_map",
@@ -28,7 +36,6 @@ READ = frozenset(
         "hidden_size",
         "intermediate_size",
         "layer_types",
-        "max_position_embeddings",
         "model_type",
         "num_attention_heads",
         "num_hidden_layers",
@@ -131,9 +138,6 @@ _HARMLESS_GROUPS: Mapping[str, frozenset[str]] = {
             "unk_token_id",
         }
     ),
-    "lengths that no model of these families computes with": frozenset(
-        {"max_sequence_length", "model_max_length"}
-    ),
     # `pretraining_tp` cut products into slices in older versions: the same sums in another order.
     "read by no model of these families in transformers": frozenset(
         {"chunk_size_feed_forward", "is_decoder", "pretraining_tp", "tf_legacy_loss"}
@@ -230,19 +234,30 @@ REFUSED_ROPE: Mapping[str, object] = {
 
 
 def refuse_unread_keys(
-    config: Mapping[str, object], *, own: frozenset[str], what: str, file: Path
+    config: Mapping[str, object],
+    *,
+    own: frozenset[str],
+    what: str,
+    file: Path,
+    ignored: Collection[str] = (),
 ) -> None:
     """Raises CheckpointError for keys that may change the logits and that are not read.
 
-    `own`: the keys of the family; `what`: the architecture's name.
+    `own`: the keys of the family; `what`: the architecture's name. Raises ConfigError for an
+    `ignored` key that is read.
     """
+    if read := sorted((READ | own).intersection(ignored)):
+        raise ConfigError(
+            f"model.ignore_config_keys: found {listed(read)}, expected keys that {what} is "
+            "computed without: leave out what is read"
+        )
     code = config.get("auto_map")
     if isinstance(code, Mapping) and any(str(name).startswith("AutoModel") for name in code):
         raise CheckpointError(
             file=file,
             found=f"auto_map = {reprlib.repr(dict(code))}",
             expected=f"{what} as implemented in transformers, not code that comes with the model",
-            advice=_ADVICE,
+            advice="remove the key from the file if the code does not change what is computed",
         )
     _refuse(
         config,
@@ -250,10 +265,13 @@ def refuse_unread_keys(
         refused=REFUSED,
         file=file,
         what=what,
+        ignored=ignored,
     )
 
 
-def refuse_unread_rope_keys(parameters: Mapping[str, object], *, kind: str, file: Path) -> None:
+def refuse_unread_rope_keys(
+    parameters: Mapping[str, object], *, kind: str, file: Path, ignored: Collection[str] = ()
+) -> None:
     """Raises CheckpointError for such keys in `rope_parameters` or `rope_scaling`."""
     _refuse(
         parameters,
@@ -261,10 +279,14 @@ def refuse_unread_rope_keys(parameters: Mapping[str, object], *, kind: str, file
         refused=REFUSED_ROPE,
         file=file,
         what=f"rope type {kind}",
+        ignored=ignored,
     )
 
 
-_ADVICE = "remove the key from the file if it does not change what the model computes"
+_ADVICE = (
+    "name the key in model.ignore_config_keys, or remove it from the file, if it does not change "
+    "what the model computes"
+)
 
 
 def _refuse(
@@ -274,10 +296,11 @@ def _refuse(
     refused: Mapping[str, object],
     file: Path,
     what: str,
+    ignored: Collection[str],
 ) -> None:
-    unknown = []
+    unknown, described = [], []
     for key, value in config.items():
-        if key in known or value is None:
+        if key in known or key in ignored or value is None:
             continue
         if key in refused:
             if not _is_neutral(value, refused[key]):
@@ -285,16 +308,27 @@ def _refuse(
                     file=file,
                     found=f"{key} = {reprlib.repr(value)}",
                     expected=f"{json.dumps(refused[key])}: {what} is computed without it",
+                    advice=_ADVICE,
                 )
+        elif key.startswith("_") or _is_text(value):
+            described.append(f"{key} = {reprlib.repr(value)}")
         elif not _is_off(value):
             unknown.append(f"{key} = {reprlib.repr(value)}")
     if unknown:
         raise CheckpointError(
             file=file,
-            found=", ".join(unknown),
+            found=listed(unknown),
             expected=f"keys that {what} is known to have (or null, false, empty)",
             advice=_ADVICE,
         )
+    if described:
+        _warn_of_described(file, listed(described))
+
+
+@cache
+def _warn_of_described(file: Path, keys: str) -> None:
+    """Warns once in a process, which may read a file several times."""
+    logger.warning("unknown keys are ignored: file=%s keys=%s", file, keys)
 
 
 def _is_neutral(value: object, neutral: object) -> bool:
@@ -303,3 +337,9 @@ def _is_neutral(value: object, neutral: object) -> bool:
 
 def _is_off(value: object) -> bool:
     return value is None or value is False or (isinstance(value, str | list | dict) and not value)
+
+
+def _is_text(value: object) -> bool:
+    """Returns True for text or a list of texts that says anything."""
+    texts = value if isinstance(value, list) else [value]
+    return bool(value) and all(isinstance(text, str) for text in texts)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from eesd_dist.config import DType, DTypeSetting
-from eesd_dist.model.span import EMBEDDING
+from eesd_dist.model.span import EMBEDDING, LM_HEAD
 from eesd_dist.model.spec import read_json
 from eesd_dist.model.weights import Checkpoint
 
@@ -36,4 +36,6 @@ def resolve_dtype(setting: DTypeSetting, folder: Path) -> DType:
             known: DType = dtype
             return known
     with Checkpoint(folder) as checkpoint:
-        return _STORED[checkpoint.stored_type(EMBEDDING)]
+        # A tied embedding may be stored as the LM head.
+        name = EMBEDDING if EMBEDDING in checkpoint else LM_HEAD
+        return _STORED[checkpoint.stored_type(name)]

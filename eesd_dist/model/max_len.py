@@ -7,6 +7,8 @@ import json
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.model.checkpoint_folder import require_checkpoint
+from eesd_dist.model.positions import num_positions
 from eesd_dist.schedule.kv_pages import require_length
 
 
@@ -15,18 +17,23 @@ def max_model_len_of(config: EngineConfig) -> int:
 
     Raises the errors of `engine.build.layout_of`.
     """
+    require_checkpoint(config.model.path)
     file = config.model.path / "config.json"
     try:
-        limit = json.loads(file.read_text()).get("max_position_embeddings")
+        fields = json.loads(file.read_text())
+        stated = fields.get("max_position_embeddings")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(
             file=file, found=f"no configuration ({error})", expected="a JSON object"
         ) from error
-    if not isinstance(limit, int):  # the family's default applies; reading it imports torch
-        from eesd_dist.model.spec import ModelSpec
+    if isinstance(stated, int):
+        return within(config, num_positions(fields, max_position_embeddings=stated, file=file))
+    # The family's default applies; reading it imports torch.
+    from eesd_dist.model.spec import ModelSpec
 
-        limit = ModelSpec.from_folder(config.model.path).max_position_embeddings
-    return within(config, limit)
+    model = config.model
+    spec = ModelSpec.from_folder(model.path, ignored_keys=model.ignore_config_keys)
+    return within(config, spec.max_position_embeddings)
 
 
 def within(config: EngineConfig, limit: int) -> int:

@@ -3,13 +3,13 @@
 Computes the angles as transformers does (default, linear, dynamic, llama3, yarn), in float32 and in
 the same order of operations. Does not depend on layers, pages or requests.
 
-A key, once written, must not depend on later tokens. The table therefore covers the positions
-[0, max_position_embeddings) only: within them `dynamic` equals the default rope; past them it would
+A key, once written, must not depend on later tokens. Positions of `dynamic` therefore end at the
+`max_position_embeddings` of the file: within them it equals the default rope; past them it would
 rotate keys that are already written, so that nothing is computed there.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,13 @@ class RopeConfig:
 
     @classmethod
     def read(
-        cls, config: Mapping[str, object], *, head_dim: int, max_positions: int, file: Path
+        cls,
+        config: Mapping[str, object],
+        *,
+        head_dim: int,
+        max_positions: int,
+        file: Path,
+        ignored: Collection[str] = (),
     ) -> "RopeConfig":
         found = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(found, Mapping):
@@ -99,7 +105,7 @@ class RopeConfig:
             raise CheckpointError(
                 file=file, found=f"rope type {kind!r}", expected=f"one of {', '.join(_FREQUENCIES)}"
             )
-        refuse_unread_rope_keys(found, kind=str(kind), file=file)
+        refuse_unread_rope_keys(found, kind=str(kind), file=file, ignored=ignored)
         return cls(
             kind=str(kind),
             theta=float(str(theta)),

@@ -5,6 +5,7 @@ different bounds. A span computes the given rows over the given pages. It never 
 call it within `torch.inference_mode()` to save their bookkeeping.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,22 @@ from eesd_dist.model.layers.paged_layers import LayerRows, LoadedLayers, PagedLa
 from eesd_dist.model.loading import OnProgress, Piece, load_pieces, unwatched
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.spec import ModelSpec
-from eesd_dist.model.weights import TensorSource, weights_digest
+from eesd_dist.model.weights import (
+    Checkpoint,
+    Shapes,
+    TensorSource,
+    warn_of_unused,
+    weights_digest,
+)
 from eesd_dist.transport.contracts import TensorGroup
+
+logger = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+_COMPARED_ROWS = 4096
+"""Rows of two matrices that are compared at a time."""
 
 
 # Shapes: T rows, D hidden channels, V vocabulary (shard), B sequences, L their length.
@@ -194,6 +205,8 @@ class SpanWeights:
             pieces.append(_head_piece(heads, spec, shard, packer, numerics, device))
         digest = weights_digest(Path(path))
         load_pieces(Path(path), pieces, on_progress=on_progress)
+        if last == spec.num_layers and group.rank == 0:
+            _report_stored(Path(path), spec)
         packer.report(f"layers=[{first},{last})")
         return cls(
             spec=spec,
@@ -263,16 +276,44 @@ def _embedding_piece(
 def read_embedding(source: TensorSource, spec: ModelSpec, *, dtype: torch.dtype) -> Tensor:
     """Returns the target's embedding, scaled in its stored type if the family scales it."""
     shape, scale = (spec.vocab_size, spec.hidden_size), spec.traits.embedding_scale
-    embedding_VD = source.read(EMBEDDING, shape=shape, dtype=dtype)
+    is_lm_head = spec.tie_word_embeddings and EMBEDDING not in source
+    embedding_VD = source.read(LM_HEAD if is_lm_head else EMBEDDING, shape=shape, dtype=dtype)
     return embedding_VD if scale == 1.0 else embedding_VD * torch.tensor(scale, dtype=dtype)
 
 
 def read_lm_head(
     source: TensorSource, spec: ModelSpec, *, rows: range | None, dtype: torch.dtype
 ) -> Tensor:
-    """Returns the target's LM head (or the embedding tied to it), or `rows` of it."""
-    name = EMBEDDING if spec.tie_word_embeddings else LM_HEAD
+    """Returns the target's LM head, or `rows` of it. As in transformers, one that is stored is read
+    also if config.json ties it to the embedding."""
+    name = EMBEDDING if spec.tie_word_embeddings and LM_HEAD not in source else LM_HEAD
     return source.read(name, shape=(spec.vocab_size, spec.hidden_size), rows=rows, dtype=dtype)
+
+
+def _report_stored(path: Path, spec: ModelSpec) -> None:
+    """Logs stored tensors that the model does not use, and an LM head that differs from the
+    embedding to which config.json ties it."""
+    dtype, shard = torch.float32, Shard.of(spec, rank=0, size=1)
+    with Checkpoint(path) as checkpoint:
+        shapes = Shapes(checkpoint.names)
+        for at in range(spec.num_layers):
+            LayerWeights.read(shapes, f"model.layers.{at}.", spec, shard, dtype)
+        read_embedding(shapes, spec, dtype=dtype)
+        read_lm_head(shapes, spec, rows=None, dtype=dtype)
+        warn_of_unused(checkpoint, shapes.of.keys() | {FINAL_NORM})
+        if spec.tie_word_embeddings and {EMBEDDING, LM_HEAD} <= checkpoint.names:
+            shape = (spec.vocab_size, spec.hidden_size)
+            embedding_VD, head_VD = (
+                torch.split(checkpoint.read_raw(name, shape=shape), _COMPARED_ROWS)
+                for name in (EMBEDDING, LM_HEAD)
+            )
+            pairs = zip(embedding_VD, head_VD, strict=True)
+            if not all(bool((rows == other).all()) for rows, other in pairs):
+                logger.warning(
+                    "the stored %s is used: folder=%s: it differs from %s, and config.json has "
+                    "tie_word_embeddings = true",
+                    LM_HEAD, path, EMBEDDING,
+                )  # fmt: skip
 
 
 def _head_piece(

@@ -5,15 +5,17 @@ architectures are in `families`. Reads no weights and does not depend on ranks.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from eesd_dist.errors import CheckpointError
+from eesd_dist.model.checkpoint_folder import quantized, require_checkpoint
 from eesd_dist.model.config_fields import ConfigFields
 from eesd_dist.model.config_keys import refuse_unread_keys
 from eesd_dist.model.families import family_of
 from eesd_dist.model.families.family import Traits
+from eesd_dist.model.positions import num_positions
 from eesd_dist.model.rope import RopeConfig, RopeSpec
 
 
@@ -31,6 +33,7 @@ class ModelSpec:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
+    """Positions that can be computed with: more than the key of this name where rope extends it."""
     tie_word_embeddings: bool
     traits: Traits
     """Differences of its family's layers from those of other families."""
@@ -46,12 +49,19 @@ class ModelSpec:
         return self.num_heads // self.num_kv_heads
 
     @classmethod
-    def from_folder(cls, path: Path) -> "ModelSpec":
-        """Reads a folder. Raises CheckpointError when the model is not supported."""
+    def from_folder(cls, path: Path, *, ignored_keys: Collection[str] = ()) -> "ModelSpec":
+        """Reads a folder. `ignored_keys` of config.json are not refused although they are unknown.
+        Raises CheckpointError when the model is not supported."""
+        require_checkpoint(path)
         config = read_json(path / "config.json")
         generation = path / "generation_config.json"
         generation_config = read_json(generation) if generation.exists() else {}
-        return cls.from_config(config, file=path / "config.json", generation=generation_config)
+        return cls.from_config(
+            config,
+            file=path / "config.json",
+            generation=generation_config,
+            ignored_keys=ignored_keys,
+        )
 
     @classmethod
     def from_config(
@@ -60,12 +70,15 @@ class ModelSpec:
         *,
         file: Path,
         generation: Mapping[str, object] | None = None,
+        ignored_keys: Collection[str] = (),
     ) -> "ModelSpec":
         architecture, family = family_of(config, file)
         fields = ConfigFields(config, file=file, defaults=family.defaults)
         traits = family.traits(fields)
         _refuse_what_we_do_not_compute(fields, traits)
-        refuse_unread_keys(config, own=family.keys, what=architecture, file=file)
+        refuse_unread_keys(
+            config, own=family.keys, what=architecture, file=file, ignored=ignored_keys
+        )
         num_heads = fields.integer("num_attention_heads")
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
         hidden_size = fields.integer("hidden_size")
@@ -89,12 +102,18 @@ class ModelSpec:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            max_position_embeddings=max_positions,
+            max_position_embeddings=num_positions(
+                config, max_position_embeddings=max_positions, file=file
+            ),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             traits=traits,
             sliding_windows=family.windows(fields, num_layers),
             rope=RopeConfig.read(
-                config, head_dim=head_dim, max_positions=max_positions, file=file
+                config,
+                head_dim=head_dim,
+                max_positions=max_positions,
+                file=file,
+                ignored=ignored_keys,
             ).spec(),
             bos_token_id=fields.optional_integer("bos_token_id"),
             eos_token_ids=_token_ids((generation or {}).get("eos_token_id"), below=vocab_size)
@@ -118,8 +137,8 @@ def read_json(file: Path) -> dict[str, object]:
 def _refuse_what_we_do_not_compute(fields: ConfigFields, traits: Traits) -> None:
     if fields.get("hidden_act") not in (None, traits.activation.name):
         raise fields.error("hidden_act", expected=traits.activation.name)
-    if fields.get("quantization_config") is not None:
-        raise fields.error("quantization_config", expected="plain float weights")
+    if (quantization := fields.get("quantization_config")) is not None:
+        raise quantized(fields.file, quantization)
 
 
 def _token_ids(value: object, *, below: int) -> tuple[int, ...]:

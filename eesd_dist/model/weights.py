@@ -1,11 +1,15 @@
 """Reads tensors, or parts of tensors, from safetensors folders.
 
 Finds the file of a tensor (one file, or many with an index) and checks name, shape and type; a
-mismatch is a CheckpointError with file, found and expected. Does not depend on the model.
+mismatch is a CheckpointError with file, found and expected. What wrappers such as torch.compile add
+to names is left out. Does not depend on the model.
 
 A type narrower than the stored one rounds weights. Changed weights are counted, and a warning has
 the count when the checkpoint is closed; a weight that would become infinite is refused. Equal and
 wider types lose nothing.
+
+A stored tensor that the model does not use is reported, unless its values follow from the
+configuration.
 
 Files are memory-mapped, so that a part of a tensor touches only the pages it needs; results are
 copies that do not refer to the file. Mapped pages count as a process's memory until the files are
@@ -16,18 +20,20 @@ import hashlib
 import logging
 import math
 import os
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eesd_dist.errors import CheckpointError
+from eesd_dist.errors import CheckpointError, listed
+from eesd_dist.model.checkpoint_folder import no_safetensors, require_plain_tensors
 from eesd_dist.model.spec import read_json
 
 logger = logging.getLogger(__name__)
@@ -41,10 +47,23 @@ _EXACT = {
     (torch.bfloat16, torch.float32),
 }
 """Conversions to a wider type."""
+_WRAPPERS = re.compile(
+    r"^module\.|(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+"""Parts of names from wrappers of modules: those of torch.compile, FSDP, checkpointing, and DDP."""
 _BLOCK = 1 << 18
 """Weights per compared block: small enough for the caches."""
+_COMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Tensors that older versions of libraries stored, and that config.json determines."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
+
+
+class _Stored(NamedTuple):
+    """The file of a tensor, and its name there."""
+
+    file: str
+    name: str
 
 
 class _Slice(Protocol):
@@ -75,6 +94,8 @@ class TensorSource(Protocol):
         """Returns a tensor; with `own` False it may be a view of the file, to be copied from."""
         ...
 
+    def __contains__(self, name: str) -> bool: ...
+
 
 @dataclass(slots=True)
 class Rounding:
@@ -100,7 +121,7 @@ class Checkpoint:
         self.rounding = Rounding()
         self._counting = threading.Lock()
         self._files = _Files()
-        self._file_of = _locate(folder)
+        self._stored = self._locate()
 
     def __enter__(self) -> Self:
         return self
@@ -126,9 +147,41 @@ class Checkpoint:
         self._files.opened.clear()  # nothing else holds the handles
 
     def __contains__(self, name: str) -> bool:
-        if self._file_of is None:
-            return name in self._open(SINGLE_FILE).keys()  # noqa: SIM118  not a dict
-        return name in self._file_of
+        return name in self._stored
+
+    @property
+    def names(self) -> Set[str]:
+        """Names of all stored tensors."""
+        return self._stored.keys()
+
+    def _locate(self) -> dict[str, _Stored]:
+        """Returns where each tensor is, by its name in the model."""
+        stored: dict[str, _Stored] = {}
+        for name, file in self._files_by_name().items():
+            plain = _WRAPPERS.sub("", name)
+            if plain in stored:
+                raise CheckpointError(
+                    file=self.folder / file,
+                    found=f"{name} and {stored[plain].name}",
+                    expected=f"one tensor {plain}: what comes before is of a wrapper",
+                )
+            stored[plain] = _Stored(file, name)
+        require_plain_tensors(self.folder, stored)
+        return stored
+
+    def _files_by_name(self) -> dict[str, str]:
+        """Returns the file of each tensor: the only one, or what the index says."""
+        if (self.folder / SINGLE_FILE).exists():
+            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        index = self.folder / INDEX_FILE
+        if not index.exists():
+            raise no_safetensors(self.folder, expected=f"{SINGLE_FILE} or {INDEX_FILE}")
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(
+                file=index, found="no weight_map", expected="tensor names to files"
+            )
+        return {str(name): str(file) for name, file in weight_map.items()}
 
     def read(
         self,
@@ -203,7 +256,7 @@ class Checkpoint:
         file, found = self._slice(name)
         self._require(name, file, found, tuple(shape))
         try:
-            return self._open(file).get_tensor(name)
+            return self._open(file).get_tensor(self._stored[name].name)
         except SafetensorError as error:
             raise self._unreadable(file, error) from error
 
@@ -230,13 +283,13 @@ class Checkpoint:
                 found=f"no tensor {name}",
                 expected="the tensor in a safetensors file",
             )
-        file = SINGLE_FILE if self._file_of is None else self._file_of[name]
+        stored = self._stored[name]
         try:
-            return file, self._open(file).get_slice(name)
+            return stored.file, self._open(stored.file).get_slice(stored.name)
         except SafetensorError as error:
             raise CheckpointError(
-                file=self.folder / file,
-                found=f"no tensor {name} ({error})",
+                file=self.folder / stored.file,
+                found=f"no tensor {stored.name} ({error})",
                 expected="the tensor that the index lists in this file",
             ) from error
 
@@ -285,6 +338,9 @@ class Headers:
         self.size_bytes = 0
         """Total size of all tensors read so far."""
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint
+
     def read(
         self,
         name: str,
@@ -298,6 +354,45 @@ class Headers:
         self.size_bytes += self._checkpoint.size_of(name, shape=shape, rows=rows, columns=columns)
         parts = _index(shape, rows=rows, columns=columns)
         return torch.empty([part.stop - part.start for part in parts], dtype=dtype, device="meta")
+
+
+class Shapes:
+    """Records which tensors a model uses, and their shapes, without opening a file.
+
+    Takes the place of a `Checkpoint` that stores `stored`; its tensors have shapes and no content.
+    """
+
+    def __init__(self, stored: Container[str] = ()) -> None:
+        self._stored = stored
+        self.of: dict[str, tuple[int, ...]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def read(
+        self,
+        name: str,
+        *,
+        shape: Sequence[int],
+        rows: range | None = None,
+        columns: range | None = None,
+        dtype: torch.dtype,
+        own: bool = True,
+    ) -> Tensor:
+        self.of[name] = tuple(shape)
+        parts = _index(shape, rows=rows, columns=columns)
+        return torch.empty([part.stop - part.start for part in parts], dtype=dtype, device="meta")
+
+
+def warn_of_unused(checkpoint: Checkpoint, used: Set[str]) -> None:
+    """Logs the stored tensors that are not in `used`."""
+    unused = sorted(name for name in checkpoint.names - used if not _COMPUTED.search(name))
+    if unused:
+        logger.warning(
+            "stored tensors are not used: folder=%s names=%s: config.json describes a model "
+            "without them",
+            checkpoint.folder, listed(unused),
+        )  # fmt: skip
 
 
 def weights_digest(folder: Path) -> str:
@@ -332,19 +427,3 @@ def _index(shape: Sequence[int], *, rows: range | None, columns: range | None) -
         if part is not None:
             index[axis] = slice(part.start, part.stop)
     return tuple(index)
-
-
-def _locate(folder: Path) -> dict[str, str] | None:
-    """Returns the file of each tensor; None when there is one file for all."""
-    if (folder / SINGLE_FILE).exists():
-        return None
-    if not (folder / INDEX_FILE).exists():
-        raise CheckpointError(
-            file=folder, found="no safetensors", expected=f"{SINGLE_FILE} or {INDEX_FILE}"
-        )
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(
-            file=folder / INDEX_FILE, found="no weight_map", expected="tensor names to files"
-        )
-    return {str(name): str(file) for name, file in weight_map.items()}

@@ -5,6 +5,9 @@ Derived from the decoder in tokenizer.json. Llama-family tokenizers are of two k
 fallback (Llama 1 and 2, Mistral), where a token is text with a marker for the space, or one raw
 byte `<0x..>`. A token's bytes never depend on its neighbours, so incremental decoding is exact; a
 run of raw bytes is read as a whole. Other decoders are refused.
+
+A token that was added to a byte-level vocabulary is text as it is written, also with letters that
+stand for bytes in the other tokens.
 """
 
 import codecs
@@ -65,9 +68,9 @@ class Pieces:
     def is_raw_byte(self, entry: str) -> bool:
         return self.has_raw_bytes and _RAW_BYTE.fullmatch(entry) is not None
 
-    def bytes_of(self, entry: str) -> bytes:
+    def bytes_of(self, entry: str, *, is_added: bool = False) -> bytes:
         if self.kind == "byte-level":
-            return _byte_level(entry)
+            return entry.encode() if is_added else _byte_level(entry)
         raw = _RAW_BYTE.fullmatch(entry) if self.has_raw_bytes else None
         if raw:
             return bytes([int(raw[1], 16)])
@@ -90,7 +93,7 @@ def _byte_level(entry: str) -> bytes:
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in entry)
     except KeyError:
-        # An added token in plain text.
+        # Plain text, as added tokens are that a vocabulary lists among its own.
         return entry.encode()
 
 

@@ -5,6 +5,7 @@ exactly where the tokenizer adds it, never twice. Exceptions of other libraries 
 """
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,11 +13,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
-from eesd_dist.errors import CheckpointError, RequestError, TextTooLong
+from eesd_dist.errors import CheckpointError, RequestError, TextTooLong, listed
 from eesd_dist.text.end_tokens import end_token_ids
 from eesd_dist.text.pieces import Pieces, text_of_raw_bytes
 from eesd_dist.types import TokenId
 
+logger = logging.getLogger(__name__)
+
+_ORDINARY_TEXT = "Hello, what is 12 times 7?"
 _RESERVED_TEMPLATE_OPTIONS = frozenset(
     {
         "chat_template",
@@ -50,7 +54,7 @@ class TextCodec(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids; all ids that the tokenizer returns are smaller."""
+        """Number of the model's ids; all ids that the tokenizer returns are smaller."""
         ...
 
     @property
@@ -93,7 +97,10 @@ class Tokenizer:
         max_tokens: int | None = None,
     ) -> None:
         """`backend` is a transformers tokenizer; `load` makes one and checks that it fits."""
+        vocabulary: Mapping[str, int] = backend.get_vocab()
         self._backend = backend
+        self._foreign = {id_: text for text, id_ in vocabulary.items() if id_ >= vocab_size}
+        """Tokens that the model does not have."""
         self._pieces = pieces
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(TokenId(token) for token in eos_token_ids)
@@ -103,8 +110,11 @@ class Tokenizer:
         )
         self._bytes: dict[TokenId, bytes] = {}
         self._max_tokens = max_tokens
+        self._added = _added_ids(backend)
         self._max_token_bytes = (
-            0 if max_tokens is None else max(map(len, map(pieces.bytes_of, backend.get_vocab())))
+            0
+            if max_tokens is None
+            else max(len(self._bytes_of(text, id_)) for text, id_ in vocabulary.items())
         )
 
     @classmethod
@@ -122,15 +132,7 @@ class Tokenizer:
         config = _read_json(folder / "config.json")
         if model_vocab_size is None:
             model_vocab_size = cast("int | None", config.get("vocab_size"))
-        num_ids = _num_ids(backend)
-        if model_vocab_size is not None and num_ids > model_vocab_size:
-            raise CheckpointError(
-                file=folder / "tokenizer.json",
-                found=f"token ids up to {num_ids - 1}",
-                expected=f"ids below the model's vocabulary of {model_vocab_size}",
-                advice="this tokenizer belongs to another model",
-            )
-        vocab_size = model_vocab_size if model_vocab_size is not None else num_ids
+        vocab_size = model_vocab_size if model_vocab_size is not None else _num_ids(backend)
         generation = folder / "generation_config.json"
         eos = {
             folder / "tokenizer_config.json": backend.eos_token_id,
@@ -144,9 +146,30 @@ class Tokenizer:
             eos_token_ids=end_token_ids(eos, vocab_size=vocab_size),
             max_tokens=max_tokens,
         )
+        if tokenizer._foreign:
+            tokenizer._report_foreign(folder)
         if backend.chat_template is not None:
             tokenizer._require_rendering(folder)
         return tokenizer
+
+    def _report_foreign(self, folder: Path) -> None:
+        """Warns of tokens that the model does not have. Raises CheckpointError if every prompt has
+        one."""
+        names = [f"{text} ({id_})" for id_, text in sorted(self._foreign.items())]
+        try:
+            self.encode(_ORDINARY_TEXT)
+        except RequestError as error:
+            raise CheckpointError(
+                file=folder / "tokenizer.json",
+                found=f"token ids up to {max(self._foreign)}, also in ordinary text",
+                expected=f"ids below the model's vocabulary of {self._vocab_size}",
+                advice="this tokenizer belongs to another model",
+            ) from error
+        logger.warning(
+            "prompts with tokens outside the model's vocabulary are refused: folder=%s "
+            "vocab_size=%d tokens=%s",
+            folder, self._vocab_size, listed(names),
+        )  # fmt: skip
 
     @property
     def backend(self) -> Any:
@@ -185,7 +208,7 @@ class Tokenizer:
                 param=param,
             )
         # Lists of a million entries are built under the GIL: the two others are not asked for.
-        return tuple(
+        tokens = tuple(
             self._backend.encode(
                 text,
                 add_special_tokens=add_special_tokens,
@@ -194,6 +217,18 @@ class Tokenizer:
                 verbose=False,
             )
         )
+        if self._foreign:
+            self._check_vocabulary(tokens, param=param)
+        return tokens
+
+    def _check_vocabulary(self, tokens: Sequence[int], *, param: str) -> None:
+        foreign = next((token for token in tokens if token in self._foreign), None)
+        if foreign is not None:
+            raise RequestError(
+                f"{param}: found {self._foreign[foreign]!r}, which is token {foreign}, expected "
+                f"tokens below the model's vocabulary of {self._vocab_size}: leave it out",
+                param=param,
+            )
 
     def _check_size(self, text: str, *, max_tokens: int, param: str) -> None:
         """Characters are compared, since counting bytes would take time; each has one or more."""
@@ -276,7 +311,10 @@ class Tokenizer:
 
     def _look_up(self, token: TokenId) -> bytes:
         entry = self._backend.convert_ids_to_tokens(int(token))
-        return b"" if entry is None else self._pieces.bytes_of(entry)
+        return b"" if entry is None else self._bytes_of(entry, token)
+
+    def _bytes_of(self, entry: str, token: int) -> bytes:
+        return self._pieces.bytes_of(entry, is_added=token in self._added)
 
 
 def leave_out_torch() -> None:
@@ -342,6 +380,15 @@ def _num_ids(backend: Any) -> int:
 def _special_ids(backend: Any) -> frozenset[TokenId]:
     added = (id_ for id_, token in backend.added_tokens_decoder.items() if token.special)
     return frozenset(TokenId(id_) for id_ in (*backend.all_special_ids, *added))
+
+
+def _added_ids(backend: Any) -> frozenset[int]:
+    """Returns the ids that stand for an added text only: one that the vocabulary had before may
+    also come from other texts."""
+    inner = getattr(backend, "backend_tokenizer", None)
+    own = {} if inner is None else inner.get_vocab(with_added_tokens=False)
+    added = backend.added_tokens_decoder.items()
+    return frozenset(id_ for id_, token in added if token.special or token.content not in own)
 
 
 def _template_file(folder: Path) -> Path:

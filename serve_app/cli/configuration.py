@@ -58,7 +58,7 @@ class EngineFlags:
     """Options of every command that runs an engine."""
 
     config: Annotated[Path | None, "--config FILE.yaml: options override it"] = None
-    model: Annotated[Path | None, "folder of the target model (the bundled one)"] = None
+    model: Annotated[Path | None, "folder or hub name of the target model (the bundled one)"] = None
     head: Annotated[Path | None, "folder of the exit head (MODEL/exit_head)"] = None
     dtype: Annotated[DTypeSetting | None, "type of the weights (auto: as in the checkpoint)"] = None
     numerics: Annotated[Numerics | None, "invariant: texts are bit-for-bit reproducible"] = None
@@ -96,7 +96,8 @@ class ServiceFlags:
 
 
 def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "ServiceConfig":
-    """Builds the configuration: the file, then options, then every --set. Raises ConfigError."""
+    """Builds the configuration: the file, then options, then every --set. Downloads a model that is
+    a name of the hub, which is then the model's name in the API. Raises ConfigError."""
     from serve_app.config import BUNDLED_MODEL, read_service_config, service_config
     from serve_app.settings import apply_settings, is_missing, put
 
@@ -116,12 +117,22 @@ def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "Serv
             put(tree, key, value)
             variables[key] = variable
     try:
-        return service_config(tree)
+        return _with_local_folder(service_config(tree))
     except ConfigError as error:
         key, _, complaint = str(error).partition(": ")
         if key in variables:
             raise ConfigError(f"{variables[key]} in the environment: {complaint}") from error
         raise
+
+
+def _with_local_folder(config: "ServiceConfig") -> "ServiceConfig":
+    from eesd_dist.model.checkpoint_folder import with_local_folder
+
+    engine = with_local_folder(config.engine)
+    if engine is config.engine:
+        return config
+    name = config.model_name or str(config.engine.model.path)
+    return config.model_copy(update={"engine": engine, "model_name": name})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

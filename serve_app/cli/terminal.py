@@ -11,6 +11,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.errors import PromptTooLong
+from eesd_dist.model.checkpoint_folder import require_checkpoint
 from eesd_dist.text import StreamDecoder, Tokenizer
 from eesd_dist.types import Emission, Request, RequestId, SamplingParams, SpeculationParams
 from serve_app.cli.configuration import GenerateOptions
@@ -30,6 +31,7 @@ def stream_text(
     in_colour: bool,
 ) -> None:
     """Raises ConfigError and RequestError; `note` gets the summary line."""
+    require_checkpoint(config.model.path)
     tokenizer = Tokenizer.load(config.model.path)
     tokens = (
         tokenizer.encode(prompt)

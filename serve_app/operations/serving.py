@@ -27,7 +27,8 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Loggi
 
 from cluster.ray_compat import ServeStatus, is_serve_running, serve_status
 from eesd_dist.engine.compiled.ahead import is_at_work
-from eesd_dist.errors import CheckpointError, ConfigError, EesdError, EngineError
+from eesd_dist.errors import ConfigError, EesdError, EngineError
+from eesd_dist.model.checkpoint_folder import require_checkpoint
 from eesd_dist.workers.checking import ModelCheck
 from eesd_dist.workers.compiling import start_compiling
 from serve_app.app import application_of
@@ -231,14 +232,7 @@ def _check_early(config: ServiceConfig, *, is_ours: bool) -> None:
     require_key(config, has_key=api_key is not None)
     if api_key is not None:
         KeyRing(operators_key(api_key.get_secret_value()), file=config.keys_file)
-    folder = config.engine.model.path
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            file=folder,
-            found="no config.json",
-            expected="a Hugging Face model folder",
-            advice="name one with --model",
-        )
+    require_checkpoint(config.engine.model.path)
     if is_ours:  # a cluster's head may be another host, or its Serve may already listen there
         _require_free(config)
 

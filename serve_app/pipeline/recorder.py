@@ -25,7 +25,6 @@ from eesd_dist.distill.features import (
     MANIFEST_FILE,
     FeatureManifest,
     FeatureSequence,
-    identity_of,
     shard_name,
     weights_fingerprint,
     write_shard,
@@ -33,6 +32,7 @@ from eesd_dist.distill.features import (
 from eesd_dist.engine.build import layout_of
 from eesd_dist.engine.recording.recorder import MAX_POSITIONS, VerifiedPiece
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.heads.head_config import VerifierIdentity
 from eesd_dist.types import RecorderCounts, Request
 from serve_app.config import RecorderConfig
 
@@ -53,7 +53,7 @@ def new_manifest(engine: EngineConfig, *, top_k: int) -> FeatureManifest:
     checkpoint's small files."""
     layout = layout_of(engine)
     return FeatureManifest(
-        verifier=identity_of(engine.model.path),
+        verifier=VerifierIdentity.of(engine.model.path, layout.spec),
         weights_sha256=weights_fingerprint(engine.model.path),
         exits=(layout.split,),
         top_k=min(top_k, layout.spec.vocab_size),

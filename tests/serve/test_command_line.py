@@ -292,7 +292,7 @@ def test_batch_answers_every_row_once_and_a_second_run_has_nothing_to_do(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("serve", "--model", "/nowhere"), "/nowhere: found no config.json"),
+        (("serve", "--model", "/nowhere"), "/nowhere: found no such folder"),
         (("serve", "--verify-tp", "5"), "5 tensor-parallel ranks cannot share evenly"),
         (("serve", "--set", "engine.model.colour=red"), "engine.model.colour: unknown key"),
         (("generate", "hello", "--config", "/nowhere.yaml"), "/nowhere.yaml: No such file"),

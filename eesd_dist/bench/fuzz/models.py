@@ -6,7 +6,7 @@ head, which is the target's last layer and LM head with noise, is often but not 
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -24,6 +24,7 @@ from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.layers.layer import LayerWeights
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.model.weights import Shapes
 
 _RANDOM = "random"
 HEAD_KINDS: tuple[HeadKind, ...] = ("shared", "own", "truncated")
@@ -210,35 +211,15 @@ def _weights(
     return found
 
 
-class _Asked:
-    """Records which tensors are read, in place of a checkpoint; returns uninitialized tensors."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
-
-    def read(
-        self,
-        name: str,
-        *,
-        shape: Sequence[int],
-        rows: range | None = None,
-        columns: range | None = None,
-        dtype: torch.dtype,
-        own: bool = True,
-    ) -> Tensor:
-        self.shapes[name] = tuple(shape)
-        return torch.empty(shape, dtype=dtype)
-
-
 def _tensors_of_a_layer(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Returns the shapes by name: each matrix and its bias, then the norms."""
-    asked = _Asked()
-    LayerWeights.read(asked, "", spec, Shard.of(spec, rank=0, size=1), torch.float32)
-    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in asked.shapes))
+    shapes = Shapes()
+    LayerWeights.read(shapes, "", spec, Shard.of(spec, rank=0, size=1), torch.float32)
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in shapes.of))
     names = sorted(
-        asked.shapes, key=lambda name: ("norm" in name, modules.index(name.rpartition(".")[0]))
+        shapes.of, key=lambda name: ("norm" in name, modules.index(name.rpartition(".")[0]))
     )
-    return {name: asked.shapes[name] for name in names}
+    return {name: shapes.of[name] for name in names}
 
 
 def _write_head(

@@ -17,12 +17,14 @@ from eesd_dist.model.layers.norms import RmsNorm
 from eesd_dist.model.parallel import Shard, part_of
 from eesd_dist.model.span import read_lm_head
 from eesd_dist.model.spec import ModelSpec
-from eesd_dist.model.weights import SINGLE_FILE, Checkpoint
+from eesd_dist.model.weights import SINGLE_FILE, Checkpoint, Shapes, warn_of_unused
 
 LAYER_PREFIX = "layers.0."
 NORM = "norm.weight"
 HEAD = "lm_head.weight"
 EMBEDDING_PROJECTION = "embedding_proj.weight"
+_VOCABULARY = ("d2t", "t2d")
+"""Offsets of the draft vocabulary's ids, and which of the target's ids it has."""
 
 
 # Shapes: T rows, D hidden channels, V draft vocabulary, W target vocabulary, B sequences, L length,
@@ -89,6 +91,8 @@ class HeadParts:
             if config.reads_embedding:
                 square = (width, width)
                 embedding_DD = checkpoint.read(EMBEDDING_PROJECTION, shape=square, dtype=dtype)
+            if rank == 0:
+                _report_stored(checkpoint, config, shard)
         if config.kind == "shared":
             with Checkpoint(target_path) as checkpoint:
                 lm_head_VD = read_lm_head(checkpoint, target, rows=rows, dtype=dtype)
@@ -102,12 +106,24 @@ class HeadParts:
         )
 
 
+def _report_stored(checkpoint: Checkpoint, config: HeadConfig, shard: Shard) -> None:
+    """Logs stored tensors that the head does not use."""
+    shapes = Shapes()
+    LayerWeights.read(shapes, LAYER_PREFIX, config.layer, shard, torch.float32)
+    used = shapes.of.keys() | {NORM}
+    used |= set() if config.kind == "shared" else {HEAD}
+    used |= set(_VOCABULARY) if config.kind == "truncated" else set()
+    used |= {EMBEDDING_PROJECTION} if config.reads_embedding else set()
+    warn_of_unused(checkpoint, used)
+
+
 def _read_vocabulary(checkpoint: Checkpoint, config: HeadConfig, vocab_size: int) -> Tensor:
     if config.kind != "truncated":
         return torch.arange(vocab_size)
     size = config.draft_vocab_size
-    ids_V = checkpoint.read_raw("d2t", shape=(size,)).long() + torch.arange(size)
-    is_drafted_W = checkpoint.read_raw("t2d", shape=(vocab_size,)).bool()
+    offsets, is_drafted = _VOCABULARY
+    ids_V = checkpoint.read_raw(offsets, shape=(size,)).long() + torch.arange(size)
+    is_drafted_W = checkpoint.read_raw(is_drafted, shape=(vocab_size,)).bool()
     if not torch.equal(is_drafted_W.nonzero().view(-1), ids_V):
         raise CheckpointError(
             file=checkpoint.folder / SINGLE_FILE,

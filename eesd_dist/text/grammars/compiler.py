@@ -255,4 +255,17 @@ class _Codec:
         self.tokens = [codec.token_bytes(token) for token in range(codec.vocab_size)]  # type: ignore[arg-type]
 
     def __call__(self, text: str) -> list[int]:
-        return list(self._codec.encode(text, add_special_tokens=False))
+        try:
+            return list(self._codec.encode(text, add_special_tokens=False))
+        except RequestError:  # the tokenizer's tokens for it are not all the model's
+            return self._spelled(text.encode())
+
+    def _spelled(self, text: bytes) -> list[int]:
+        """Returns the model's tokens of a text, the longest first."""
+        token_of = {token: id_ for id_, token in enumerate(self.tokens) if token}
+        lengths, tokens = sorted({len(token) for token in token_of}, reverse=True), list[int]()
+        while text:
+            length = next(n for n in lengths if text[:n] in token_of)
+            tokens.append(token_of[text[:length]])
+            text = text[length:]
+        return tokens

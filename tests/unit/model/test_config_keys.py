@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from eesd_dist.errors import CheckpointError
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.build import check_model
+from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.config_keys import (
     HARMLESS,
     HARMLESS_ROPE,
@@ -22,7 +25,10 @@ from eesd_dist.model.config_keys import (
 )
 from eesd_dist.model.families import FAMILIES
 from eesd_dist.model.heads.head_config import single_layer_config
+from eesd_dist.model.max_len import max_model_len_of
 from eesd_dist.model.spec import ModelSpec
+from serve_app.pipeline.recorder import new_manifest
+from tests.support.tiny_service import write_tiny_service
 
 MODEL_TYPES = {
     architecture: model_type
@@ -185,7 +191,7 @@ def test_unknown_keys_are_refused_by_name_all_at_once() -> None:
         spec_of("Qwen3ForCausalLM", mup_scale=2.0, novel={"a": 1}, unused=None, off=False)
     told = str(refusal.value)
     assert "model/config.json: found mup_scale = 2.0, novel = {'a': 1}, expected keys" in told
-    assert "remove the key from the file" in told
+    assert "name the key in model.ignore_config_keys, or remove it from the file" in told
     assert "unused" not in told
 
 
@@ -194,10 +200,73 @@ def test_an_unknown_key_that_is_switched_off_passes(value: object) -> None:
     assert spec_of("LlamaForCausalLM", novel=value) == spec_of("LlamaForCausalLM")
 
 
-@pytest.mark.parametrize("value", [0, 0.0, 1, True, "yes", [0]])
-def test_an_unknown_key_with_any_other_value_is_refused(value: object) -> None:
+@pytest.mark.parametrize("value", [0, 0.0, 1, True, [0], ["text", 0], {"novel": "text"}])
+def test_an_unknown_key_with_a_number_a_switch_or_an_object_is_refused(value: object) -> None:
     with pytest.raises(CheckpointError, match="novel"):
         spec_of("LlamaForCausalLM", novel=value)
+    ignoring = ModelSpec.from_config(
+        {**SIZES, "architectures": ["LlamaForCausalLM"], "novel": value},
+        file=FILE,
+        ignored_keys=["novel"],
+    )
+    assert ignoring == spec_of("LlamaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("padding_side", "left"),
+        ("company", ["Example", "Corp"]),
+        ("_model_name_or_path", "example/model"),
+        ("_num_merged", 2),
+    ],
+)
+@pytest.mark.parametrize("is_of_rope", [False, True])
+def test_an_unknown_key_that_only_describes_is_named_in_one_warning(
+    key: str, value: object, is_of_rope: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = {**SIZES, "architectures": ["LlamaForCausalLM"], "rope_scaling": {"type": "default"}}
+    described = plain | (
+        {"rope_scaling": {"type": "default", key: value}} if is_of_rope else {key: value}
+    )
+    file = tmp_path / "config.json"
+    for _ in range(2):
+        spec = ModelSpec.from_config(described, file=file)
+        assert spec == ModelSpec.from_config(plain, file=file)
+    (record,) = caplog.records
+    assert record.getMessage() == f"unknown keys are ignored: file={file} keys={key} = {value!r}"
+
+
+def test_ignored_keys_pass_where_the_file_or_its_rope_has_them() -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+    config = {**SIZES, "architectures": ["LlamaForCausalLM"], "rope_scaling": yarn}
+    odd = {**config, "logits_scaling": 8.0, "rope_scaling": {**yarn, "alpha": 1000.0}}
+    ignoring = ModelSpec.from_config(odd, file=FILE, ignored_keys=("alpha", "logits_scaling"))
+    assert ignoring == ModelSpec.from_config(config, file=FILE)
+
+
+def test_a_key_that_is_read_cannot_be_ignored() -> None:
+    config = {**SIZES, "architectures": ["LlamaForCausalLM"], "mlp_bias": True}
+    with pytest.raises(ConfigError, match=r"ignore_config_keys: found mlp_bias, rope_theta, exp"):
+        ModelSpec.from_config(config, file=FILE, ignored_keys=("rope_theta", "mlp_bias", "other"))
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_the_setting_reaches_every_reader_of_the_file(tmp_path: Path, has_length: bool) -> None:
+    folder = write_tiny_service(tmp_path / "tiny")
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    if not has_length:
+        del config["max_position_embeddings"]
+    file.write_text(json.dumps({**config, "novel": 3}))
+    model: dict[str, object] = {"path": str(folder), "head": None}
+    shutil.rmtree(folder / "exit_head")
+    with pytest.raises(CheckpointError, match=r"novel = 3.*model\.ignore_config_keys"):
+        check_model(EngineConfig.model_validate({"model": model}))
+    ignoring = EngineConfig.model_validate({"model": {**model, "ignore_config_keys": ["novel"]}})
+    check_model(ignoring)
+    assert max_model_len_of(ignoring) == (4096 if has_length else 2048)
+    assert new_manifest(ignoring, top_k=8).verifier.vocab_size == 320
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,22 @@ def test_a_new_head_on_the_last_but_one_layer_is_the_target(
     assert float((drafted_LV - expected_BLV[0]).abs().max()) <= 1e-4
 
 
+@pytest.mark.parametrize("reads_embedding", [False, True])
+@pytest.mark.parametrize("kind", ["shared", "own", "truncated"])
+def test_stored_tensors_that_a_head_does_not_use_are_listed(
+    tmp_path: Path, kind: HeadKind, reads_embedding: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path / "target")
+    head = make_head(tmp_path / "target", kind, reads_embedding=reads_embedding)
+    head.save(tmp_path / "head", dtype="float32")
+    load_head(tmp_path / "head", tmp_path / "target")
+    assert not caplog.records
+    file = tmp_path / "head" / "model.safetensors"
+    save_file(load_file(file) | {"fc.weight": torch.ones(2)}, file)
+    load_head(tmp_path / "head", tmp_path / "target")
+    assert f"not used: folder={tmp_path / 'head'} names=fc.weight: " in caplog.text
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3, biases"])
 def test_gradients_are_those_of_the_target_s_own_last_layer(tmp_path: Path, family: str) -> None:
     model = save_tiny_model(tmp_path, family)

@@ -6,12 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eesd_dist.errors import CheckpointError, RequestError, TextTooLong
 from eesd_dist.text import Tokenizer
+from eesd_dist.text.grammars import GrammarCompiler, one_of
 from eesd_dist.types import TokenId
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, write_byte_level
 
@@ -133,9 +135,70 @@ def test_a_chat_template_that_would_refuse_every_conversation_is_named_when_it_i
     assert "or remove it" in str(refused.value)
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused(byte_level_folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="below the model's vocabulary of 100"):
-        Tokenizer.load(byte_level_folder, model_vocab_size=100)
+def test_a_tokenizer_of_another_model_is_refused(byte_level_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"found token ids up to 319, .*vocabulary of 70"):
+        Tokenizer.load(byte_level_folder, model_vocab_size=70)
+
+
+def _with_added(folder: Path, *texts: str) -> Path:
+    """Returns a byte-level tokenizer with these added tokens: ids from 320 on."""
+    file = write_byte_level(folder) / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.add_tokens(list(texts))
+    backend.save(str(file))
+    return folder
+
+
+def test_tokens_outside_the_model_refuse_only_the_prompts_that_have_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = _with_added(tmp_path, "<|far|>", "<|farther|>")
+    tokenizer = Tokenizer.load(folder, model_vocab_size=321)
+    assert "refused: " in caplog.text
+    assert caplog.messages[0].endswith(f"folder={folder} vocab_size=321 tokens=<|farther|> (321)")
+    assert tokenizer.vocab_size == 321
+    assert tokenizer.decode(tokenizer.encode("near <|far|>")) == "near <|far|>"
+    with pytest.raises(RequestError, match=r"prompt: found '<\|farther\|>', .*token 321.* 321:"):
+        tokenizer.encode("near <|farther|>")
+    with pytest.raises(RequestError) as refused:
+        tokenizer.encode_chat([{"role": "user", "content": "<|farther|>"}])
+    assert refused.value.param == "messages"
+
+
+def test_a_grammar_with_a_token_outside_the_model_is_spelled_with_others(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(_with_added(tmp_path, "<|far|>"), model_vocab_size=320)
+    matcher = GrammarCompiler(lambda: tokenizer).matcher(one_of(["<|far|> cat"]))
+    tokens: list[TokenId] = []
+    while tokens[-1:] != list(tokenizer.eos_token_ids):
+        allowed = int.from_bytes(matcher.mask_after(), "little")
+        tokens.append(TokenId(allowed.bit_length() - 1))
+        matcher.read(tokens)
+    assert tokenizer.decode(tokens) == "<|far|> cat"
+
+
+@pytest.mark.parametrize("added", ["ilÖveyou", "Straße", "ĠĠ", "naïve café", "日本"])
+def test_an_added_token_decodes_as_it_is_written(tmp_path: Path, added: str) -> None:
+    tokenizer = Tokenizer.load(_with_added(tmp_path, added), model_vocab_size=321)
+    tokens = tokenizer.encode(f"the {added}, Ö")
+    assert TokenId(320) in tokens
+    assert tokenizer.token_bytes(TokenId(320)) == added.encode()
+    assert tokenizer.decode(tokens) == f"the {added}, Ö"
+    short = Tokenizer.load(tmp_path, model_vocab_size=321, max_tokens=1)
+    assert short.encode(added) == (320,)
+
+
+def test_a_special_token_of_the_vocabulary_decodes_as_it_is_written(tmp_path: Path) -> None:
+    special = "<|Ö|>"
+    tokenizer = Tokenizer.load(write_byte_level(tmp_path, more_special_tokens=[special]))
+    tokens = tokenizer.encode(f"the {special} Ö")
+    assert TokenId(len(SPECIAL_TOKENS)) in tokens
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == f"the {special} Ö"
+
+
+def test_a_token_of_the_vocabulary_that_was_also_added_stays_a_byte(tmp_path: Path) -> None:
+    folder = _with_added(tmp_path, "Ġ", "Ġthe")
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.decode(tokenizer.encode("so  the cat")) == "so  the cat"
 
 
 def test_a_padded_vocabulary_is_fine_and_its_empty_ids_decode_to_nothing(
