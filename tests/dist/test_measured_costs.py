@@ -62,7 +62,7 @@ def test_two_ranks_make_the_rounds_of_one_process_and_their_costs_are_read_again
     assert costs.survival == survival_of(alone)
     assert costs.survival[0] >= costs.survival[1] > 0.0
 
-    words = ["plan", "--config", str(BUNDLED_MODEL / "config.json"), "--on-cpu", "--json"]
+    words = ["plan", "--model", str(BUNDLED_MODEL), "--on-cpu", "--json"]
     words += ["--exit-layer", str(costs.model.exit_layer), "--costs"]
     assert main([*words, str(file)]) == 2
     assert "eesd bench costs --verify-tp 1" in capsys.readouterr().err

@@ -219,7 +219,7 @@ def test_a_name_of_the_hub_is_downloaded_without_what_is_not_read(
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     with LLM("example/tiny") as downloaded, LLM(hub_model) as local:
         (text,), (expected,) = (llm.generate("the cat", greedy) for llm in (downloaded, local))
-    assert text.token_ids == expected.token_ids
+    assert text.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_a_command_serves_a_model_of_the_hub_under_its_name(

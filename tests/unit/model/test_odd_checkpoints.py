@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cluster.planning.shapes import read_shape
+from cluster.planning.checkpoint import read_shape
 from eesd_dist import LLM, EngineConfig, SamplingParams
 from eesd_dist.errors import CheckpointError, RequestError
 from eesd_dist.model.max_len import max_model_len_of
@@ -156,9 +156,9 @@ def without_head(folder: Path) -> Path:
 
 def generated(config: EngineConfig, prompt: str) -> list[int]:
     with LLM(config) as llm:
-        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-        (text,) = llm.generate(prompt, sampling, ignore_eos=True)
-    return [*text.prompt_token_ids, *text.token_ids]
+        greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        (found,) = llm.generate(prompt, greedy)
+    return [*found.prompt_token_ids, *found.outputs[0].token_ids]
 
 
 def expected_of(folder: Path, prompt: str) -> list[int]:
@@ -257,7 +257,7 @@ def test_the_maximum_length_is_the_one_that_vllm_derives(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 100}))
     assert ModelSpec.from_folder(tmp_path).max_position_embeddings == num_positions
     assert max_model_len(tmp_path) == num_positions
-    assert read_shape(file).max_positions == num_positions
+    assert read_shape(tmp_path).max_positions == num_positions
 
 
 def test_a_length_that_is_no_number_is_refused(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_version_is_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize(
     "command",
-    [("plan", "--config", "x", "--exit-layer", "1"), ("preflight",), ("bench", "exact", "--case=x")]
+    [("plan", "--model", "x", "--exit-layer", "1"), ("preflight",), ("bench", "exact", "--case=x")]
     + [("bench", name) for name in GROUPS["bench",]],
 )
 def test_what_a_command_runs_takes_the_options_that_it_declares(
