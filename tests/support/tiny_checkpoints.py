@@ -109,6 +109,14 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 4.0,
     },
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 1.6,
+        "residual_multiplier": 0.7,
+        "tie_word_embeddings": True,
+    },
 }
 
 

@@ -55,6 +55,14 @@ _OWN_KEYS: Mapping[str, Callable[[Random, int], dict[str, Any]]] = {
         "attn_logit_softcapping": rng.choice((None, 2.0, 8.0, 50.0)),
         "final_logit_softcapping": rng.choice((None, 5.0, 9.0, 30.0)),
     },
+    "granite": lambda rng, num_layers: {
+        "attention_bias": rng.random() < 0.3,
+        "mlp_bias": rng.random() < 0.3,
+        "attention_multiplier": rng.choice((0.0625, 0.4)),
+        "embedding_multiplier": rng.choice((1.0, 3.0, 12.0)),
+        "logits_scaling": rng.choice((0.3, 1.0, 2.0)),
+        "residual_multiplier": rng.choice((0.22, 0.7, 1.0)),
+    },
 }
 """By `model_type`: keys of its config in addition to those of every family."""
 

@@ -43,6 +43,13 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "gemma2": {"model_type": "gemma2", "head_dim": 32, "sliding_window": 37},
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+    },
 }
 
 

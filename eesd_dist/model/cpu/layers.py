@@ -21,7 +21,7 @@ from eesd_dist.model.cpu.lanes import floats, fma, load, mul, store, store_input
 from eesd_dist.model.cpu.products import (
     Kind,
     add_normed_row,
-    add_row,
+    add_scaled_row,
     multiply,
     norm_row,
     part_of,
@@ -84,6 +84,8 @@ class Norms(NamedTuple):
     """Added to the sum of squares of a row."""
     head_eps: np.float32
     """Added to the mean of squares of a head."""
+    residual_scale: np.float32
+    """Factor of what is added to a row without a norm."""
 
 
 class LayersCall(NamedTuple):
@@ -173,7 +175,7 @@ def _add_pending(
     x_at = scratch.x + row * scratch.x_bytes
     added_at = scratch.added + row * scratch.added_bytes
     if layer[post_norm] == 0:
-        add_row(x_at, added_at, widths.hidden)
+        add_scaled_row(x_at, added_at, widths.hidden, norms.residual_scale)
     else:
         add_normed_row(x_at, added_at, widths.hidden, norms.floor, layer[post_norm])
 

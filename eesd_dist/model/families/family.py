@@ -62,6 +62,10 @@ class Traits:
     activation: Activation = SILU
     scores: Scores = PLAIN_SCORES
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to a row."""
+    logits_scale: float = 1.0
+    """Factor of logits, the target's and an exit head's, before their soft cap."""
     logit_softcap: float | None = None
     """Soft cap of logits, the target's and an exit head's; None: no cap."""
 

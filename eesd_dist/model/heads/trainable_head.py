@@ -149,7 +149,7 @@ class TrainableExitHead(nn.Module):
         windows = spec.sliding_windows
         scores = spec.traits.scores
         mixed_BLD = forward_whole([layer], windows, x_BLD, self.rotation, scores=scores)
-        norm = RmsNorm.of(self.norm_D, spec, dtype=x_BLD.dtype)
+        norm = RmsNorm.before_logits(self.norm_D, spec, dtype=x_BLD.dtype)
         logits_TV = functional.linear(norm(mixed_BLD.flatten(0, 1)), self.lm_head_VD)
         if spec.traits.logit_softcap is not None:
             logits_TV = soft_capped(logits_TV, spec.traits.logit_softcap)

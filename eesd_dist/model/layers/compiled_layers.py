@@ -96,6 +96,7 @@ class CompiledLayers:
         self._norms = Norms(
             floor=np.float32(layer.attention_norm.floor),
             head_eps=np.float32(layer.head_norm.eps if layer.head_norm else 0.0),
+            residual_scale=np.float32(layer.output.scale),
         )
         self._kind = kind_array(qkv.kind)
         self._products_per_row = len(layers) * (

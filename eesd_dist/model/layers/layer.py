@@ -35,15 +35,19 @@ AfterLayer = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """What is added to a row: a product summed over ranks, then normed."""
+    """What is added to a row: a product summed over ranks, then normed and scaled."""
 
     product: Linear
     group: TensorGroup
     norm: RmsNorm | None
+    scale: float
+    """Factor of the sum. A norm has it in its weight."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         total_TD = summed_over_ranks(self.product(x_TI), self.group)
-        return total_TD if self.norm is None else self.norm(total_TD)
+        if self.norm is not None:
+            return self.norm(total_TD)
+        return total_TD if self.scale == 1.0 else total_TD * self.scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,23 +135,28 @@ class LayerWeights(nn.Module):
             bias = parts.get(f"{name}_bias")
             return pack(parts[f"{name}_weight"], bias)
 
-        norms = {
-            part: RmsNorm.of(parts[part], self._spec, dtype=dtype) for part in traits.norms.names()
-        }
+        def normed(part: str, *, scale: float = 1.0) -> RmsNorm:
+            return RmsNorm.of(parts[part], self._spec, dtype=dtype, scale=scale)
 
-        def added(name: str, norm: RmsNorm | None) -> Added:
-            return Added(product=packed(name), group=group, norm=norm)
+        def added(name: str, norm: str) -> Added:
+            scale = traits.residual_scale
+            return Added(
+                product=packed(name),
+                group=group,
+                norm=normed(norm, scale=scale) if norm in parts else None,
+                scale=scale,
+            )
 
         return DecoderLayer(
-            attention_norm=norms["attention_norm"],
+            attention_norm=normed("attention_norm"),
             qkv=packed("qkv"),
             head_norm=self._head_norm(dtype),
-            output=added("output", norms.get("attention_post_norm")),
-            mlp_norm=norms["mlp_norm"],
+            output=added("output", "attention_post_norm"),
+            mlp_norm=normed("mlp_norm"),
             mlp=GatedMlp(
                 gate_up=packed("gate_up"),
                 activation=traits.activation,
-                down=added("down", norms.get("mlp_post_norm")),
+                down=added("down", "mlp_post_norm"),
             ),
             num_kv_heads=self._num_kv,
             queries_per_kv=self._queries_per_kv,

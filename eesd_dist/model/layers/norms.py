@@ -18,21 +18,35 @@ class RmsNorm:
     """
 
     def __init__(
-        self, weight_D: Tensor, *, eps: float, dtype: torch.dtype, offset: float = 0.0
+        self,
+        weight_D: Tensor,
+        *,
+        eps: float,
+        dtype: torch.dtype,
+        offset: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
-        """`offset` is added to the weight."""
+        """`offset` is added to the weight; `scale` is a factor of the normed rows."""
         width = weight_D.shape[-1]
         factor_D = weight_D.float() + offset if offset else weight_D.float()
-        self.scaled_weight_D = factor_D * math.sqrt(width)
+        self.scaled_weight_D = factor_D * (math.sqrt(width) * scale)
         self.floor = eps * width
         self._floor_11 = torch.full((1, 1), eps * width, device=weight_D.device)
         self._dtype = dtype
 
     @classmethod
-    def of(cls, weight_D: Tensor, spec: ModelSpec, *, dtype: torch.dtype) -> Self:
+    def of(
+        cls, weight_D: Tensor, spec: ModelSpec, *, dtype: torch.dtype, scale: float = 1.0
+    ) -> Self:
         """Returns a norm of this model with the weight in its checkpoint."""
         offset = spec.traits.norms.weight_offset
-        return cls(weight_D, eps=spec.rms_norm_eps, dtype=dtype, offset=offset)
+        return cls(weight_D, eps=spec.rms_norm_eps, dtype=dtype, offset=offset, scale=scale)
+
+    @classmethod
+    def before_logits(cls, weight_D: Tensor, spec: ModelSpec, *, dtype: torch.dtype) -> Self:
+        """Returns the norm before an LM head, which also scales the logits: the LM head is
+        linear and has no bias."""
+        return cls.of(weight_D, spec, dtype=dtype, scale=spec.traits.logits_scale)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         needs_grad = x_TD.requires_grad or self.scaled_weight_D.requires_grad

@@ -41,6 +41,10 @@ TOYS: Mapping[str, Traits] = {
     "scaled and capped scores": Traits(scores=Scores(scale=0.9, softcap=1.3)),
     "scaled embedding": Traits(embedding_scale=2.5),
     "capped logits": Traits(logit_softcap=1.5),
+    "scaled residuals": Traits(residual_scale=0.3),
+    "scaled norms after attention and MLP": Traits(norms=FOUR_NORMS, residual_scale=0.3),
+    "scaled logits": Traits(logits_scale=0.3),
+    "scaled and capped logits": Traits(logits_scale=1.7, logit_softcap=1.5),
 }
 
 
@@ -115,16 +119,16 @@ def plain_logits(traits: Traits, tensors: Mapping[str, Tensor], tokens_T: Tensor
         v_TKE = v.view(len(tokens_T), -1, HEAD_DIM)
         mixed = attended(traits.scores, rotated(q), rotated(k), v_TKE)
         added = product(mixed, "self_attn.o_proj")
-        x_TD = x_TD + (
-            normed(added, prefix + norms.after_attention) if norms.after_attention else added
-        )
+        added = normed(added, prefix + norms.after_attention) if norms.after_attention else added
+        x_TD = x_TD + added * traits.residual_scale
         y_TD = normed(x_TD, prefix + norms.before_mlp)
         gate = product(y_TD, "mlp.gate_proj")
         is_gelu = traits.activation is GELU_TANH
         acted = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
         added = product(acted * product(y_TD, "mlp.up_proj"), "mlp.down_proj")
-        x_TD = x_TD + (normed(added, prefix + norms.after_mlp) if norms.after_mlp else added)
-    logits_TV = normed(x_TD, "model.norm") @ wide["lm_head.weight"].T
+        added = normed(added, prefix + norms.after_mlp) if norms.after_mlp else added
+        x_TD = x_TD + added * traits.residual_scale
+    logits_TV = normed(x_TD, "model.norm") @ wide["lm_head.weight"].T * traits.logits_scale
     return capped(logits_TV, traits.logit_softcap).float()
 
 
@@ -191,8 +195,10 @@ def test_a_row_of_any_family_has_the_same_bits_alone_and_among_others(
         assert torch.equal(found_TV, alone_TV), pieces
 
 
-@pytest.mark.parametrize("name", ["norms after attention and MLP", "capped logits"])
-def test_two_ranks_norm_and_cap_what_is_summed(
+@pytest.mark.parametrize(
+    "name", ["norms after attention and MLP", "capped logits", "scaled residuals"]
+)
+def test_two_ranks_norm_scale_and_cap_what_is_summed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     traits = TOYS[name]

@@ -21,7 +21,7 @@ from tests.support.tiny_checkpoints import save_tiny_model
 
 CPU = torch.device("cpu")
 PAGE_SIZE, NUM_PAGES = 4, 40
-FAMILIES = ["llama", "llama, biases", "mistral, sliding window", "qwen3", "gemma2"]
+FAMILIES = ["llama", "llama, biases", "mistral, sliding window", "qwen3", "gemma2", "granite"]
 
 
 def plan_of(segments: Sequence[RowSegment]) -> RowPlan:
