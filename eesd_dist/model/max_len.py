@@ -7,6 +7,7 @@ import json
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.model.positions import computed_positions
 from eesd_dist.schedule.kv_pages import require_length
 
 
@@ -17,7 +18,8 @@ def max_model_len_of(config: EngineConfig) -> int:
     """
     file = config.model.path / "config.json"
     try:
-        limit = json.loads(file.read_text()).get("max_position_embeddings")
+        fields = json.loads(file.read_text())
+        limit = fields.get("max_position_embeddings")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(
             file=file, found=f"no configuration ({error})", expected="a JSON object"
@@ -26,7 +28,7 @@ def max_model_len_of(config: EngineConfig) -> int:
         from eesd_dist.model.spec import ModelSpec
 
         limit = ModelSpec.from_folder(config.model.path).max_position_embeddings
-    return within(config, limit)
+    return within(config, computed_positions(fields, limit))
 
 
 def within(config: EngineConfig, limit: int) -> int:

@@ -14,6 +14,7 @@ from eesd_dist.model.config_fields import ConfigFields
 from eesd_dist.model.config_keys import refuse_unread_keys
 from eesd_dist.model.families import family_of
 from eesd_dist.model.families.family import Traits
+from eesd_dist.model.positions import computed_positions
 from eesd_dist.model.rope import RopeConfig, RopeSpec
 
 
@@ -31,6 +32,7 @@ class ModelSpec:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
+    """Number of positions that are computed."""
     tie_word_embeddings: bool
     traits: Traits
     """Differences of its family's layers from those of other families."""
@@ -65,7 +67,13 @@ class ModelSpec:
         fields = ConfigFields(config, file=file, defaults=family.defaults)
         traits = family.traits(fields)
         _refuse_what_we_do_not_compute(fields, traits)
-        refuse_unread_keys(config, own=family.keys, what=architecture, file=file)
+        refuse_unread_keys(
+            config,
+            own=family.keys,
+            published_code=family.published_code,
+            what=architecture,
+            file=file,
+        )
         num_heads = fields.integer("num_attention_heads")
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
         hidden_size = fields.integer("hidden_size")
@@ -89,12 +97,16 @@ class ModelSpec:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            max_position_embeddings=max_positions,
+            max_position_embeddings=computed_positions(config, max_positions),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             traits=traits,
             sliding_windows=family.windows(fields, num_layers),
             rope=RopeConfig.read(
-                config, head_dim=head_dim, max_positions=max_positions, file=file
+                config,
+                head_dim=head_dim,
+                max_positions=max_positions,
+                may_be_partial=family.has_partial_rotary,
+                file=file,
             ).spec(),
             bos_token_id=fields.optional_integer("bos_token_id"),
             eos_token_ids=_token_ids((generation or {}).get("eos_token_id"), below=vocab_size)

@@ -117,6 +117,31 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "residual_multiplier": 0.7,
         "tie_word_embeddings": True,
     },
+    "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 21},
+    "phi3, longrope in a part of each head": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 128,
+        "rope_parameters": {
+            **THETA,
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 128,
+            "short_factor": [1.0, 1.1, 1.3, 1.7, 2.2, 3.1],
+            "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 9.0],
+        },
+    },
+    "llama, longrope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            **THETA,
+            "rope_type": "longrope",
+            "factor": 2.0,
+            "original_max_position_embeddings": 128,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.2, 3.1],
+            "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 7.0, 9.0],
+        },
+    },
 }
 
 

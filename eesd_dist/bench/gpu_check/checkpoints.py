@@ -50,6 +50,12 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "logits_scaling": 2.0,
         "residual_multiplier": 0.7,
     },
+    "phi3, part of each head": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "sliding_window": 37,
+        "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+    },
 }
 
 

@@ -9,6 +9,7 @@ from eesd_dist.model.families.gemma2 import GEMMA2
 from eesd_dist.model.families.granite import GRANITE
 from eesd_dist.model.families.llama import LLAMA
 from eesd_dist.model.families.mistral import MISTRAL
+from eesd_dist.model.families.phi3 import PHI3
 from eesd_dist.model.families.qwen2 import QWEN2
 from eesd_dist.model.families.qwen3 import QWEN3
 
@@ -20,6 +21,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": QWEN3,
     "Gemma2ForCausalLM": GEMMA2,
     "GraniteForCausalLM": GRANITE,
+    "Phi3ForCausalLM": PHI3,
 }
 
 

@@ -68,6 +68,9 @@ class Traits:
     """Factor of logits, the target's and an exit head's, before their soft cap."""
     logit_softcap: float | None = None
     """Soft cap of logits, the target's and an exit head's; None: no cap."""
+    fused_projections: bool = False
+    """A checkpoint has the rows of queries, keys and values in one matrix, `qkv_proj`, and those of
+    gate and up in another, `gate_up_proj`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,5 +84,9 @@ class Family:
     keys: frozenset[str] = frozenset()
     """Keys of config.json in addition to those of every family. In other families they are unknown:
     transformers ignores an `attention_bias` in a Mistral, other engines may not."""
+    has_partial_rotary: bool = False
+    """`partial_rotary_factor` is computed: only the first channels of a head are rotated."""
+    published_code: str | None = None
+    """Class in `auto_map` of published checkpoints, which transformers has adopted since."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of keys that config.json does not have, as in transformers."""

@@ -18,6 +18,13 @@ def window_in_every_layer(fields: ConfigFields, num_layers: int) -> tuple[int | 
     return _by_type(fields, window, num_layers) or (window,) * num_layers
 
 
+def window_in_every_layer_if_set(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    """Gives every layer the window, unless `layer_types` is present; without a window, none."""
+    if fields.get("sliding_window") is None:
+        return no_windows(fields, num_layers)
+    return window_in_every_layer(fields, num_layers)
+
+
 def window_in_upper_layers(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
     """Gives layers from `max_window_layers` on the window, if `use_sliding_window` is true and
     `layer_types` is absent."""

@@ -187,12 +187,14 @@ class LayerWeights(nn.Module):
                         f"mlp.{name}.{kind}": piece
                         for name, piece in zip(names, pieces, strict=True)
                     }
+        if self._spec.traits.fused_projections:
+            found = _fused(found)
         for part, name in self._spec.traits.norms.names().items():
             found[f"{name}.weight"] = self.parts[part]
         for name in ("q_norm", "k_norm"):
             if name in self.parts:
                 found[f"self_attn.{name}.weight"] = separate_pairs(
-                    self.parts[name], head_dim=self._spec.head_dim
+                    self.parts[name], self._spec.rope
                 )
         return {prefix + name: tensor.detach().contiguous() for name, tensor in found.items()}
 
@@ -202,9 +204,9 @@ class LayerWeights(nn.Module):
         if f"qkv_{kind}" in self.parts:
             sizes = [per_kv * num_kv * dim, num_kv * dim, num_kv * dim]
             q, k, v = self.parts[f"qkv_{kind}"].split(sizes)
-            q = separate_pairs(q, head_dim=dim)
+            q = separate_pairs(q, self._spec.rope)
             found["self_attn.q_proj"] = _swap_heads(q, per_kv, num_kv, dim)
-            found["self_attn.k_proj"] = separate_pairs(k, head_dim=dim)
+            found["self_attn.k_proj"] = separate_pairs(k, self._spec.rope)
             found["self_attn.v_proj"] = v
         if kind == "weight":
             columns = self.parts["output_weight"].t()
@@ -212,6 +214,23 @@ class LayerWeights(nn.Module):
         elif "output_bias" in self.parts:
             found["self_attn.o_proj"] = self.parts["output_bias"]
         return {f"{name}.{kind}": tensor for name, tensor in found.items()}
+
+
+_FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def _fused(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors with one matrix where a checkpoint has the rows of several together."""
+    fused = dict(found)
+    for name, parts in _FUSED.items():
+        for kind in ("weight", "bias"):
+            if f"{parts[0]}.{kind}" in fused:
+                rows = [fused.pop(f"{part}.{kind}") for part in parts]
+                fused[f"{name}.{kind}"] = torch.cat(rows)
+    return fused
 
 
 def _swap_heads(rows: Tensor, outer: int, inner: int, head_dim: int) -> Tensor:
@@ -258,23 +277,28 @@ class _LayerReader:
         if traits.qk_norm:
             for name in ("q_norm", "k_norm"):
                 weight_E = self._vector(f"self_attn.{name}.weight", dim)
-                found[name] = interleave_pairs(weight_E, head_dim=dim)
+                found[name] = interleave_pairs(weight_E, spec.rope)
         return found
 
     def _qkv(self, kind: str, inner: tuple[int, ...]) -> Tensor:
-        q = interleave_pairs(self._heads("q", kind, inner), head_dim=self.spec.head_dim)
+        q = interleave_pairs(self._heads("q", kind, inner), self.spec.rope)
         q = _swap_heads(q, len(self.shard.kv_heads), self.shard.queries_per_kv, self.spec.head_dim)
-        k = interleave_pairs(self._heads("k", kind, inner), head_dim=self.spec.head_dim)
+        k = interleave_pairs(self._heads("k", kind, inner), self.spec.rope)
         return _rows_of([q, k, self._heads("v", kind, inner)])
 
     def _heads(self, letter: str, kind: str, inner: tuple[int, ...]) -> Tensor:
         spec, dim = self.spec, self.spec.head_dim
         count = spec.num_heads if letter == "q" else spec.num_kv_heads
         heads = self.shard.heads if letter == "q" else self.shard.kv_heads
+        name, num_heads, first = letter, count, 0
+        if spec.traits.fused_projections:
+            before = {"q": 0, "k": spec.num_heads, "v": spec.num_heads + spec.num_kv_heads}
+            name, first = "qkv", before[letter]
+            num_heads = spec.num_heads + 2 * spec.num_kv_heads
         return self._read(
-            f"self_attn.{letter}_proj.{kind}",
-            (count * dim, *inner),
-            rows=range(heads.start * dim, heads.stop * dim),
+            f"self_attn.{name}_proj.{kind}",
+            (num_heads * dim, *inner),
+            rows=range((first + heads.start) * dim, (first + heads.stop) * dim),
             own=False,
         )
 
@@ -289,12 +313,16 @@ class _LayerReader:
         return _swap_heads(weight_DO.t(), num_kv, self.shard.queries_per_kv, dim).t().contiguous()
 
     def _gate_up(self, kind: str, inner: tuple[int, ...]) -> Tensor:
-        shape = (self.spec.intermediate_size, *inner)
-        return _rows_of(
-            [
-                self._read(f"mlp.{name}_proj.{kind}", shape, rows=self.shard.channels, own=False)
-                for name in ("gate", "up")
+        size, own = self.spec.intermediate_size, self.shard.channels
+        if self.spec.traits.fused_projections:
+            name, shape = f"mlp.gate_up_proj.{kind}", (2 * size, *inner)
+            runs = [
+                (name, shape, range(size * at + own.start, size * at + own.stop)) for at in (0, 1)
             ]
+        else:
+            runs = [(f"mlp.{name}_proj.{kind}", (size, *inner), own) for name in ("gate", "up")]
+        return _rows_of(
+            [self._read(name, shape, rows=rows, own=False) for name, shape, rows in runs]
         )
 
     def _vector(self, name: str, size: int) -> Tensor:

@@ -126,6 +126,8 @@ VALUES: Mapping[str, object] = {
     "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192},
     "embedding_multiplier": 12.0,
     "final_logit_softcapping": 30.0,
+    "full_attn_mod": 2,
+    "interpolate_factor": 4,
     "is_causal": False,
     "is_encoder_decoder": True,
     "llama_4_scaling_beta": 0.1,
