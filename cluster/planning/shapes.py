@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.planning.presets import SHAPES, ShapeName
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.degrees import kv_heads_of
+from eesd_dist.model.positions import computed_positions
 from eesd_dist.model.rank_memory import kv_bytes_per_token
 
 _LARGEST = 10**8
@@ -28,6 +29,8 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_positions: int = 0
+    num_ropes: int = 1
+    """2 where layers with a sliding window rotate by other angles."""
     bytes_per_weight: int = 2
     bytes_per_kv: int = 2
     """Of one number of a key or a value: as of weights on a GPU, 4 on a CPU."""
@@ -72,7 +75,7 @@ class ModelShape:
     def table_bytes(self) -> int:
         """The rotations of all positions, complex64; each rank has them once for its layers and
         once for an exit head."""
-        return 8 * self.max_positions * self.head_dim // 2
+        return self.num_ropes * 8 * self.max_positions * self.head_dim // 2
 
     def _kv_heads_of(self, num_ranks: int) -> int:
         return len(kv_heads_of(0, num_ranks, num_kv_heads=self.num_kv_heads))
@@ -189,7 +192,8 @@ def _shape_of(fields: Mapping[str, object], *, file: object, on_cpu: bool) -> Mo
         num_kv_heads=num_kv_heads,
         head_dim=read.count("head_dim", default=hidden_size // num_heads),
         vocab_size=read.count("vocab_size"),
-        max_positions=read.count("max_position_embeddings", default=0),
+        max_positions=computed_positions(fields, read.count("max_position_embeddings", default=0)),
+        num_ropes=2 if fields.get("model_type") == "gemma3_text" else 1,
         bytes_per_weight=wide,
         bytes_per_kv=4 if on_cpu else wide,
     )

@@ -11,7 +11,7 @@ ends where transformers changes from short to long factors (`positions.computed_
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,17 @@ def rotation_table(rope: RopeSpec, *, num_positions: int, device: torch.device) 
         angles_SR.sin().float() * rope.attention_scaling,
     )
     return table_SE.to(device)
+
+
+def rotation_tables(
+    ropes: Sequence[RopeSpec], *, num_positions: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Returns the table of each layer; layers with the same rope share one."""
+    tables = {
+        rope: rotation_table(rope, num_positions=num_positions, device=device)
+        for rope in dict.fromkeys(ropes)
+    }
+    return tuple(tables[rope] for rope in ropes)
 
 
 def interleave_pairs(rows: Tensor, rope: RopeSpec) -> Tensor:

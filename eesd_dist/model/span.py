@@ -203,7 +203,7 @@ class SpanWeights:
             group=group,
             layers=LoadedLayers.of(
                 layers,
-                spec.sliding_windows[first:last],
+                first=first,
                 spec=spec,
                 num_ranks=group.size,
                 dtype=packer.compute_dtype,

@@ -109,6 +109,16 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 4.0,
     },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 21,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
     "granite": {
         "model_type": "granite",
         "attention_multiplier": 0.4,

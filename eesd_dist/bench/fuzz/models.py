@@ -71,6 +71,16 @@ _OWN_KEYS: Mapping[str, Callable[[Random, Config], dict[str, Any]]] = {
         "attn_logit_softcapping": rng.choice((None, 2.0, 8.0, 50.0)),
         "final_logit_softcapping": rng.choice((None, 5.0, 9.0, 30.0)),
     },
+    "gemma3_text": lambda rng, config: {
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": rng.choice((9, 21, 40)),
+        "sliding_window_pattern": rng.choice((1, 2, 3, 6)),
+        "query_pre_attn_scalar": rng.choice((4, 24, 144)),
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_theta": 10_000.0},
+        },
+    },
     "granite": lambda rng, config: {
         "attention_bias": rng.random() < 0.3,
         "mlp_bias": rng.random() < 0.3,

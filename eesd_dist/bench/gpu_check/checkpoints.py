@@ -43,6 +43,12 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "gemma2": {"model_type": "gemma2", "head_dim": 32, "sliding_window": 37},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "sliding_window": 37,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+    },
     "granite": {
         "model_type": "granite",
         "attention_multiplier": 0.1,

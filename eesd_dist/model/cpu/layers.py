@@ -36,8 +36,8 @@ _FLOAT_BYTES = 4
 # Columns of a layer's line in the table: addresses, 0 for what a family does not have.
 ATTENTION_NORM, QKV, QKV_BIAS, HEAD_NORM, OUTPUT, OUTPUT_BIAS, ATTENTION_POST_NORM = range(7)
 MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS, MLP_POST_NORM = range(7, 13)
-PAGES, WINDOW = 13, 14
-NUM_COLUMNS = 15
+PAGES, WINDOW, ROTATION = 13, 14, 15
+NUM_COLUMNS = 16
 
 
 class Widths(NamedTuple):
@@ -96,7 +96,6 @@ class LayersCall(NamedTuple):
     norms: Norms
     scratch: Scratch
     table: npt.NDArray[np.int64]
-    rotation_at: int
 
 
 @inner
@@ -220,7 +219,6 @@ def run_layers(
     scratch: Scratch,
     table: npt.NDArray[np.int64],
     rows: RowArrays,
-    rotation_at: int,
     first_half: int,
     end_half: int,
     is_pending: bool,
@@ -241,11 +239,12 @@ def run_layers(
     first_kv, end_kv = part_of(num_kv, part % kv_parts, kv_parts)
     first_attended, end_attended = part_of(num_rows, part % row_parts, row_parts)
     turned_heads = widths.turned // geometry.channels
-    if first_half == 0:
-        _angles(geometry, widths, scratch, rotation_at, rows.position_R, first_row, end_row)
     for half in range(first_half, end_half):
         layer = table[half // 2]
         is_attention = half % 2 == 0
+        if is_attention and (half == 0 or layer[ROTATION] != table[half // 2 - 1, ROTATION]):
+            rotation_at = layer[ROTATION]
+            _angles(geometry, widths, scratch, rotation_at, rows.position_R, first_row, end_row)
         norm = layer[ATTENTION_NORM] if is_attention else layer[MLP_NORM]
         for row in range(first_row, end_row):
             if is_pending:

@@ -6,6 +6,7 @@ from pathlib import Path
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.families.family import Family
 from eesd_dist.model.families.gemma2 import GEMMA2
+from eesd_dist.model.families.gemma3 import GEMMA3
 from eesd_dist.model.families.granite import GRANITE
 from eesd_dist.model.families.llama import LLAMA
 from eesd_dist.model.families.mistral import MISTRAL
@@ -20,6 +21,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
     "GraniteForCausalLM": GRANITE,
     "Phi3ForCausalLM": PHI3,
 }

@@ -11,6 +11,15 @@ from eesd_dist.model.config_fields import ConfigFields
 from eesd_dist.model.elementwise import SILU, Activation
 from eesd_dist.model.families.windows import Windows, no_windows
 
+RopeKeys = Callable[[Mapping[str, object], bool], Mapping[str, object]]
+"""The file, and True for layers with a sliding window -> the keys about the rope of these layers,
+as a file with one rope has them."""
+
+
+def one_rope(config: Mapping[str, object], has_window: bool) -> Mapping[str, object]:
+    """Gives all layers the rope of the file."""
+    return config
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norms:
@@ -22,8 +31,8 @@ class Norms:
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str | None = None
     weight_offset: float = 0.0
-    """Added to every norm's weight, including the final norm's: 1 where checkpoints store the
-    difference from 1."""
+    """Added to every norm's weight, including the final norm's and those of heads: 1 where
+    checkpoints store the difference from 1."""
 
     def names(self) -> dict[str, str]:
         """Maps the part of a layer's parameters to its name in the checkpoint."""
@@ -81,6 +90,7 @@ class Family:
     """Allowed values of `model_type`: transformers chooses the class by it."""
     traits: Callable[[ConfigFields], Traits]
     windows: Windows = no_windows
+    rope_keys: RopeKeys = one_rope
     keys: frozenset[str] = frozenset()
     """Keys of config.json in addition to those of every family. In other families they are unknown:
     transformers ignores an `attention_bias` in a Mistral, other engines may not."""

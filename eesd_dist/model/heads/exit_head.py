@@ -230,7 +230,7 @@ class HeadWeights:
         norm = RmsNorm.before_logits(norm_D, spec, dtype=packer.compute_dtype)
         layers = LoadedLayers.of(
             [weights.layer(packer.pack, group, dtype=packer.compute_dtype)],
-            spec.sliding_windows,
+            first=0,
             spec=spec,
             num_ranks=group.size,
             dtype=packer.compute_dtype,

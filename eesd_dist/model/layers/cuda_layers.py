@@ -40,17 +40,19 @@ class CudaLayers:
         self,
         layers: Sequence[DecoderLayer],
         pages: Sequence[LayerPages],
-        rotation_SP: Tensor,
+        rotations: Sequence[Tensor],
         *,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
+        """`rotations`: the table of each layer."""
         self._layers = tuple(layers)
-        self._rotation_SC = torch.view_as_real(rotation_SP).flatten(1).contiguous()
+        # Views of the tables, which layers share.
+        self._rotations = [torch.view_as_real(table_SP).flatten(1) for table_SP in rotations]
         self.is_alone = all(layer.output.group.size == 1 for layer in layers)
         """Whether one rank has the whole layers."""
         self._has_graphs = self.is_alone
-        device = rotation_SP.device
+        device = rotations[0].device
         self._numbers = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
         self._rows_TD = torch.zeros(GRAPH_ROWS[-1], hidden_size, dtype=dtype, device=device)
         self._pool = graph_pool(device)
@@ -99,8 +101,8 @@ class CudaLayers:
     def run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None = None) -> Tensor:
         """Launches the kernels one by one; overwrites x."""
         added_TD: Tensor | None = None
-        for done, (layer, attention) in enumerate(
-            zip(self._layers, self._attention, strict=True), start=1
+        for done, (layer, attention, rotation_SC) in enumerate(
+            zip(self._layers, self._attention, self._rotations, strict=True), start=1
         ):
             normed_TD = layer.attention_norm.added(x_TD, added_TD)
             heads_THE = layer.qkv(normed_TD).view(x_TD.shape[0], -1, layer.head_dim)
@@ -108,7 +110,7 @@ class CudaLayers:
             attention.store(
                 rows,
                 heads_THE,
-                self._rotation_SC,
+                rotation_SC,
                 norm_HE=None if norm is None else norm.weight_HE,
                 norm_eps=0.0 if norm is None else norm.eps,
             )

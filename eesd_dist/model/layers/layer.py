@@ -173,7 +173,12 @@ class LayerWeights(nn.Module):
                 self.parts["k_norm"].expand(self._num_kv, -1),
             ]
         )
-        return HeadNorm(weight_HE, eps=self._spec.rms_norm_eps, dtype=dtype)
+        return HeadNorm(
+            weight_HE,
+            eps=self._spec.rms_norm_eps,
+            dtype=dtype,
+            offset=self._spec.traits.norms.weight_offset,
+        )
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """Returns these parameters with the names and the order of a Hugging Face checkpoint."""
@@ -194,7 +199,7 @@ class LayerWeights(nn.Module):
         for name in ("q_norm", "k_norm"):
             if name in self.parts:
                 found[f"self_attn.{name}.weight"] = separate_pairs(
-                    self.parts[name], self._spec.rope
+                    self.parts[name], self._spec.ropes[0]
                 )
         return {prefix + name: tensor.detach().contiguous() for name, tensor in found.items()}
 
@@ -204,9 +209,9 @@ class LayerWeights(nn.Module):
         if f"qkv_{kind}" in self.parts:
             sizes = [per_kv * num_kv * dim, num_kv * dim, num_kv * dim]
             q, k, v = self.parts[f"qkv_{kind}"].split(sizes)
-            q = separate_pairs(q, self._spec.rope)
+            q = separate_pairs(q, self._spec.ropes[0])
             found["self_attn.q_proj"] = _swap_heads(q, per_kv, num_kv, dim)
-            found["self_attn.k_proj"] = separate_pairs(k, self._spec.rope)
+            found["self_attn.k_proj"] = separate_pairs(k, self._spec.ropes[0])
             found["self_attn.v_proj"] = v
         if kind == "weight":
             columns = self.parts["output_weight"].t()
@@ -277,13 +282,13 @@ class _LayerReader:
         if traits.qk_norm:
             for name in ("q_norm", "k_norm"):
                 weight_E = self._vector(f"self_attn.{name}.weight", dim)
-                found[name] = interleave_pairs(weight_E, spec.rope)
+                found[name] = interleave_pairs(weight_E, spec.ropes[0])
         return found
 
     def _qkv(self, kind: str, inner: tuple[int, ...]) -> Tensor:
-        q = interleave_pairs(self._heads("q", kind, inner), self.spec.rope)
+        q = interleave_pairs(self._heads("q", kind, inner), self.spec.ropes[0])
         q = _swap_heads(q, len(self.shard.kv_heads), self.shard.queries_per_kv, self.spec.head_dim)
-        k = interleave_pairs(self._heads("k", kind, inner), self.spec.rope)
+        k = interleave_pairs(self._heads("k", kind, inner), self.spec.ropes[0])
         return _rows_of([q, k, self._heads("v", kind, inner)])
 
     def _heads(self, letter: str, kind: str, inner: tuple[int, ...]) -> Tensor:

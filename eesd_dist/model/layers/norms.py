@@ -77,11 +77,16 @@ class RmsNorm:
 class HeadNorm:
     """Norm of every query and key head, with one weight for queries and one for keys."""
 
-    def __init__(self, weight_HE: Tensor, *, eps: float, dtype: torch.dtype) -> None:
-        self.weight_HE = weight_HE.to(dtype)
+    def __init__(
+        self, weight_HE: Tensor, *, eps: float, dtype: torch.dtype, offset: float = 0.0
+    ) -> None:
+        """`offset` is added to the weight, which then stays float32: rounded to a narrower type,
+        the sum would lose most of a small weight."""
+        self.weight_HE = weight_HE.float() + offset if offset else weight_HE.to(dtype)
         self.eps = eps
 
     def __call__(self, heads_THE: Tensor) -> Tensor:
         wide_THE = heads_THE.float()
         scale_TH1 = wide_THE.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (wide_THE * scale_TH1).to(heads_THE.dtype) * self.weight_HE
+        normed_THE = (wide_THE * scale_TH1).to(self.weight_HE.dtype) * self.weight_HE
+        return normed_THE.to(heads_THE.dtype)

@@ -25,6 +25,21 @@ def test_a_shape_is_read_from_a_checkpoint(tmp_path: Path) -> None:
     assert (shape.num_kv_heads, shape.head_dim) == (2, 32)
 
 
+def test_tables_are_those_of_the_ropes_and_positions_that_are_computed(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    fields = {**FIELDS, "max_position_embeddings": 512}
+    table = 512 * 8 * 8
+    longrope = {"long_factor": [2.0], "short_factor": [1.0]}
+    trained = {"original_max_position_embeddings": 128}
+    for change, expected in (
+        ({}, table),
+        ({"model_type": "gemma3_text"}, 2 * table),
+        ({"rope_scaling": longrope, **trained}, table // 4),
+    ):
+        config.write_text(json.dumps({**fields, **change}))
+        assert read_shape(config).table_bytes == expected
+
+
 def test_a_config_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text("{}")

@@ -136,7 +136,7 @@ def test_equal_factors_have_all_positions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("share", [1.0, 0.75, 0.25])
 def test_pairs_are_put_side_by_side_and_back(share: float) -> None:
     config = {**PUBLISHED, "partial_rotary_factor": share, "rope_scaling": None}
-    rope = ModelSpec.from_config(config, file=FILE).rope
+    rope = ModelSpec.from_config(config, file=FILE).ropes[0]
     rows = torch.arange(3 * 128 * 2).view(3 * 128, 2)
     ordered = interleave_pairs(rows, rope)
     assert torch.equal(separate_pairs(ordered, rope), rows)
@@ -199,15 +199,15 @@ FILE = Path("config.json")
 
 def test_the_published_config_passes() -> None:
     spec = ModelSpec.from_config(PUBLISHED, file=FILE)
-    assert spec.rope.rotary_dim == 96
-    assert spec.rope.attention_scaling == pytest.approx((1 + 5 / 12) ** 0.5)
+    assert spec.ropes[0].rotary_dim == 96
+    assert spec.ropes[0].attention_scaling == pytest.approx((1 + 5 / 12) ** 0.5)
     assert spec.max_position_embeddings == 4096
     assert spec.sliding_windows == (262144,) * 32
     early = {**PUBLISHED, "rope_scaling": {**PUBLISHED["rope_scaling"], "type": "su"}}  # type: ignore[dict-item]
     del early["sliding_window"]
     early["auto_map"] = {"AutoModelForCausalLM": "microsoft/Phi-3--modeling_phi3.Phi3ForCausalLM"}
     assert ModelSpec.from_config(early, file=FILE).sliding_windows == (None,) * 32
-    assert ModelSpec.from_config(early, file=FILE).rope == spec.rope
+    assert ModelSpec.from_config(early, file=FILE).ropes == spec.ropes
 
 
 @pytest.mark.parametrize(

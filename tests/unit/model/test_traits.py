@@ -20,7 +20,7 @@ from eesd_dist.model.families.family import Family, Norms, Scores, Traits
 from eesd_dist.model.families.windows import window_in_every_other_layer
 from eesd_dist.model.heads.head_config import single_layer_config
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
-from eesd_dist.model.layers.norms import RmsNorm
+from eesd_dist.model.layers.norms import HeadNorm, RmsNorm
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.thread_group import on_ranks
@@ -41,6 +41,8 @@ TOYS: Mapping[str, Traits] = {
     "scaled and capped scores": Traits(scores=Scores(scale=0.9, softcap=1.3)),
     "scaled embedding": Traits(embedding_scale=2.5),
     "capped logits": Traits(logit_softcap=1.5),
+    "norms of heads": Traits(qk_norm=True),
+    "norms of heads from 1": Traits(qk_norm=True, norms=Norms(weight_offset=1.0)),
     "scaled residuals": Traits(residual_scale=0.3),
     "scaled norms after attention and MLP": Traits(norms=FOUR_NORMS, residual_scale=0.3),
     "scaled logits": Traits(logits_scale=0.3),
@@ -60,8 +62,8 @@ def write(folder: Path, traits: Traits) -> dict[str, Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
-    def norm() -> Tensor:  # weights that are added to 1 stay about as large
-        return torch.rand(WIDTH, generator=generator) + 0.5 - traits.norms.weight_offset
+    def norm(width: int = WIDTH) -> Tensor:  # weights that are added to 1 stay about as large
+        return torch.rand(width, generator=generator) + 0.5 - traits.norms.weight_offset
 
     tensors = {
         "model.embed_tokens.weight": normal(VOCAB, WIDTH),
@@ -79,6 +81,8 @@ def write(folder: Path, traits: Traits) -> dict[str, Tensor]:
             "mlp.down_proj": normal(WIDTH, CHANNELS),
         }
         layer |= {name: norm() for name in traits.norms.names().values()}
+        if traits.qk_norm:
+            layer |= {f"self_attn.{name}_norm": norm(HEAD_DIM) for name in "qk"}
         tensors |= {f"model.layers.{at}.{name}.weight": x for name, x in layer.items()}
     config = {
         "architectures": ["ToyForCausalLM"],
@@ -115,9 +119,13 @@ def plain_logits(traits: Traits, tensors: Mapping[str, Tensor], tokens_T: Tensor
             return x @ wide[f"{prefix}{name}.weight"].T
 
         y_TD = normed(x_TD, prefix + norms.before_attention)
-        q, k, v = (product(y_TD, f"self_attn.{name}_proj") for name in "qkv")
-        v_TKE = v.view(len(tokens_T), -1, HEAD_DIM)
-        mixed = attended(traits.scores, rotated(q), rotated(k), v_TKE)
+        q, k, v = (
+            product(y_TD, f"self_attn.{name}_proj").view(len(tokens_T), -1, HEAD_DIM)
+            for name in "qkv"
+        )
+        if traits.qk_norm:
+            q, k = (normed(x, f"{prefix}self_attn.{name}_norm") for x, name in ((q, "q"), (k, "k")))
+        mixed = attended(traits.scores, rotated(q), rotated(k), v)
         added = product(mixed, "self_attn.o_proj")
         added = normed(added, prefix + norms.after_attention) if norms.after_attention else added
         x_TD = x_TD + added * traits.residual_scale
@@ -136,11 +144,10 @@ def capped(x: Tensor, limit: float | None) -> Tensor:
     return x if limit is None else limit * torch.tanh(x / limit)
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Rotates [T, H, E] to its positions; channel e is paired with e + E/2."""
-    heads_THE = x.view(len(x), -1, HEAD_DIM)
+def rotated(heads_THE: Tensor) -> Tensor:
+    """Rotates heads to their positions; channel e is paired with e + E/2."""
     inverse = 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
-    angles = (torch.arange(len(x)).double()[:, None] * inverse)[:, None, :]
+    angles = (torch.arange(len(heads_THE)).double()[:, None] * inverse)[:, None, :]
     first, second = heads_THE.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -249,6 +256,14 @@ def test_a_norm_adds_its_offset_in_float32() -> None:
     x_TD = torch.ones(1, 8)
     found_TD = RmsNorm(weight_D, eps=0.0, dtype=torch.float32, offset=1.0)(x_TD)
     torch.testing.assert_close(found_TD, torch.full((1, 8), 1.0 + 2.0**-9), rtol=1e-6, atol=0.0)
+
+
+def test_a_norm_of_heads_adds_its_offset_in_float32() -> None:
+    weight_HE = torch.full((2, 8), 2.0**-9, dtype=torch.bfloat16)
+    heads_THE = torch.ones(1, 2, 8, dtype=torch.bfloat16)
+    norm = HeadNorm(weight_HE, eps=0.0, dtype=torch.bfloat16, offset=1.0)
+    assert torch.equal(norm.weight_HE, torch.full((2, 8), 1.0 + 2.0**-9))
+    assert torch.equal(norm(heads_THE), heads_THE)  # rounded once, at the end
 
 
 def test_a_soft_cap_leaves_small_numbers_and_bounds_large_ones() -> None:
