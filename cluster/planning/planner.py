@@ -154,6 +154,7 @@ def require_split(shape: ModelShape, split: Split) -> None:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             num_channels=shape.intermediate_size,
+            norms_heads_jointly=shape.norms_heads_jointly,
         )
     vocabulary = split.draft_vocab_size
     if vocabulary is not None and not 1 <= vocabulary <= shape.vocab_size:

@@ -31,6 +31,8 @@ class ModelShape:
     max_positions: int = 0
     num_ropes: int = 1
     """2 where layers with a sliding window rotate by other angles."""
+    norms_heads_jointly: bool = False
+    """A norm covers all heads of a row, so that one rank must have them."""
     bytes_per_weight: int = 2
     bytes_per_kv: int = 2
     """Of one number of a key or a value: as of weights on a GPU, 4 on a CPU."""
@@ -193,6 +195,7 @@ def _shape_of(fields: Mapping[str, object], *, file: object, on_cpu: bool) -> Mo
         head_dim=read.count("head_dim", default=hidden_size // num_heads),
         vocab_size=read.count("vocab_size"),
         max_positions=computed_positions(fields, read.count("max_position_embeddings", default=0)),
+        norms_heads_jointly=fields.get("model_type") == "olmo2",
         num_ropes=2 if fields.get("model_type") == "gemma3_text" else 1,
         bytes_per_weight=wide,
         bytes_per_kv=4 if on_cpu else wide,

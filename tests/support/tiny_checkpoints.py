@@ -127,6 +127,7 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "residual_multiplier": 0.7,
         "tie_word_embeddings": True,
     },
+    "olmo2": {"model_type": "olmo2"},
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 21},
     "phi3, longrope in a part of each head": {
         "model_type": "phi3",

@@ -89,6 +89,7 @@ _OWN_KEYS: Mapping[str, Callable[[Random, Config], dict[str, Any]]] = {
         "logits_scaling": rng.choice((0.3, 1.0, 2.0)),
         "residual_multiplier": rng.choice((0.22, 0.7, 1.0)),
     },
+    "olmo2": lambda rng, config: {"attention_bias": rng.random() < 0.3},
     "phi3": _part_of_each_head,
 }
 """By `model_type`: keys of its config in addition to those of every family."""

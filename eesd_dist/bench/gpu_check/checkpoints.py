@@ -56,6 +56,7 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "logits_scaling": 2.0,
         "residual_multiplier": 0.7,
     },
+    "olmo2": {"model_type": "olmo2"},
     "phi3, part of each head": {
         "model_type": "phi3",
         "pad_token_id": 0,

@@ -10,6 +10,7 @@ from eesd_dist.model.families.gemma3 import GEMMA3
 from eesd_dist.model.families.granite import GRANITE
 from eesd_dist.model.families.llama import LLAMA
 from eesd_dist.model.families.mistral import MISTRAL
+from eesd_dist.model.families.olmo2 import OLMO2
 from eesd_dist.model.families.phi3 import PHI3
 from eesd_dist.model.families.qwen2 import QWEN2
 from eesd_dist.model.families.qwen3 import QWEN3
@@ -23,6 +24,7 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "GraniteForCausalLM": GRANITE,
+    "Olmo2ForCausalLM": OLMO2,
     "Phi3ForCausalLM": PHI3,
 }
 

@@ -25,10 +25,11 @@ def one_rope(config: Mapping[str, object], has_window: bool) -> Mapping[str, obj
 class Norms:
     """The norms of a layer, by their names in a checkpoint."""
 
-    before_attention: str = "input_layernorm"
+    before_attention: str | None = "input_layernorm"
+    """Norm of attention's input; None: not normed."""
     after_attention: str | None = None
     """Norm of attention's output before it is added to the row; None: not normed."""
-    before_mlp: str = "post_attention_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     weight_offset: float = 0.0
     """Added to every norm's weight, including the final norm's and those of heads: 1 where
@@ -67,6 +68,8 @@ class Traits:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether every query and key head is normed."""
+    joint_qk_norm: bool = False
+    """With `qk_norm`: all query heads are normed together, and so are all key heads."""
     norms: Norms = field(default_factory=Norms)
     activation: Activation = SILU
     scores: Scores = PLAIN_SCORES

@@ -54,6 +54,7 @@ from eesd_dist.model.elementwise import GELU_TANH, SILU
 from eesd_dist.model.kernels import Linear
 from eesd_dist.model.kv_layout import NO_ROWS, RowArrays
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
+from eesd_dist.model.layers.norms import JointNorm
 from eesd_dist.transport.contracts import TensorGroup
 
 _FLOAT_BYTES = 4
@@ -102,9 +103,14 @@ class CompiledLayers:
             bytes_per_input=bytes_per_input(qkv.kind),
             activation=_ACTIVATIONS[layer.mlp.activation.name],
         )
+        norm = layer.attention_norm or layer.output.norm
+        assert norm is not None
+        is_joint = isinstance(layer.head_norm, JointNorm)
         self._norms = Norms(
-            floor=np.float32(layer.attention_norm.floor),
+            floor=np.float32(norm.floor),
             head_eps=np.float32(layer.head_norm.eps if layer.head_norm else 0.0),
+            query_width=shape.num_queries * shape.head_dim if is_joint else shape.head_dim,
+            key_width=shape.num_kv_heads * shape.head_dim if is_joint else shape.head_dim,
             residual_scale=np.float32(layer.output.scale),
         )
         self._kind = kind_array(qkv.kind)

@@ -20,6 +20,7 @@ from eesd_dist.model.attention.rows import DeviceRows, RowPlan, num_parts, packe
 from eesd_dist.model.cuda.rows import activated
 from eesd_dist.model.elementwise import SILU
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
+from eesd_dist.model.layers.norms import JointNorm, RmsNorm
 
 GRAPH_ROWS = (8, 16, 32, 64, 128, 256, 384, 512, 640)
 """Numbers of rows that have a graph: up to the drafts of a large batch. Longer passes, and those of
@@ -104,9 +105,12 @@ class CudaLayers:
         for done, (layer, attention, rotation_SC) in enumerate(
             zip(self._layers, self._attention, self._rotations, strict=True), start=1
         ):
-            normed_TD = layer.attention_norm.added(x_TD, added_TD)
-            heads_THE = layer.qkv(normed_TD).view(x_TD.shape[0], -1, layer.head_dim)
+            input_TD = _add_and_norm(layer.attention_norm, x_TD, added_TD)
+            heads_THE = layer.qkv(input_TD).view(x_TD.shape[0], -1, layer.head_dim)
             norm = layer.head_norm
+            if isinstance(norm, JointNorm):
+                turned_THE, values_THE = heads_THE.tensor_split([-layer.num_kv_heads], dim=1)
+                heads_THE, norm = torch.cat([norm(turned_THE), values_THE], dim=1), None
             attention.store(
                 rows,
                 heads_THE,
@@ -115,13 +119,20 @@ class CudaLayers:
                 norm_eps=0.0 if norm is None else norm.eps,
             )
             added_TD = layer.output(attention.attend_rows(rows, heads_THE))
-            gate_up = layer.mlp.gate_up(layer.mlp_norm.added(x_TD, added_TD))
+            gate_up = layer.mlp.gate_up(_add_and_norm(layer.mlp_norm, x_TD, added_TD))
             added_TD = layer.mlp.down(
                 activated(gate_up, is_silu=layer.mlp.activation.name == SILU.name)
             )
             if after_layer is not None:
                 after_layer(done, x_TD + added_TD)
         return x_TD if added_TD is None else x_TD + added_TD
+
+
+def _add_and_norm(norm: RmsNorm | None, x_TD: Tensor, added_TD: Tensor | None) -> Tensor:
+    """Adds `added_TD` to x in place; returns the norm of x, or x without one."""
+    if norm is not None:
+        return norm.added(x_TD, added_TD)
+    return x_TD if added_TD is None else x_TD.add_(added_TD)
 
 
 T = TypeVar("T")

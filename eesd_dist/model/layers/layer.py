@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eesd_dist.model.elementwise import Activation, row_blocks
 from eesd_dist.model.kernels import Linear, Pack
-from eesd_dist.model.layers.norms import HeadNorm, RmsNorm
+from eesd_dist.model.layers.norms import HeadNorm, JointNorm, RmsNorm
 from eesd_dist.model.parallel import Shard, summed_over_ranks
 from eesd_dist.model.rope import interleave_pairs, separate_pairs
 from eesd_dist.model.spec import ModelSpec
@@ -67,24 +67,25 @@ class GatedMlp:
 class DecoderLayer:
     """A layer ready to run."""
 
-    attention_norm: RmsNorm
+    attention_norm: RmsNorm | None
     qkv: Linear
-    head_norm: HeadNorm | None
+    head_norm: HeadNorm | JointNorm | None
     output: Added
-    mlp_norm: RmsNorm
+    mlp_norm: RmsNorm | None
     mlp: GatedMlp
     num_kv_heads: int
     queries_per_kv: int
     head_dim: int
 
     def forward(self, x_TD: Tensor, rotation_T1P: Tensor, attend: Attend) -> Tensor:
-        heads_THE = self.qkv(self.attention_norm(x_TD)).view(x_TD.shape[0], -1, self.head_dim)
+        input_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
+        heads_THE = self.qkv(input_TD).view(x_TD.shape[0], -1, self.head_dim)
         if self.head_norm is None and heads_THE.dtype == torch.float32:
             self._rotate_in_place(heads_THE, rotation_T1P)
         else:
             heads_THE = self._rotated(heads_THE, rotation_T1P)
         x_TD = x_TD + self.output(attend(heads_THE))
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+        return x_TD + self.mlp(x_TD if self.mlp_norm is None else self.mlp_norm(x_TD))
 
     def _rotate_in_place(self, heads_THE: Tensor, rotation_T1P: Tensor) -> None:
         """Rotates queries and keys by their positions, in place: nothing else uses the product."""
@@ -135,7 +136,9 @@ class LayerWeights(nn.Module):
             bias = parts.get(f"{name}_bias")
             return pack(parts[f"{name}_weight"], bias)
 
-        def normed(part: str, *, scale: float = 1.0) -> RmsNorm:
+        def normed(part: str, *, scale: float = 1.0) -> RmsNorm | None:
+            if part not in parts:
+                return None
             return RmsNorm.of(parts[part], self._spec, dtype=dtype, scale=scale)
 
         def added(name: str, norm: str) -> Added:
@@ -143,7 +146,7 @@ class LayerWeights(nn.Module):
             return Added(
                 product=packed(name),
                 group=group,
-                norm=normed(norm, scale=scale) if norm in parts else None,
+                norm=normed(norm, scale=scale),
                 scale=scale,
             )
 
@@ -163,22 +166,19 @@ class LayerWeights(nn.Module):
             head_dim=self._spec.head_dim,
         )
 
-    def _head_norm(self, dtype: torch.dtype) -> HeadNorm | None:
+    def _head_norm(self, dtype: torch.dtype) -> HeadNorm | JointNorm | None:
         if "q_norm" not in self.parts:
             return None
+        traits, q_norm, k_norm = self._spec.traits, self.parts["q_norm"], self.parts["k_norm"]
+        eps, offset = self._spec.rms_norm_eps, traits.norms.weight_offset
         num_queries = self._queries_per_kv * self._num_kv
-        weight_HE = torch.cat(
-            [
-                self.parts["q_norm"].expand(num_queries, -1),
-                self.parts["k_norm"].expand(self._num_kv, -1),
-            ]
-        )
-        return HeadNorm(
-            weight_HE,
-            eps=self._spec.rms_norm_eps,
-            dtype=dtype,
-            offset=self._spec.traits.norms.weight_offset,
-        )
+        if traits.joint_qk_norm:
+            weight_HE = torch.cat([q_norm, k_norm]).view(-1, self._spec.head_dim)
+            return JointNorm(
+                weight_HE, num_queries=num_queries, eps=eps, dtype=dtype, offset=offset
+            )
+        weight_HE = torch.cat([q_norm.expand(num_queries, -1), k_norm.expand(self._num_kv, -1)])
+        return HeadNorm(weight_HE, eps=eps, dtype=dtype, offset=offset)
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """Returns these parameters with the names and the order of a Hugging Face checkpoint."""
@@ -198,9 +198,11 @@ class LayerWeights(nn.Module):
             found[f"{name}.weight"] = self.parts[part]
         for name in ("q_norm", "k_norm"):
             if name in self.parts:
-                found[f"self_attn.{name}.weight"] = separate_pairs(
-                    self.parts[name], self._spec.ropes[0]
-                )
+                weight = separate_pairs(self.parts[name], self._spec.ropes[0])
+                if name == "q_norm" and self._spec.traits.joint_qk_norm:
+                    dim, num_kv, per_kv = self._spec.head_dim, self._num_kv, self._queries_per_kv
+                    weight = _swap_heads(weight, per_kv, num_kv, dim)
+                found[f"self_attn.{name}.weight"] = weight
         return {prefix + name: tensor.detach().contiguous() for name, tensor in found.items()}
 
     def _attention_tensors(self, kind: str) -> dict[str, Tensor]:
@@ -280,9 +282,14 @@ class _LayerReader:
         if traits.mlp_bias and self.shard.adds_bias:
             found["down_bias"] = self._vector("mlp.down_proj.bias", spec.hidden_size)
         if traits.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                weight_E = self._vector(f"self_attn.{name}.weight", dim)
-                found[name] = interleave_pairs(weight_E, spec.ropes[0])
+            counts = (spec.num_heads, spec.num_kv_heads) if traits.joint_qk_norm else (1, 1)
+            for name, count in zip(("q_norm", "k_norm"), counts, strict=True):
+                weight = self._vector(f"self_attn.{name}.weight", count * dim)
+                found[name] = interleave_pairs(weight, spec.ropes[0])
+        if traits.joint_qk_norm:
+            found["q_norm"] = _swap_heads(
+                found["q_norm"], spec.num_kv_heads, spec.queries_per_kv, dim
+            )
         return found
 
     def _qkv(self, kind: str, inner: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Root-mean-square norms, over whole rows and over each head."""
+"""Root-mean-square norms, over whole rows, over each head and over all heads."""
 
 import math
 from typing import Self
@@ -90,3 +90,31 @@ class HeadNorm:
         scale_TH1 = wide_THE.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
         normed_THE = (wide_THE * scale_TH1).to(self.weight_HE.dtype) * self.weight_HE
         return normed_THE.to(heads_THE.dtype)
+
+
+class JointNorm:
+    """One norm over all query heads of a row, and one over all key heads."""
+
+    def __init__(
+        self,
+        weight_HE: Tensor,
+        *,
+        num_queries: int,
+        eps: float,
+        dtype: torch.dtype,
+        offset: float = 0.0,
+    ) -> None:
+        """`offset` is added to the weight."""
+        self.weight_HE = weight_HE.float() + offset
+        self.eps = eps
+        self._num_queries = num_queries
+        self._queries, self._keys = (
+            RmsNorm(weight_HE.flatten(), eps=eps, dtype=dtype)
+            for weight_HE in (self.weight_HE[:num_queries], self.weight_HE[num_queries:])
+        )
+
+    def __call__(self, heads_THE: Tensor) -> Tensor:
+        queries_TD = heads_THE[:, : self._num_queries].flatten(1)
+        keys_TD = heads_THE[:, self._num_queries :].flatten(1)
+        normed_TD = torch.cat([self._queries(queries_TD), self._keys(keys_TD)], dim=1)
+        return normed_TD.view(heads_THE.shape)

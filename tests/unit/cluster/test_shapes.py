@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.planning.forecast import degrees_of
 from cluster.planning.shapes import read_shape
 from eesd_dist.errors import CheckpointError
 
@@ -38,6 +39,13 @@ def test_tables_are_those_of_the_ropes_and_positions_that_are_computed(tmp_path:
     ):
         config.write_text(json.dumps({**fields, **change}))
         assert read_shape(config).table_bytes == expected
+
+
+def test_a_model_that_norms_its_heads_jointly_is_planned_for_one_rank(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    for model_type, degrees in (("llama", (1, 2, 4)), ("olmo2", (1,))):
+        config.write_text(json.dumps({**FIELDS, "model_type": model_type}))
+        assert degrees_of(read_shape(config)) == degrees
 
 
 def test_a_config_of_something_else_is_refused_by_name(tmp_path: Path) -> None:

@@ -29,8 +29,9 @@ from tests.unit.model.paged_stages import Stages
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, CHANNELS, VOCAB, LAYERS = 32, 4, 2, 8, 48, 50, 3
 NUM_TOKENS = 61
 FOUR_NORMS = Norms(after_attention="after_attention", before_mlp="before_mlp", after_mlp="last")
-
-
+TWO_NORMS_AFTER = Norms(
+    before_attention=None, after_attention="after_attention", before_mlp=None, after_mlp="last"
+)
 TOYS: Mapping[str, Traits] = {
     "none": Traits(),
     "norms after attention and MLP": Traits(norms=FOUR_NORMS),
@@ -43,6 +44,8 @@ TOYS: Mapping[str, Traits] = {
     "capped logits": Traits(logit_softcap=1.5),
     "norms of heads": Traits(qk_norm=True),
     "norms of heads from 1": Traits(qk_norm=True, norms=Norms(weight_offset=1.0)),
+    "one norm for all heads": Traits(qk_norm=True, joint_qk_norm=True),
+    "norms after attention and MLP only": Traits(norms=TWO_NORMS_AFTER),
     "scaled residuals": Traits(residual_scale=0.3),
     "scaled norms after attention and MLP": Traits(norms=FOUR_NORMS, residual_scale=0.3),
     "scaled logits": Traits(logits_scale=0.3),
@@ -82,7 +85,9 @@ def write(folder: Path, traits: Traits) -> dict[str, Tensor]:
         }
         layer |= {name: norm() for name in traits.norms.names().values()}
         if traits.qk_norm:
-            layer |= {f"self_attn.{name}_norm": norm(HEAD_DIM) for name in "qk"}
+            counts = (HEADS, KV_HEADS) if traits.joint_qk_norm else (1, 1)
+            for name, count in zip("qk", counts, strict=True):
+                layer[f"self_attn.{name}_norm"] = norm(count * HEAD_DIM)
         tensors |= {f"model.layers.{at}.{name}.weight": x for name, x in layer.items()}
     config = {
         "architectures": ["ToyForCausalLM"],
@@ -107,7 +112,9 @@ def plain_logits(traits: Traits, tensors: Mapping[str, Tensor], tokens_T: Tensor
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     norms = traits.norms
 
-    def normed(x: Tensor, name: str) -> Tensor:
+    def normed(x: Tensor, name: str | None) -> Tensor:
+        if name is None:
+            return x
         unit = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         return unit * (wide[f"{name}.weight"] + norms.weight_offset)
 
@@ -118,23 +125,30 @@ def plain_logits(traits: Traits, tensors: Mapping[str, Tensor], tokens_T: Tensor
         def product(x: Tensor, name: str, prefix: str = prefix) -> Tensor:
             return x @ wide[f"{prefix}{name}.weight"].T
 
-        y_TD = normed(x_TD, prefix + norms.before_attention)
-        q, k, v = (
-            product(y_TD, f"self_attn.{name}_proj").view(len(tokens_T), -1, HEAD_DIM)
-            for name in "qkv"
-        )
+        def named(name: str | None, prefix: str = prefix) -> str | None:
+            return None if name is None else prefix + name
+
+        def heads(x: Tensor) -> Tensor:
+            return x.reshape(len(tokens_T), -1, HEAD_DIM)
+
+        y_TD = normed(x_TD, named(norms.before_attention))
+        q, k, v = (heads(product(y_TD, f"self_attn.{name}_proj")) for name in "qkv")
         if traits.qk_norm:
-            q, k = (normed(x, f"{prefix}self_attn.{name}_norm") for x, name in ((q, "q"), (k, "k")))
+            start = 1 if traits.joint_qk_norm else 2
+            q, k = (
+                heads(normed(x.flatten(start), f"{prefix}self_attn.{name}_norm"))
+                for x, name in ((q, "q"), (k, "k"))
+            )
         mixed = attended(traits.scores, rotated(q), rotated(k), v)
         added = product(mixed, "self_attn.o_proj")
-        added = normed(added, prefix + norms.after_attention) if norms.after_attention else added
+        added = normed(added, named(norms.after_attention))
         x_TD = x_TD + added * traits.residual_scale
-        y_TD = normed(x_TD, prefix + norms.before_mlp)
+        y_TD = normed(x_TD, named(norms.before_mlp))
         gate = product(y_TD, "mlp.gate_proj")
         is_gelu = traits.activation is GELU_TANH
         acted = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
         added = product(acted * product(y_TD, "mlp.up_proj"), "mlp.down_proj")
-        added = normed(added, prefix + norms.after_mlp) if norms.after_mlp else added
+        added = normed(added, named(norms.after_mlp))
         x_TD = x_TD + added * traits.residual_scale
     logits_TV = normed(x_TD, "model.norm") @ wide["lm_head.weight"].T * traits.logits_scale
     return capped(logits_TV, traits.logit_softcap).float()
@@ -184,7 +198,8 @@ def test_a_trait_changes_the_model_as_its_arithmetic_says(
     whole_TV = stages.run_without_pages(tokens()[None])[0]
     for found_TV in (pieces_TV, whole_TV):  # against float64
         assert float((found_TV - expected_TV).abs().max()) <= 1e-4
-    names = Norms(before_mlp=traits.norms.before_mlp)
+    norms = traits.norms
+    names = Norms(before_attention=norms.before_attention, before_mlp=norms.before_mlp)
     without_TV = plain_logits(Traits(norms=names), tensors, tokens())
     assert (float((without_TV - expected_TV).abs().max()) > 0.05) == (name != "none")
 

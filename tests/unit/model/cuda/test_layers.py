@@ -29,6 +29,7 @@ FAMILIES = [
     "gemma2",
     "gemma3",
     "granite",
+    "olmo2",
 ]
 
 
