@@ -14,4 +14,4 @@ def computed_positions(fields: Mapping[str, object], max_positions: int) -> int:
         return max_positions
     key = "original_max_position_embeddings"
     trained = fields.get(key, rope.get(key))
-    return min(max_positions, trained) if isinstance(trained, int) else max_positions
+    return min(max_positions, int(trained)) if isinstance(trained, int | float) else max_positions

@@ -1,4 +1,4 @@
-"""Recognizes mixtures of experts, which are refused by name: routers and experts are not computed."""
+"""Recognizes mixtures of experts, which are refused by name: routers are not computed."""
 
 from collections.abc import Mapping, Sequence
 
