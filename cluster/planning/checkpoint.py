@@ -37,6 +37,8 @@ def read_shape(folder: Path, *, on_cpu: bool = False) -> ModelShape:
         head_dim=spec.head_dim,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_position_embeddings,
+        norms_heads_jointly=spec.traits.joint_qk_norm,
+        num_ropes=len(set(spec.ropes)),
         bytes_per_weight=num_bytes,
         bytes_per_kv=4 if on_cpu else num_bytes,
     )

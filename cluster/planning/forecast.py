@@ -165,4 +165,5 @@ def degrees_of(shape: ModelShape) -> tuple[int, ...]:
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         num_channels=shape.intermediate_size,
+        norms_heads_jointly=shape.norms_heads_jointly,
     )

@@ -165,6 +165,7 @@ def require_split(shape: ModelShape, split: Split) -> None:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             num_channels=shape.intermediate_size,
+            norms_heads_jointly=shape.norms_heads_jointly,
         )
     sizes = (split.draft_tensor_parallel_size, split.verify_tensor_parallel_size)
     if split.shares_gpu and sizes != (1, 1):

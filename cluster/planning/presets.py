@@ -4,7 +4,7 @@ Imports nothing heavy: the names are options of `eesd plan`.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 GpuName = Literal["a100-40", "a100-80", "h100", "h200"]
 LinkName = Literal["nvlink", "pcie", "infiniband", "infiniband-hdr", "ethernet-25"]
@@ -92,7 +92,7 @@ ON_ONE_GPU = Link(hop_s=0.6e-3, bytes_per_s=0.96e9)
 wake-ups, from docs/gpu.md at 8 KiB and at 1.3 MB."""
 
 
-SHAPES: dict[ShapeName, dict[str, int]] = {
+SHAPES: dict[ShapeName, dict[str, Any]] = {
     # From config.json as published with these models; all have 16-bit weights.
     "llama-3-8b": {
         "num_layers": 32,

@@ -21,6 +21,10 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_positions: int = 0
+    num_ropes: int = 1
+    """2 where layers with a sliding window rotate by other angles."""
+    norms_heads_jointly: bool = False
+    """A norm covers all heads of a row, so that one rank must have them."""
     bytes_per_weight: int = 2
     bytes_per_kv: int = 2
     """Of one number of a key or a value: as of weights on a GPU, 4 on a CPU."""
@@ -65,7 +69,7 @@ class ModelShape:
     def table_bytes(self) -> int:
         """The rotations of all positions, complex64; each rank has them once for its layers and
         once for an exit head."""
-        return 8 * self.max_positions * self.head_dim // 2
+        return self.num_ropes * 8 * self.max_positions * self.head_dim // 2
 
     def _kv_heads_of(self, num_ranks: int) -> int:
         return len(kv_heads_of(0, num_ranks, num_kv_heads=self.num_kv_heads))

@@ -181,6 +181,8 @@ REFUSED: Mapping[str, object] = {
     "dual_chunk_attention_config": None,
     "embedding_multiplier": 1,
     "final_logit_softcapping": None,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
     "is_causal": True,
     "is_encoder_decoder": False,
     "llama_4_scaling_beta": None,
@@ -218,6 +220,7 @@ READ_BY_ROPE_TYPE: Mapping[str, frozenset[str]] = {
         "mscale_all_dim",
         "truncate",
     },
+    "longrope": _TRAINED_LENGTH | {"attention_factor", "factor", "long_factor", "short_factor"},
 }
 """A factor that the rope type does not have counts as an unknown key: transformers ignores it,
 other libraries may not."""
@@ -227,9 +230,7 @@ HARMLESS_ROPE = _TRAINED_LENGTH | {"finetuned"}
 
 REFUSED_ROPE: Mapping[str, object] = {
     "llama_4_scaling_beta": None,
-    "long_factor": None,
     "mrope_section": None,
-    "short_factor": None,
 }
 
 
@@ -237,14 +238,15 @@ def refuse_unread_keys(
     config: Mapping[str, object],
     *,
     own: frozenset[str],
+    published_code: str | None,
     what: str,
     file: Path,
     ignored: Collection[str] = (),
 ) -> None:
     """Raises CheckpointError for keys that may change the logits and that are not read.
 
-    `own`: the keys of the family; `what`: the architecture's name. Raises ConfigError for an
-    `ignored` key that is read.
+    `own`: the keys of the family; `published_code`: the class in `auto_map` that transformers has
+    adopted; `what`: the architecture's name. Raises ConfigError for an `ignored` key that is read.
     """
     if read := sorted((READ | own).intersection(ignored)):
         raise ConfigError(
@@ -252,7 +254,10 @@ def refuse_unread_keys(
             "computed without: leave out what is read"
         )
     code = config.get("auto_map")
-    if isinstance(code, Mapping) and any(str(name).startswith("AutoModel") for name in code):
+    if isinstance(code, Mapping) and any(
+        str(name).startswith("AutoModel") and str(where).rpartition("--")[2] != published_code
+        for name, where in code.items()
+    ):
         raise CheckpointError(
             file=file,
             found=f"auto_map = {reprlib.repr(dict(code))}",

@@ -9,9 +9,15 @@ from eesd_dist.errors import ConfigError
 
 
 def tensor_parallel_degrees(
-    *, num_heads: int, num_kv_heads: int, num_channels: int
+    *, num_heads: int, num_kv_heads: int, num_channels: int, norms_heads_jointly: bool = False
 ) -> tuple[int, ...]:
-    """Returns the degrees in rising order. `num_channels` is the intermediate size."""
+    """Returns the degrees in rising order.
+
+    `num_channels` is the intermediate size; `norms_heads_jointly`: a norm covers all heads of a
+    row, which one rank must have.
+    """
+    if norms_heads_jointly:
+        return (1,)
     return tuple(
         size
         for size in range(1, num_heads + 1)
@@ -21,12 +27,23 @@ def tensor_parallel_degrees(
 
 
 def require_degree(
-    size: int, *, model: str, num_heads: int, num_kv_heads: int, num_channels: int
+    size: int,
+    *,
+    model: str,
+    num_heads: int,
+    num_kv_heads: int,
+    num_channels: int,
+    norms_heads_jointly: bool = False,
 ) -> None:
     """Raises ConfigError for a degree that does not fit; the message names those that do."""
     degrees = tensor_parallel_degrees(
         num_heads=num_heads, num_kv_heads=num_kv_heads, num_channels=num_channels
     )
+    if norms_heads_jointly and size != 1:
+        raise ConfigError(
+            f"{size} tensor-parallel ranks for {model}, of which a norm covers all heads of a row: "
+            "choose one rank for each stage"
+        )
     if size not in degrees:
         raise ConfigError(
             f"{size} tensor-parallel ranks cannot share evenly the {num_heads} attention heads, "

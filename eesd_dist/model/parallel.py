@@ -50,6 +50,7 @@ class Shard:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             num_channels=spec.intermediate_size,
+            norms_heads_jointly=spec.traits.joint_qk_norm,
         )
         return cls(
             rank=rank,

@@ -22,6 +22,8 @@ LENGTH_KEYS = (
 """`model_max_length` overrides the others. In tokenizer_config.json it bounds nothing: there it
 often belongs to the base model, and vLLM reads it for embedding models only."""
 
+_TRAINED = "original_max_position_embeddings"
+
 
 def num_positions(
     config: Mapping[str, object], *, max_position_embeddings: int, file: object
@@ -39,16 +41,17 @@ def num_positions(
     if not isinstance(rope, Mapping):
         return length
     kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
+    original = config.get(_TRAINED) or rope.get(_TRAINED)
+    trained = max_position_embeddings if original is None else _length(_TRAINED, original, file)
+    # Past them, dynamic and longrope would rotate keys that are already written.
     if kind == "dynamic":
-        # Past them it would rotate keys that are already written.
         return min(length, max_position_embeddings)
-    if kind not in ("linear", "yarn") or not isinstance(factor, int | float):
+    if kind in ("longrope", "su") and rope.get("short_factor") != rope.get("long_factor"):
+        return min(length, trained)
+    is_stated = str(config.get("model_type")).startswith("gemma3")
+    if kind not in ("linear", "yarn") or is_stated or not isinstance(factor, int | float):
         return length
-    if kind == "yarn":
-        key = "original_max_position_embeddings"
-        original = config.get(key) or rope.get(key)
-        length = max_position_embeddings if original is None else _length(key, original, file)
-    return int(length * factor)
+    return int((trained if kind == "yarn" else length) * factor)
 
 
 def _length(key: str, value: object, file: object) -> int:

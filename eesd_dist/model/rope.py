@@ -1,15 +1,17 @@
 """Rotary positions: the angle of each pair of channels at each position.
 
-Computes the angles as transformers does (default, linear, dynamic, llama3, yarn), in float32 and in
-the same order of operations. Does not depend on layers, pages or requests.
+Computes the angles as transformers does (default, linear, dynamic, llama3, yarn, longrope), in
+float32 and in the same order of operations. Does not depend on layers, pages or requests.
 
 A key, once written, must not depend on later tokens. Positions of `dynamic` therefore end at the
 `max_position_embeddings` of the file: within them it equals the default rope; past them it would
-rotate keys that are already written, so that nothing is computed there.
+rotate keys that are already written, so that nothing is computed there. In the same way `longrope`
+ends where transformers changes from short to long factors (`positions.num_positions`).
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,40 +28,71 @@ class RopeSpec:
 
     kind: str
     inverse_frequencies: tuple[float, ...]
-    """One per pair of channels; float32 values."""
+    """One per rotated pair of channels; float32 values."""
     attention_scaling: float
-    """Factor of cosine and sine (yarn); 1 for other types."""
+    """Factor of cosine and sine (yarn, longrope); 1 for other types."""
+    head_dim: int
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rotated channels of a head, its first ones."""
+        return 2 * len(self.inverse_frequencies)
 
 
-# Shapes: S positions, E pairs of channels (head_dim / 2).
+# Shapes: S positions, E pairs of channels (head_dim / 2), R rotated pairs.
 def rotation_table(rope: RopeSpec, *, num_positions: int, device: torch.device) -> Tensor:
     """Returns [S, E] complex64: a pair (a + ib) times entry (s, e) is rotated to position s.
+    Entries of pairs that are not rotated are 1.
 
     Angles are float32 products as in transformers; cosine and sine are taken in float64, so that
     an entry is the same number whichever vector instruction computed it.
     """
-    inverse_E = torch.tensor(rope.inverse_frequencies, dtype=torch.float32)
-    angles_SE = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_E
-    angles_SE = angles_SE.double()
-    real_SE = angles_SE.cos().float() * rope.attention_scaling
-    imag_SE = angles_SE.sin().float() * rope.attention_scaling
-    return torch.complex(real_SE, imag_SE).to(device)
+    inverse_R = torch.tensor(rope.inverse_frequencies, dtype=torch.float32)
+    angles_SR = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_R
+    angles_SR = angles_SR.double()
+    table_SE = torch.ones(num_positions, rope.head_dim // 2, dtype=torch.complex64)
+    table_SE[:, : len(inverse_R)] = torch.complex(
+        angles_SR.cos().float() * rope.attention_scaling,
+        angles_SR.sin().float() * rope.attention_scaling,
+    )
+    return table_SE.to(device)
 
 
-def interleave_pairs(rows: Tensor, *, head_dim: int) -> Tensor:
+def rotation_tables(
+    ropes: Sequence[RopeSpec], *, num_positions: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Returns the table of each layer; layers with the same rope share one."""
+    tables = {
+        rope: rotation_table(rope, num_positions=num_positions, device=device)
+        for rope in dict.fromkeys(ropes)
+    }
+    return tuple(tables[rope] for rope in ropes)
+
+
+def interleave_pairs(rows: Tensor, rope: RopeSpec) -> Tensor:
     """Reorders rows [heads * head_dim, ...] so that the two channels of a pair are adjacent.
 
-    Checkpoints pair channel e with channel e + head_dim/2; complex multiplication needs them
+    Checkpoints pair channel e with channel e + rotary_dim/2; complex multiplication needs them
     adjacent. Queries and keys are permuted equally, so that no attention score changes.
     """
-    paired = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
-    return paired.transpose(1, 2).reshape(rows.shape)
+    heads = rows.reshape(-1, rope.head_dim, *rows.shape[1:])
+    end = rope.rotary_dim
+    ordered = torch.empty_like(heads)
+    ordered[:, 0:end:2] = heads[:, : end // 2]
+    ordered[:, 1:end:2] = heads[:, end // 2 : end]
+    ordered[:, end:] = heads[:, end:]
+    return ordered.view(rows.shape)
 
 
-def separate_pairs(rows: Tensor, *, head_dim: int) -> Tensor:
+def separate_pairs(rows: Tensor, rope: RopeSpec) -> Tensor:
     """Restores the checkpoint's order: the inverse of `interleave_pairs`."""
-    paired = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
-    return paired.transpose(1, 2).reshape(rows.shape)
+    heads = rows.reshape(-1, rope.head_dim, *rows.shape[1:])
+    end = rope.rotary_dim
+    ordered = torch.empty_like(heads)
+    ordered[:, : end // 2] = heads[:, 0:end:2]
+    ordered[:, end // 2 : end] = heads[:, 1:end:2]
+    ordered[:, end:] = heads[:, end:]
+    return ordered.view(rows.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +103,7 @@ class RopeConfig:
     theta: float
     parameters: Mapping[str, object]
     head_dim: int
+    rotary_dim: int
     max_position_embeddings: int
     file: Path
 
@@ -80,9 +114,11 @@ class RopeConfig:
         *,
         head_dim: int,
         max_positions: int,
+        may_be_partial: bool,
         file: Path,
         ignored: Collection[str] = (),
     ) -> "RopeConfig":
+        """`may_be_partial`: the family computes `partial_rotary_factor`."""
         found = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(found, Mapping):
             raise CheckpointError(
@@ -96,11 +132,8 @@ class RopeConfig:
         parameters.setdefault("original_max_position_embeddings", max_positions)
         theta = parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
+        kind = "longrope" if kind == "su" else kind  # its name in early checkpoints
         share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-        if share not in (None, 1.0):
-            raise CheckpointError(
-                file=file, found=f"partial_rotary_factor {share!r}", expected="1.0 (whole heads)"
-            )
         if kind not in _FREQUENCIES:
             raise CheckpointError(
                 file=file, found=f"rope type {kind!r}", expected=f"one of {', '.join(_FREQUENCIES)}"
@@ -111,6 +144,7 @@ class RopeConfig:
             theta=float(str(theta)),
             parameters=parameters,
             head_dim=head_dim,
+            rotary_dim=_rotary_dim(share, head_dim, may_be_partial=may_be_partial, file=file),
             max_position_embeddings=max_positions,
             file=file,
         )
@@ -121,6 +155,7 @@ class RopeConfig:
             kind=self.kind,
             inverse_frequencies=tuple(inverse_E.tolist()),
             attention_scaling=scaling,
+            head_dim=self.head_dim,
         )
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -135,13 +170,44 @@ class RopeConfig:
             )
         return float(value)
 
+    def factors(self, key: str) -> Tensor:
+        """Returns one number for each rotated pair of channels."""
+        found, count = self.parameters.get(key), self.rotary_dim // 2
+        if (
+            not isinstance(found, list)
+            or len(found) != count
+            or not all(isinstance(factor, int | float) and factor > 0 for factor in found)
+        ):
+            raise CheckpointError(
+                file=self.file,
+                found=f"{key} {reprlib.repr(found)} in the parameters of rope type {self.kind}",
+                expected=f"{count} positive numbers, one for each rotated pair of channels",
+            )
+        return torch.tensor(found, dtype=torch.float32)
+
     def optional_number(self, key: str) -> float | None:
         return None if self.parameters.get(key) is None else self.number(key)
 
     @property
     def default_frequencies(self) -> Tensor:
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-        return 1.0 / (self.theta**exponents)
+        return 1.0 / (self.theta**self.exponents)
+
+    @property
+    def exponents(self) -> Tensor:
+        return torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
+
+
+def _rotary_dim(share: object, head_dim: int, *, may_be_partial: bool, file: Path) -> int:
+    if share in (None, 1.0):
+        return head_dim
+    expected = "1.0 (whole heads)"
+    if may_be_partial:
+        expected = f"a share from 0 to 1 that is an even number of the {head_dim} channels"
+        if isinstance(share, int | float) and 0 < share < 1:
+            rotary_dim = int(head_dim * share)
+            if rotary_dim and rotary_dim % 2 == 0:
+                return rotary_dim
+    raise CheckpointError(file=file, found=f"partial_rotary_factor {share!r}", expected=expected)
 
 
 def _default(config: RopeConfig) -> tuple[Tensor, float]:
@@ -171,10 +237,9 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
     """Computes yarn (Peng et al., arXiv 2309.00071) with the optional keys as in transformers."""
     trained_length = config.number("original_max_position_embeddings")
     factor = config.number("factor", config.max_position_embeddings / trained_length)
-    exponents_E = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-    periods_E = config.theta**exponents_E
+    periods_E = config.theta**config.exponents
     low, high = _yarn_range(config, trained_length)
-    ramp_E = (torch.arange(config.head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    ramp_E = (torch.arange(config.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)
     kept_E = 1 - ramp_E.clamp(0, 1)
     inverse_E = 1.0 / (factor * periods_E) * (1 - kept_E) + 1.0 / periods_E * kept_E
     return inverse_E, _yarn_scaling(config, factor)
@@ -183,13 +248,13 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
 def _yarn_range(config: RopeConfig, trained_length: float) -> tuple[float, float]:
     def channel(num_rotations: float) -> float:
         turns = trained_length / (num_rotations * 2 * math.pi)
-        return config.head_dim * math.log(turns) / (2 * math.log(config.theta))
+        return config.rotary_dim * math.log(turns) / (2 * math.log(config.theta))
 
     low = channel(config.number("beta_fast", 32.0) or 32.0)
     high = channel(config.number("beta_slow", 1.0) or 1.0)
     if config.parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low, high = max(low, 0), min(high, config.rotary_dim - 1)
     return (low, high + 0.001) if low == high else (low, high)
 
 
@@ -204,10 +269,24 @@ def _yarn_scaling(config: RopeConfig, factor: float) -> float:
     return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
 
 
+def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
+    """Divides each frequency by its factor for short texts (LongRoPE, arXiv 2402.13753)."""
+    trained_length = config.number("original_max_position_embeddings")
+    factor = config.number("factor", config.max_position_embeddings / trained_length)
+    config.factors("long_factor")
+    inverse_E = 1.0 / (config.factors("short_factor") * config.theta**config.exponents)
+    scaling = config.optional_number("attention_factor")
+    if scaling is None:
+        growth = max(factor, 1.0)
+        scaling = math.sqrt(1 + math.log(growth) / math.log(trained_length))
+    return inverse_E, scaling
+
+
 _FREQUENCIES: Mapping[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _default,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

@@ -216,7 +216,7 @@ class SpanWeights:
             group=group,
             layers=LoadedLayers.of(
                 layers,
-                spec.sliding_windows[first:last],
+                first=first,
                 spec=spec,
                 num_ranks=group.size,
                 dtype=packer.compute_dtype,
@@ -332,7 +332,7 @@ def _head_piece(
     def pack(content: tuple[Tensor, Tensor]) -> None:
         norm_D, weight_VD = content
         head = LogitsHead(
-            RmsNorm.of(norm_D.to(device), spec, dtype=packer.compute_dtype),
+            RmsNorm.before_logits(norm_D.to(device), spec, dtype=packer.compute_dtype),
             packer.pack(weight_VD),
             softcap=spec.traits.logit_softcap,
             packer=packer,

@@ -39,7 +39,8 @@ class ModelSpec:
     """Differences of its family's layers from those of other families."""
     sliding_windows: tuple[int | None, ...]
     """Per layer: how many of the last positions a row may see, including itself; None: all."""
-    rope: RopeSpec
+    ropes: tuple[RopeSpec, ...]
+    """Per layer. Layers rotate the same channels, by different angles."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """From generation_config.json when it names any in the vocabulary, else from config.json."""
@@ -77,7 +78,12 @@ class ModelSpec:
         traits = family.traits(fields)
         _refuse_what_we_do_not_compute(fields, traits)
         refuse_unread_keys(
-            config, own=family.keys, what=architecture, file=file, ignored=ignored_keys
+            config,
+            own=family.keys,
+            published_code=family.published_code,
+            what=architecture,
+            file=file,
+            ignored=ignored_keys,
         )
         num_heads = fields.integer("num_attention_heads")
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -92,6 +98,18 @@ class ModelSpec:
         max_positions = fields.integer("max_position_embeddings", 32_768)
         num_layers = fields.integer("num_hidden_layers")
         vocab_size = fields.integer("vocab_size")
+        windows = family.windows(fields, num_layers)
+        ropes = {
+            has_window: RopeConfig.read(
+                family.rope_keys(config, has_window),
+                head_dim=head_dim,
+                max_positions=max_positions,
+                may_be_partial=family.has_partial_rotary,
+                file=file,
+                ignored=ignored_keys,
+            ).spec()
+            for has_window in {window is not None for window in windows}
+        }
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -107,14 +125,8 @@ class ModelSpec:
             ),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             traits=traits,
-            sliding_windows=family.windows(fields, num_layers),
-            rope=RopeConfig.read(
-                config,
-                head_dim=head_dim,
-                max_positions=max_positions,
-                file=file,
-                ignored=ignored_keys,
-            ).spec(),
+            sliding_windows=windows,
+            ropes=tuple(ropes[window is not None] for window in windows),
             bos_token_id=fields.optional_integer("bos_token_id"),
             eos_token_ids=_token_ids((generation or {}).get("eos_token_id"), below=vocab_size)
             or _token_ids(config.get("eos_token_id"), below=vocab_size),

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.dist
         ("qwen3, biases", "float32", 4, 4, 2),
         ("llama, biases", "bfloat16", 3, 6, 1),
         ("gemma2", "float32", 6, 12, 3),
+        ("phi3, longrope in a part of each head", "float32", 4, 4, 2),
     ],
 )
 def test_processes_compute_the_model_and_keep_the_rows_bits(

@@ -109,6 +109,50 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 4.0,
     },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 21,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 1.6,
+        "residual_multiplier": 0.7,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 21},
+    "phi3, longrope in a part of each head": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 128,
+        "rope_parameters": {
+            **THETA,
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 128,
+            "short_factor": [1.0, 1.1, 1.3, 1.7, 2.2, 3.1],
+            "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 9.0],
+        },
+    },
+    "llama, longrope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            **THETA,
+            "rope_type": "longrope",
+            "factor": 2.0,
+            "original_max_position_embeddings": 128,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.2, 3.1],
+            "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 7.0, 9.0],
+        },
+    },
 }
 
 

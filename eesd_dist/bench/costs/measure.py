@@ -65,6 +65,7 @@ def engine_config(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         num_channels=spec.intermediate_size,
+        norms_heads_jointly=spec.traits.joint_qk_norm,
     )
     batch = max(each.num_requests for each in settings)
     drafted = max(each.num_draft_tokens for each in settings)

@@ -30,32 +30,68 @@ _RANDOM = "random"
 HEAD_KINDS: tuple[HeadKind, ...] = ("shared", "own", "truncated")
 
 
-def _upper_windows(rng: Random, num_layers: int) -> dict[str, Any]:
+Config = Mapping[str, Any]
+
+
+def _upper_windows(rng: Random, config: Config) -> dict[str, Any]:
     return {
         "use_sliding_window": rng.random() < 0.5,
         "sliding_window": rng.choice((11, 19, 33)),
-        "max_window_layers": rng.randint(0, num_layers),
+        "max_window_layers": rng.randint(0, config["num_hidden_layers"]),
     }
 
 
-_OWN_KEYS: Mapping[str, Callable[[Random, int], dict[str, Any]]] = {
-    "llama": lambda rng, num_layers: {
+def _part_of_each_head(rng: Random, config: Config) -> dict[str, Any]:
+    """Draws a longrope with equal factors for short and long texts, or none."""
+    num_pairs = config["head_dim"] // 2
+    rotated = rng.randint(-(-num_pairs // 2), num_pairs)
+    rope = {"rope_theta": 10_000.0, "partial_rotary_factor": rotated / num_pairs}
+    positions = {"original_max_position_embeddings": config["max_position_embeddings"] // 4}
+    if rng.random() < 0.5:
+        factors = [rng.uniform(1.0, 8.0) for _ in range(rotated)]
+        rope |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    window = {"sliding_window": rng.choice((None, 9, 21, 40))}
+    return {"rope_parameters": rope, **positions, **window}
+
+
+_OWN_KEYS: Mapping[str, Callable[[Random, Config], dict[str, Any]]] = {
+    "llama": lambda rng, config: {
         "attention_bias": rng.random() < 0.3,
         "mlp_bias": rng.random() < 0.3,
     },
-    "mistral": lambda rng, num_layers: {"sliding_window": rng.choice((None, 9, 21, 40))},
+    "mistral": lambda rng, config: {"sliding_window": rng.choice((None, 9, 21, 40))},
     "qwen2": _upper_windows,
-    "qwen3": lambda rng, num_layers: {
-        **_upper_windows(rng, num_layers),
+    "qwen3": lambda rng, config: {
+        **_upper_windows(rng, config),
         "attention_bias": rng.random() < 0.3,
     },
-    "gemma2": lambda rng, num_layers: {
+    "gemma2": lambda rng, config: {
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": rng.choice((9, 21, 40)),
         "query_pre_attn_scalar": rng.choice((4, 24, 144)),
         "attn_logit_softcapping": rng.choice((None, 2.0, 8.0, 50.0)),
         "final_logit_softcapping": rng.choice((None, 5.0, 9.0, 30.0)),
     },
+    "gemma3_text": lambda rng, config: {
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": rng.choice((9, 21, 40)),
+        "sliding_window_pattern": rng.choice((1, 2, 3, 6)),
+        "query_pre_attn_scalar": rng.choice((4, 24, 144)),
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_theta": 10_000.0},
+        },
+    },
+    "granite": lambda rng, config: {
+        "attention_bias": rng.random() < 0.3,
+        "mlp_bias": rng.random() < 0.3,
+        "attention_multiplier": rng.choice((0.0625, 0.4)),
+        "embedding_multiplier": rng.choice((1.0, 3.0, 12.0)),
+        "logits_scaling": rng.choice((0.3, 1.0, 2.0)),
+        "residual_multiplier": rng.choice((0.22, 0.7, 1.0)),
+    },
+    "olmo2": lambda rng, config: {"attention_bias": rng.random() < 0.3},
+    "phi3": _part_of_each_head,
 }
 """By `model_type`: keys of its config in addition to those of every family."""
 
@@ -133,11 +169,10 @@ def random_config(rng: Random) -> dict[str, Any]:
     model_type = rng.choice(tuple(_OWN_KEYS))
     kv_heads = rng.choice((1, 2, 2, 3, 4, 4))
     positions = rng.choice((96, 131, 200, 256, 384))
-    num_layers = rng.choice((2, 3, 4, 5, 7))
     config: dict[str, Any] = {
         "architectures": [_architecture_of(model_type)],
         "model_type": model_type,
-        "num_hidden_layers": num_layers,
+        "num_hidden_layers": rng.choice((2, 3, 4, 5, 7)),
         "hidden_size": rng.choice((24, 40, 52, 64, 72, 90)),
         # Often a multiple of the possible numbers of ranks.
         "intermediate_size": rng.choice((12, 12, 12, 1)) * rng.randint(3, 9),
@@ -153,7 +188,7 @@ def random_config(rng: Random) -> dict[str, Any]:
         "eos_token_id": 2,
         "rope_parameters": _rope(rng, positions=positions),
     }
-    return config | _OWN_KEYS[model_type](rng, num_layers)
+    return config | _OWN_KEYS[model_type](rng, config)
 
 
 def _architecture_of(model_type: str) -> str:

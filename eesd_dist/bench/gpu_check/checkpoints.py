@@ -43,6 +43,26 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "gemma2": {"model_type": "gemma2", "head_dim": 32, "sliding_window": 37},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "sliding_window": 37,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+    },
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "phi3, part of each head": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "sliding_window": 37,
+        "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+    },
 }
 
 

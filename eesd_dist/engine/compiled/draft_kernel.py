@@ -356,7 +356,6 @@ def draft_round(
             scratch,
             call.table,
             rows,
-            call.rotation_at,
             np.int64(0),
             2 * len(call.table),
             never,

@@ -59,7 +59,6 @@ def verify_rows(
         scratch,
         layers.table,
         rows,
-        layers.rotation_at,
         np.int64(0),
         2 * len(layers.table),
         never,

@@ -21,7 +21,8 @@ from eesd_dist.model.cpu.lanes import floats, fma, load, mul, store, store_input
 from eesd_dist.model.cpu.products import (
     Kind,
     add_normed_row,
-    add_row,
+    add_scaled_row,
+    convert_row,
     multiply,
     norm_row,
     part_of,
@@ -36,8 +37,8 @@ _FLOAT_BYTES = 4
 # Columns of a layer's line in the table: addresses, 0 for what a family does not have.
 ATTENTION_NORM, QKV, QKV_BIAS, HEAD_NORM, OUTPUT, OUTPUT_BIAS, ATTENTION_POST_NORM = range(7)
 MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS, MLP_POST_NORM = range(7, 13)
-PAGES, WINDOW = 13, 14
-NUM_COLUMNS = 15
+PAGES, WINDOW, ROTATION = 13, 14, 15
+NUM_COLUMNS = 16
 
 
 class Widths(NamedTuple):
@@ -84,6 +85,11 @@ class Norms(NamedTuple):
     """Added to the sum of squares of a row."""
     head_eps: np.float32
     """Added to the mean of squares of a head."""
+    query_width: int
+    """Channels of queries that are normed together: of a head, or of all."""
+    key_width: int
+    residual_scale: np.float32
+    """Factor of what is added to a row without a norm."""
 
 
 class LayersCall(NamedTuple):
@@ -94,7 +100,6 @@ class LayersCall(NamedTuple):
     norms: Norms
     scratch: Scratch
     table: npt.NDArray[np.int64]
-    rotation_at: int
 
 
 @inner
@@ -129,17 +134,17 @@ def _angles(
 
 @inner
 def _norm_heads(
-    heads_at: int, weight_at: int, num_heads: int, channels: int, eps: np.float32
+    heads_at: int, weight_at: int, num_channels: int, width: int, eps: np.float32
 ) -> None:
+    """Norms `width` channels at a time."""
     heads = floats(heads_at)
     weight = floats(weight_at)
-    for head in range(num_heads):
-        first = head * channels
+    for first in range(0, num_channels, width):
         squares = float32(0.0)
-        for e in range(first, first + channels):
+        for e in range(first, first + width):
             squares += heads[e] * heads[e]
-        inverse = float32(1.0) / np.sqrt(float32(squares / float32(channels) + eps))
-        for e in range(first, first + channels):
+        inverse = float32(1.0) / np.sqrt(float32(squares / float32(width) + eps))
+        for e in range(first, first + width):
             heads[e] = heads[e] * inverse * weight[e]
 
 
@@ -173,7 +178,7 @@ def _add_pending(
     x_at = scratch.x + row * scratch.x_bytes
     added_at = scratch.added + row * scratch.added_bytes
     if layer[post_norm] == 0:
-        add_row(x_at, added_at, widths.hidden)
+        add_scaled_row(x_at, added_at, widths.hidden, norms.residual_scale)
     else:
         add_normed_row(x_at, added_at, widths.hidden, norms.floor, layer[post_norm])
 
@@ -218,7 +223,6 @@ def run_layers(
     scratch: Scratch,
     table: npt.NDArray[np.int64],
     rows: RowArrays,
-    rotation_at: int,
     first_half: int,
     end_half: int,
     is_pending: bool,
@@ -238,12 +242,13 @@ def run_layers(
     row_parts = 1 if kv_parts == num_parts else num_parts
     first_kv, end_kv = part_of(num_kv, part % kv_parts, kv_parts)
     first_attended, end_attended = part_of(num_rows, part % row_parts, row_parts)
-    turned_heads = widths.turned // geometry.channels
-    if first_half == 0:
-        _angles(geometry, widths, scratch, rotation_at, rows.position_R, first_row, end_row)
+    queries = geometry.per_kv * geometry.num_kv * geometry.channels
     for half in range(first_half, end_half):
         layer = table[half // 2]
         is_attention = half % 2 == 0
+        if is_attention and (half == 0 or layer[ROTATION] != table[half // 2 - 1, ROTATION]):
+            rotation_at = layer[ROTATION]
+            _angles(geometry, widths, scratch, rotation_at, rows.position_R, first_row, end_row)
         norm = layer[ATTENTION_NORM] if is_attention else layer[MLP_NORM]
         for row in range(first_row, end_row):
             if is_pending:
@@ -252,7 +257,10 @@ def run_layers(
                 _add_pending(before, post_norm, widths, norms, scratch, row)
             x_at = scratch.x + row * scratch.x_bytes
             inputs_at = scratch.inputs + row * scratch.inputs_bytes
-            norm_row(kind, x_at, widths.hidden, norms.floor, norm, inputs_at)
+            if norm != 0:
+                norm_row(kind, x_at, widths.hidden, norms.floor, norm, inputs_at)
+            else:
+                convert_row(kind, x_at, widths.hidden, inputs_at)
         is_pending = True
         wait(counters, num_parts)
         if is_attention:
@@ -277,9 +285,15 @@ def run_layers(
         if is_attention:
             for row in range(first_row, end_row):
                 heads_at = scratch.wide + row * scratch.wide_bytes
-                if layer[HEAD_NORM] != 0:
+                weight_at = layer[HEAD_NORM]
+                if weight_at != 0:
+                    _norm_heads(heads_at, weight_at, queries, norms.query_width, norms.head_eps)
                     _norm_heads(
-                        heads_at, layer[HEAD_NORM], turned_heads, geometry.channels, norms.head_eps
+                        heads_at + queries * _FLOAT_BYTES,
+                        weight_at + queries * _FLOAT_BYTES,
+                        widths.turned - queries,
+                        norms.key_width,
+                        norms.head_eps,
                     )
                 _turn(heads_at, scratch.angles + row * scratch.angles_bytes, widths.turned)
             row_numbers = scratch.wide_bytes // _FLOAT_BYTES

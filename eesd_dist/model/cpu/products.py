@@ -31,6 +31,13 @@ def add_row(x_at: int, added_at: int, width: int) -> None:
 
 
 @inner
+def add_scaled_row(x_at: int, added_at: int, width: int, scale: np.float32) -> None:
+    factor = splat(scale)
+    for at in range(0, width, LANES):
+        store(x_at, at, add(load(x_at, at), mul(load(added_at, at), factor)))
+
+
+@inner
 def multiply(
     kind: Kind,
     weights: int,

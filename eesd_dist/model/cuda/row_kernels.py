@@ -101,8 +101,10 @@ def store_kernel(
             squares = tl.sum(real_P * real_P + imaginary_P * imaginary_P, 0)
             scale = tl.rsqrt(squares / CHANNELS + norm_eps)
             weight_P = norm_weight + head * CHANNELS + 2 * pair_P
-            a_P = (real_P * scale).to(a_P.dtype) * tl.load(weight_P, mask=is_pair_P)
-            b_P = (imaginary_P * scale).to(b_P.dtype) * tl.load(weight_P + 1, mask=is_pair_P)
+            even_P = tl.load(weight_P, mask=is_pair_P)
+            odd_P = tl.load(weight_P + 1, mask=is_pair_P)
+            a_P = ((real_P * scale).to(even_P.dtype) * even_P).to(a_P.dtype)
+            b_P = ((imaginary_P * scale).to(odd_P.dtype) * odd_P).to(b_P.dtype)
         if HAS_ROTATION and head < NUM_QUERIES + NUM_KV:
             turn_P = tl.load(position_T + row).to(tl.int64) * CHANNELS + 2 * pair_P
             cosine_P = tl.load(rotation + turn_P, mask=is_pair_P, other=0.0)

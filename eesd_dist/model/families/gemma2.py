@@ -6,7 +6,7 @@ from eesd_dist.model.elementwise import GELU_TANH
 from eesd_dist.model.families.family import Family, Norms, Scores, Traits
 from eesd_dist.model.families.windows import window_in_every_other_layer
 
-_NORMS = Norms(
+NORMS = Norms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
@@ -21,7 +21,7 @@ def _traits(fields: ConfigFields) -> Traits:
     return Traits(
         qkv_bias=bias,
         output_bias=bias,
-        norms=_NORMS,
+        norms=NORMS,
         activation=GELU_TANH,
         scores=Scores(
             scale=fields.positive("query_pre_attn_scalar") ** -0.5,

@@ -18,6 +18,13 @@ def window_in_every_layer(fields: ConfigFields, num_layers: int) -> tuple[int | 
     return _by_type(fields, window, num_layers) or (window,) * num_layers
 
 
+def window_in_every_layer_if_set(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    """Gives every layer the window, unless `layer_types` is present; without a window, none."""
+    if fields.get("sliding_window") is None:
+        return no_windows(fields, num_layers)
+    return window_in_every_layer(fields, num_layers)
+
+
 def window_in_upper_layers(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
     """Gives layers from `max_window_layers` on the window, if `use_sliding_window` is true and
     `layer_types` is absent."""
@@ -37,6 +44,21 @@ def window_in_every_other_layer(fields: ConfigFields, num_layers: int) -> tuple[
     if by_type is None and window is None:
         raise fields.error("sliding_window", expected="a window, or layer_types that need none")
     return by_type or tuple(None if layer % 2 else window for layer in range(num_layers))
+
+
+def window_in_all_but_every_nth_layer(
+    fields: ConfigFields, num_layers: int
+) -> tuple[int | None, ...]:
+    """Gives every `sliding_window_pattern`-th layer no window and the others one, unless
+    `layer_types` is present."""
+    window = None if fields.says_null("sliding_window") else fields.integer("sliding_window")
+    by_type = _by_type(fields, window, num_layers)
+    if by_type is None and window is None:
+        raise fields.error("sliding_window", expected="a window, or layer_types that need none")
+    every = fields.integer("sliding_window_pattern")
+    return by_type or tuple(
+        None if layer % every == 0 else window for layer in range(1, num_layers + 1)
+    )
 
 
 def _by_type(

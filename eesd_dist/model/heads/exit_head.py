@@ -227,10 +227,10 @@ class HeadWeights:
         config, spec = parts.config, parts.config.layer
         weights = parts.layer.requires_grad_(False).to(device, packer.weight_dtype)
         norm_D = parts.norm_D.to(device, packer.weight_dtype)
-        norm = RmsNorm.of(norm_D, spec, dtype=packer.compute_dtype)
+        norm = RmsNorm.before_logits(norm_D, spec, dtype=packer.compute_dtype)
         layers = LoadedLayers.of(
             [weights.layer(packer.pack, group, dtype=packer.compute_dtype)],
-            spec.sliding_windows,
+            first=0,
             spec=spec,
             num_ranks=group.size,
             dtype=packer.compute_dtype,

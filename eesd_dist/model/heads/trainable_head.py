@@ -65,7 +65,7 @@ class TrainableExitHead(nn.Module):
         self.register_buffer("draft_tokens", vocab_ids_V, persistent=False)
         spec = config.layer
         table = rotation_table(
-            spec.rope, num_positions=spec.max_position_embeddings, device=norm_D.device
+            spec.ropes[0], num_positions=spec.max_position_embeddings, device=norm_D.device
         )
         self.register_buffer("rotation", table, persistent=False)
 
@@ -148,8 +148,8 @@ class TrainableExitHead(nn.Module):
         spec = self.config.layer
         windows = spec.sliding_windows
         scores = spec.traits.scores
-        mixed_BLD = forward_whole([layer], windows, x_BLD, self.rotation, scores=scores)
-        norm = RmsNorm.of(self.norm_D, spec, dtype=x_BLD.dtype)
+        mixed_BLD = forward_whole([layer], windows, x_BLD, [self.rotation], scores=scores)
+        norm = RmsNorm.before_logits(self.norm_D, spec, dtype=x_BLD.dtype)
         logits_TV = functional.linear(norm(mixed_BLD.flatten(0, 1)), self.lm_head_VD)
         if spec.traits.logit_softcap is not None:
             logits_TV = soft_capped(logits_TV, spec.traits.logit_softcap)

@@ -32,6 +32,7 @@ from eesd_dist.model.cpu.layers import (
     PAGES,
     QKV,
     QKV_BIAS,
+    ROTATION,
     WINDOW,
     LayersCall,
     Norms,
@@ -53,6 +54,7 @@ from eesd_dist.model.elementwise import GELU_TANH, SILU
 from eesd_dist.model.kernels import Linear
 from eesd_dist.model.kv_layout import NO_ROWS, RowArrays
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
+from eesd_dist.model.layers.norms import JointNorm
 from eesd_dist.transport.contracts import TensorGroup
 
 _FLOAT_BYTES = 4
@@ -65,8 +67,12 @@ class CompiledLayers:
     """Layers with their pages. One call at a time: they share memory for what is between steps."""
 
     def __init__(
-        self, layers: Sequence[DecoderLayer], pages: Sequence[LayerPages], rotation_SP: Tensor
+        self,
+        layers: Sequence[DecoderLayer],
+        pages: Sequence[LayerPages],
+        rotations: Sequence[Tensor],
     ) -> None:
+        """`rotations`: the table of each layer."""
         layer, shape = layers[0], pages[0].shape
         qkv, output, down = (
             _packed(product)
@@ -75,10 +81,14 @@ class CompiledLayers:
         self._layers = tuple(layers)
         self._group: TensorGroup = layer.output.group
         self._hidden_size = qkv.num_in
-        self._rotation_SP = rotation_SP.contiguous()
-        self._rotation_at = self._rotation_SP.data_ptr()
         self._owned: list[Tensor] = []
-        self._table = np.array([self._addresses(layer) for layer in layers], np.int64)
+        self._table = np.array(
+            [
+                self._addresses(layer, rotation_SP)
+                for layer, rotation_SP in zip(layers, rotations, strict=True)
+            ],
+            np.int64,
+        )
         self.take_pages(pages)
         self._geometry = Geometry.of(shape)
         self._widths = Widths(
@@ -93,9 +103,15 @@ class CompiledLayers:
             bytes_per_input=bytes_per_input(qkv.kind),
             activation=_ACTIVATIONS[layer.mlp.activation.name],
         )
+        norm = layer.attention_norm or layer.output.norm
+        assert norm is not None
+        is_joint = isinstance(layer.head_norm, JointNorm)
         self._norms = Norms(
-            floor=np.float32(layer.attention_norm.floor),
+            floor=np.float32(norm.floor),
             head_eps=np.float32(layer.head_norm.eps if layer.head_norm else 0.0),
+            query_width=shape.num_queries * shape.head_dim if is_joint else shape.head_dim,
+            key_width=shape.num_kv_heads * shape.head_dim if is_joint else shape.head_dim,
+            residual_scale=np.float32(layer.output.scale),
         )
         self._kind = kind_array(qkv.kind)
         self._products_per_row = len(layers) * (
@@ -111,7 +127,10 @@ class CompiledLayers:
 
     @classmethod
     def of(
-        cls, layers: Sequence[DecoderLayer], pages: Sequence[LayerPages], rotation_SP: Tensor
+        cls,
+        layers: Sequence[DecoderLayer],
+        pages: Sequence[LayerPages],
+        rotations: Sequence[Tensor],
     ) -> Self | None:
         """Returns None where the products of these layers are not compiled."""
         products = [
@@ -128,7 +147,7 @@ class CompiledLayers:
             return None
         if len({_packed(product).kind for product in products}) > 1:
             return None
-        return cls(layers, pages, rotation_SP)
+        return cls(layers, pages, rotations)
 
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
         self._pages = tuple(pages)
@@ -204,7 +223,6 @@ class CompiledLayers:
             norms=self._norms,
             scratch=scratch,
             table=self._table,
-            rotation_at=self._rotation_at,
         )
         return found
 
@@ -235,7 +253,6 @@ class CompiledLayers:
             scratch,
             self._table,
             rows,
-            self._rotation_at,
             first_half,
             end_half,
             is_pending,
@@ -262,8 +279,9 @@ class CompiledLayers:
             "angles": 2 * in_blocks(widths.turned) * _FLOAT_BYTES,
         }
 
-    def _addresses(self, layer: DecoderLayer) -> list[int]:
+    def _addresses(self, layer: DecoderLayer, rotation_SP: Tensor) -> list[int]:
         line = [0] * NUM_COLUMNS
+        line[ROTATION] = self._own(rotation_SP.contiguous())
         for column, norm in {
             ATTENTION_NORM: layer.attention_norm,
             ATTENTION_POST_NORM: layer.output.norm,

@@ -20,6 +20,7 @@ from eesd_dist.model.attention.rows import DeviceRows, RowPlan, num_parts, packe
 from eesd_dist.model.cuda.rows import activated
 from eesd_dist.model.elementwise import SILU
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
+from eesd_dist.model.layers.norms import JointNorm, RmsNorm
 
 GRAPH_ROWS = (8, 16, 32, 64, 128, 256, 384, 512, 640)
 """Numbers of rows that have a graph: up to the drafts of a large batch. Longer passes, and those of
@@ -40,17 +41,19 @@ class CudaLayers:
         self,
         layers: Sequence[DecoderLayer],
         pages: Sequence[LayerPages],
-        rotation_SP: Tensor,
+        rotations: Sequence[Tensor],
         *,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
+        """`rotations`: the table of each layer."""
         self._layers = tuple(layers)
-        self._rotation_SC = torch.view_as_real(rotation_SP).flatten(1).contiguous()
+        # Views of the tables, which layers share.
+        self._rotations = [torch.view_as_real(table_SP).flatten(1) for table_SP in rotations]
         self.is_alone = all(layer.output.group.size == 1 for layer in layers)
         """Whether one rank has the whole layers."""
         self._has_graphs = self.is_alone
-        device = rotation_SP.device
+        device = rotations[0].device
         self._numbers = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
         self._rows_TD = torch.zeros(GRAPH_ROWS[-1], hidden_size, dtype=dtype, device=device)
         self._pool = graph_pool(device)
@@ -99,27 +102,37 @@ class CudaLayers:
     def run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None = None) -> Tensor:
         """Launches the kernels one by one; overwrites x."""
         added_TD: Tensor | None = None
-        for done, (layer, attention) in enumerate(
-            zip(self._layers, self._attention, strict=True), start=1
+        for done, (layer, attention, rotation_SC) in enumerate(
+            zip(self._layers, self._attention, self._rotations, strict=True), start=1
         ):
-            normed_TD = layer.attention_norm.added(x_TD, added_TD)
-            heads_THE = layer.qkv(normed_TD).view(x_TD.shape[0], -1, layer.head_dim)
+            input_TD = _add_and_norm(layer.attention_norm, x_TD, added_TD)
+            heads_THE = layer.qkv(input_TD).view(x_TD.shape[0], -1, layer.head_dim)
             norm = layer.head_norm
+            if isinstance(norm, JointNorm):
+                turned_THE, values_THE = heads_THE.tensor_split([-layer.num_kv_heads], dim=1)
+                heads_THE, norm = torch.cat([norm(turned_THE), values_THE], dim=1), None
             attention.store(
                 rows,
                 heads_THE,
-                self._rotation_SC,
+                rotation_SC,
                 norm_HE=None if norm is None else norm.weight_HE,
                 norm_eps=0.0 if norm is None else norm.eps,
             )
             added_TD = layer.output(attention.attend_rows(rows, heads_THE))
-            gate_up = layer.mlp.gate_up(layer.mlp_norm.added(x_TD, added_TD))
+            gate_up = layer.mlp.gate_up(_add_and_norm(layer.mlp_norm, x_TD, added_TD))
             added_TD = layer.mlp.down(
                 activated(gate_up, is_silu=layer.mlp.activation.name == SILU.name)
             )
             if after_layer is not None:
                 after_layer(done, x_TD + added_TD)
         return x_TD if added_TD is None else x_TD + added_TD
+
+
+def _add_and_norm(norm: RmsNorm | None, x_TD: Tensor, added_TD: Tensor | None) -> Tensor:
+    """Adds `added_TD` to x in place; returns the norm of x, or x without one."""
+    if norm is not None:
+        return norm.added(x_TD, added_TD)
+    return x_TD if added_TD is None else x_TD.add_(added_TD)
 
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eesd_dist.model.elementwise import Activation, row_blocks
 from eesd_dist.model.kernels import Linear, Pack
-from eesd_dist.model.layers.norms import HeadNorm, RmsNorm
+from eesd_dist.model.layers.norms import HeadNorm, JointNorm, RmsNorm
 from eesd_dist.model.parallel import Shard, summed_over_ranks
 from eesd_dist.model.rope import interleave_pairs, separate_pairs
 from eesd_dist.model.spec import ModelSpec
@@ -35,15 +35,19 @@ AfterLayer = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """What is added to a row: a product summed over ranks, then normed."""
+    """What is added to a row: a product summed over ranks, then normed and scaled."""
 
     product: Linear
     group: TensorGroup
     norm: RmsNorm | None
+    scale: float
+    """Factor of the sum. A norm has it in its weight."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         total_TD = summed_over_ranks(self.product(x_TI), self.group)
-        return total_TD if self.norm is None else self.norm(total_TD)
+        if self.norm is not None:
+            return self.norm(total_TD)
+        return total_TD if self.scale == 1.0 else total_TD * self.scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +67,25 @@ class GatedMlp:
 class DecoderLayer:
     """A layer ready to run."""
 
-    attention_norm: RmsNorm
+    attention_norm: RmsNorm | None
     qkv: Linear
-    head_norm: HeadNorm | None
+    head_norm: HeadNorm | JointNorm | None
     output: Added
-    mlp_norm: RmsNorm
+    mlp_norm: RmsNorm | None
     mlp: GatedMlp
     num_kv_heads: int
     queries_per_kv: int
     head_dim: int
 
     def forward(self, x_TD: Tensor, rotation_T1P: Tensor, attend: Attend) -> Tensor:
-        heads_THE = self.qkv(self.attention_norm(x_TD)).view(x_TD.shape[0], -1, self.head_dim)
+        input_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
+        heads_THE = self.qkv(input_TD).view(x_TD.shape[0], -1, self.head_dim)
         if self.head_norm is None and heads_THE.dtype == torch.float32:
             self._rotate_in_place(heads_THE, rotation_T1P)
         else:
             heads_THE = self._rotated(heads_THE, rotation_T1P)
         x_TD = x_TD + self.output(attend(heads_THE))
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+        return x_TD + self.mlp(x_TD if self.mlp_norm is None else self.mlp_norm(x_TD))
 
     def _rotate_in_place(self, heads_THE: Tensor, rotation_T1P: Tensor) -> None:
         """Rotates queries and keys by their positions, in place: nothing else uses the product."""
@@ -131,40 +136,49 @@ class LayerWeights(nn.Module):
             bias = parts.get(f"{name}_bias")
             return pack(parts[f"{name}_weight"], bias)
 
-        norms = {
-            part: RmsNorm.of(parts[part], self._spec, dtype=dtype) for part in traits.norms.names()
-        }
+        def normed(part: str, *, scale: float = 1.0) -> RmsNorm | None:
+            if part not in parts:
+                return None
+            return RmsNorm.of(parts[part], self._spec, dtype=dtype, scale=scale)
 
-        def added(name: str, norm: RmsNorm | None) -> Added:
-            return Added(product=packed(name), group=group, norm=norm)
+        def added(name: str, norm: str) -> Added:
+            scale = traits.residual_scale
+            return Added(
+                product=packed(name),
+                group=group,
+                norm=normed(norm, scale=scale),
+                scale=scale,
+            )
 
         return DecoderLayer(
-            attention_norm=norms["attention_norm"],
+            attention_norm=normed("attention_norm"),
             qkv=packed("qkv"),
             head_norm=self._head_norm(dtype),
-            output=added("output", norms.get("attention_post_norm")),
-            mlp_norm=norms["mlp_norm"],
+            output=added("output", "attention_post_norm"),
+            mlp_norm=normed("mlp_norm"),
             mlp=GatedMlp(
                 gate_up=packed("gate_up"),
                 activation=traits.activation,
-                down=added("down", norms.get("mlp_post_norm")),
+                down=added("down", "mlp_post_norm"),
             ),
             num_kv_heads=self._num_kv,
             queries_per_kv=self._queries_per_kv,
             head_dim=self._spec.head_dim,
         )
 
-    def _head_norm(self, dtype: torch.dtype) -> HeadNorm | None:
+    def _head_norm(self, dtype: torch.dtype) -> HeadNorm | JointNorm | None:
         if "q_norm" not in self.parts:
             return None
+        traits, q_norm, k_norm = self._spec.traits, self.parts["q_norm"], self.parts["k_norm"]
+        eps, offset = self._spec.rms_norm_eps, traits.norms.weight_offset
         num_queries = self._queries_per_kv * self._num_kv
-        weight_HE = torch.cat(
-            [
-                self.parts["q_norm"].expand(num_queries, -1),
-                self.parts["k_norm"].expand(self._num_kv, -1),
-            ]
-        )
-        return HeadNorm(weight_HE, eps=self._spec.rms_norm_eps, dtype=dtype)
+        if traits.joint_qk_norm:
+            weight_HE = torch.cat([q_norm, k_norm]).view(-1, self._spec.head_dim)
+            return JointNorm(
+                weight_HE, num_queries=num_queries, eps=eps, dtype=dtype, offset=offset
+            )
+        weight_HE = torch.cat([q_norm.expand(num_queries, -1), k_norm.expand(self._num_kv, -1)])
+        return HeadNorm(weight_HE, eps=eps, dtype=dtype, offset=offset)
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """Returns these parameters with the names and the order of a Hugging Face checkpoint."""
@@ -178,13 +192,17 @@ class LayerWeights(nn.Module):
                         f"mlp.{name}.{kind}": piece
                         for name, piece in zip(names, pieces, strict=True)
                     }
+        if self._spec.traits.fused_projections:
+            found = _fused(found)
         for part, name in self._spec.traits.norms.names().items():
             found[f"{name}.weight"] = self.parts[part]
         for name in ("q_norm", "k_norm"):
             if name in self.parts:
-                found[f"self_attn.{name}.weight"] = separate_pairs(
-                    self.parts[name], head_dim=self._spec.head_dim
-                )
+                weight = separate_pairs(self.parts[name], self._spec.ropes[0])
+                if name == "q_norm" and self._spec.traits.joint_qk_norm:
+                    dim, num_kv, per_kv = self._spec.head_dim, self._num_kv, self._queries_per_kv
+                    weight = _swap_heads(weight, per_kv, num_kv, dim)
+                found[f"self_attn.{name}.weight"] = weight
         return {prefix + name: tensor.detach().contiguous() for name, tensor in found.items()}
 
     def _attention_tensors(self, kind: str) -> dict[str, Tensor]:
@@ -193,9 +211,9 @@ class LayerWeights(nn.Module):
         if f"qkv_{kind}" in self.parts:
             sizes = [per_kv * num_kv * dim, num_kv * dim, num_kv * dim]
             q, k, v = self.parts[f"qkv_{kind}"].split(sizes)
-            q = separate_pairs(q, head_dim=dim)
+            q = separate_pairs(q, self._spec.ropes[0])
             found["self_attn.q_proj"] = _swap_heads(q, per_kv, num_kv, dim)
-            found["self_attn.k_proj"] = separate_pairs(k, head_dim=dim)
+            found["self_attn.k_proj"] = separate_pairs(k, self._spec.ropes[0])
             found["self_attn.v_proj"] = v
         if kind == "weight":
             columns = self.parts["output_weight"].t()
@@ -203,6 +221,23 @@ class LayerWeights(nn.Module):
         elif "output_bias" in self.parts:
             found["self_attn.o_proj"] = self.parts["output_bias"]
         return {f"{name}.{kind}": tensor for name, tensor in found.items()}
+
+
+_FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def _fused(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors with one matrix where a checkpoint has the rows of several together."""
+    fused = dict(found)
+    for name, parts in _FUSED.items():
+        for kind in ("weight", "bias"):
+            if f"{parts[0]}.{kind}" in fused:
+                rows = [fused.pop(f"{part}.{kind}") for part in parts]
+                fused[f"{name}.{kind}"] = torch.cat(rows)
+    return fused
 
 
 def _swap_heads(rows: Tensor, outer: int, inner: int, head_dim: int) -> Tensor:
@@ -247,25 +282,35 @@ class _LayerReader:
         if traits.mlp_bias and self.shard.adds_bias:
             found["down_bias"] = self._vector("mlp.down_proj.bias", spec.hidden_size)
         if traits.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                weight_E = self._vector(f"self_attn.{name}.weight", dim)
-                found[name] = interleave_pairs(weight_E, head_dim=dim)
+            counts = (spec.num_heads, spec.num_kv_heads) if traits.joint_qk_norm else (1, 1)
+            for name, count in zip(("q_norm", "k_norm"), counts, strict=True):
+                weight = self._vector(f"self_attn.{name}.weight", count * dim)
+                found[name] = interleave_pairs(weight, spec.ropes[0])
+        if traits.joint_qk_norm:
+            found["q_norm"] = _swap_heads(
+                found["q_norm"], spec.num_kv_heads, spec.queries_per_kv, dim
+            )
         return found
 
     def _qkv(self, kind: str, inner: tuple[int, ...]) -> Tensor:
-        q = interleave_pairs(self._heads("q", kind, inner), head_dim=self.spec.head_dim)
+        q = interleave_pairs(self._heads("q", kind, inner), self.spec.ropes[0])
         q = _swap_heads(q, len(self.shard.kv_heads), self.shard.queries_per_kv, self.spec.head_dim)
-        k = interleave_pairs(self._heads("k", kind, inner), head_dim=self.spec.head_dim)
+        k = interleave_pairs(self._heads("k", kind, inner), self.spec.ropes[0])
         return _rows_of([q, k, self._heads("v", kind, inner)])
 
     def _heads(self, letter: str, kind: str, inner: tuple[int, ...]) -> Tensor:
         spec, dim = self.spec, self.spec.head_dim
         count = spec.num_heads if letter == "q" else spec.num_kv_heads
         heads = self.shard.heads if letter == "q" else self.shard.kv_heads
+        name, num_heads, first = letter, count, 0
+        if spec.traits.fused_projections:
+            before = {"q": 0, "k": spec.num_heads, "v": spec.num_heads + spec.num_kv_heads}
+            name, first = "qkv", before[letter]
+            num_heads = spec.num_heads + 2 * spec.num_kv_heads
         return self._read(
-            f"self_attn.{letter}_proj.{kind}",
-            (count * dim, *inner),
-            rows=range(heads.start * dim, heads.stop * dim),
+            f"self_attn.{name}_proj.{kind}",
+            (num_heads * dim, *inner),
+            rows=range((first + heads.start) * dim, (first + heads.stop) * dim),
             own=False,
         )
 
@@ -280,12 +325,16 @@ class _LayerReader:
         return _swap_heads(weight_DO.t(), num_kv, self.shard.queries_per_kv, dim).t().contiguous()
 
     def _gate_up(self, kind: str, inner: tuple[int, ...]) -> Tensor:
-        shape = (self.spec.intermediate_size, *inner)
-        return _rows_of(
-            [
-                self._read(f"mlp.{name}_proj.{kind}", shape, rows=self.shard.channels, own=False)
-                for name in ("gate", "up")
+        size, own = self.spec.intermediate_size, self.shard.channels
+        if self.spec.traits.fused_projections:
+            name, shape = f"mlp.gate_up_proj.{kind}", (2 * size, *inner)
+            runs = [
+                (name, shape, range(size * at + own.start, size * at + own.stop)) for at in (0, 1)
             ]
+        else:
+            runs = [(f"mlp.{name}_proj.{kind}", (size, *inner), own) for name in ("gate", "up")]
+        return _rows_of(
+            [self._read(name, shape, rows=rows, own=False) for name, shape, rows in runs]
         )
 
     def _vector(self, name: str, size: int) -> Tensor:

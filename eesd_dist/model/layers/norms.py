@@ -1,4 +1,4 @@
-"""Root-mean-square norms, over whole rows and over each head."""
+"""Root-mean-square norms, over whole rows, over each head and over all heads."""
 
 import math
 from typing import Self
@@ -18,21 +18,35 @@ class RmsNorm:
     """
 
     def __init__(
-        self, weight_D: Tensor, *, eps: float, dtype: torch.dtype, offset: float = 0.0
+        self,
+        weight_D: Tensor,
+        *,
+        eps: float,
+        dtype: torch.dtype,
+        offset: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
-        """`offset` is added to the weight."""
+        """`offset` is added to the weight; `scale` is a factor of the normed rows."""
         width = weight_D.shape[-1]
         factor_D = weight_D.float() + offset if offset else weight_D.float()
-        self.scaled_weight_D = factor_D * math.sqrt(width)
+        self.scaled_weight_D = factor_D * (math.sqrt(width) * scale)
         self.floor = eps * width
         self._floor_11 = torch.full((1, 1), eps * width, device=weight_D.device)
         self._dtype = dtype
 
     @classmethod
-    def of(cls, weight_D: Tensor, spec: ModelSpec, *, dtype: torch.dtype) -> Self:
+    def of(
+        cls, weight_D: Tensor, spec: ModelSpec, *, dtype: torch.dtype, scale: float = 1.0
+    ) -> Self:
         """Returns a norm of this model with the weight in its checkpoint."""
         offset = spec.traits.norms.weight_offset
-        return cls(weight_D, eps=spec.rms_norm_eps, dtype=dtype, offset=offset)
+        return cls(weight_D, eps=spec.rms_norm_eps, dtype=dtype, offset=offset, scale=scale)
+
+    @classmethod
+    def before_logits(cls, weight_D: Tensor, spec: ModelSpec, *, dtype: torch.dtype) -> Self:
+        """Returns the norm before an LM head, which also scales the logits: the LM head is
+        linear and has no bias."""
+        return cls.of(weight_D, spec, dtype=dtype, scale=spec.traits.logits_scale)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         needs_grad = x_TD.requires_grad or self.scaled_weight_D.requires_grad
@@ -63,11 +77,44 @@ class RmsNorm:
 class HeadNorm:
     """Norm of every query and key head, with one weight for queries and one for keys."""
 
-    def __init__(self, weight_HE: Tensor, *, eps: float, dtype: torch.dtype) -> None:
-        self.weight_HE = weight_HE.to(dtype)
+    def __init__(
+        self, weight_HE: Tensor, *, eps: float, dtype: torch.dtype, offset: float = 0.0
+    ) -> None:
+        """`offset` is added to the weight, which then stays float32: rounded to a narrower type,
+        the sum would lose most of a small weight."""
+        self.weight_HE = weight_HE.float() + offset if offset else weight_HE.to(dtype)
         self.eps = eps
 
     def __call__(self, heads_THE: Tensor) -> Tensor:
         wide_THE = heads_THE.float()
         scale_TH1 = wide_THE.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (wide_THE * scale_TH1).to(heads_THE.dtype) * self.weight_HE
+        normed_THE = (wide_THE * scale_TH1).to(self.weight_HE.dtype) * self.weight_HE
+        return normed_THE.to(heads_THE.dtype)
+
+
+class JointNorm:
+    """One norm over all query heads of a row, and one over all key heads."""
+
+    def __init__(
+        self,
+        weight_HE: Tensor,
+        *,
+        num_queries: int,
+        eps: float,
+        dtype: torch.dtype,
+        offset: float = 0.0,
+    ) -> None:
+        """`offset` is added to the weight."""
+        self.weight_HE = weight_HE.float() + offset
+        self.eps = eps
+        self._num_queries = num_queries
+        self._queries, self._keys = (
+            RmsNorm(weight_HE.flatten(), eps=eps, dtype=dtype)
+            for weight_HE in (self.weight_HE[:num_queries], self.weight_HE[num_queries:])
+        )
+
+    def __call__(self, heads_THE: Tensor) -> Tensor:
+        queries_TD = heads_THE[:, : self._num_queries].flatten(1)
+        keys_TD = heads_THE[:, self._num_queries :].flatten(1)
+        normed_TD = torch.cat([self._queries(queries_TD), self._keys(keys_TD)], dim=1)
+        return normed_TD.view(heads_THE.shape)

@@ -3,7 +3,7 @@
 Shared by spans and exit heads. Where products are compiled, all layers of a pass are one call.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -19,7 +19,7 @@ from eesd_dist.model.families.family import Scores
 from eesd_dist.model.kernels import pad_rows
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
 from eesd_dist.model.rank_memory import kv_page_bytes
-from eesd_dist.model.rope import rotation_table
+from eesd_dist.model.rope import rotation_tables
 from eesd_dist.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -50,16 +50,18 @@ class PagedLayers:
         windows: Sequence[int | None],
         *,
         spec: ModelSpec,
-        rotation_SP: Tensor,
+        rotations: Sequence[Tensor],
+        device: torch.device,
         dtype: torch.dtype,
         num_pages: int,
         page_size: int,
     ) -> None:
-        device = rotation_SP.device
+        """`rotations`: the table of each layer."""
+        self.device = device
         self.compute_dtype = dtype
         self.page_size = page_size
         self._layers = tuple(layers)
-        self._rotation_SP = rotation_SP
+        self._rotations = tuple(rotations)
         self._pages = [
             LayerPages(
                 num_pages=num_pages,
@@ -76,11 +78,12 @@ class PagedLayers:
         ]
         self._windows = tuple(windows)
         self._scores = spec.traits.scores
-        self._compiled = compiled_layers(self._layers, self._pages, rotation_SP)
+        self._compiled = compiled_layers(self._layers, self._pages, self._rotations, device)
         self._on_gpu = _layers_on_gpu(
             self._layers,
             self._pages,
-            rotation_SP,
+            self._rotations,
+            device,
             hidden_size=spec.hidden_size,
             dtype=dtype,
         )
@@ -97,9 +100,11 @@ class PagedLayers:
         if fused is not None:
             return fused.forward(hidden_TD, rows, after_layer=after_layer)
         x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
-        rotation_T1P = self._rotation_SP.index_select(0, rows.positions).unsqueeze(1)
-        for done, (layer, pages) in enumerate(zip(self._layers, self._pages, strict=True), start=1):
-            x_TD = layer.forward(x_TD, rotation_T1P, partial(pages.attend, rows))
+        turns = _rows_of(self._rotations, lambda table_SP: table_SP.index_select(0, rows.positions))
+        for done, (layer, pages, turn_T1P) in enumerate(
+            zip(self._layers, self._pages, turns, strict=True), start=1
+        ):
+            x_TD = layer.forward(x_TD, turn_T1P, partial(pages.attend, rows))
             if after_layer is not None:
                 after_layer(done, x_TD.narrow(0, 0, rows.num_rows))
         return x_TD.narrow(0, 0, rows.num_rows)
@@ -122,13 +127,9 @@ class PagedLayers:
         """Copies slots in every layer, (from, to) each; reads all sources before it writes."""
         if not moves or not self._pages:
             return
-        sources_M, targets_M = torch.tensor(moves, device=self._rotation_SP.device).unbind(1)
+        sources_M, targets_M = torch.tensor(moves, device=self.device).unbind(1)
         for pages in self._pages:
             pages.move(sources_M, targets_M)
-
-    @property
-    def device(self) -> torch.device:
-        return self._rotation_SP.device
 
     @property
     def page_bytes(self) -> tuple[int, ...]:
@@ -146,15 +147,15 @@ class PagedLayers:
     def settle_writes(self) -> None:
         """Waits until pages written by this thread are visible to rounds of every thread. On a CPU
         they are at once; on a GPU rounds may run on another stream than the writer's."""
-        if self._rotation_SP.is_cuda:
-            torch.cuda.current_stream(self._rotation_SP.device).synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     @torch.inference_mode()
     def begin(self) -> None:
         """Starts an epoch, in which no page is valid yet. On a GPU, layers that were queued when a
         peer was lost ran over rows that never arrived, and a mask does not remove NaN. On a CPU
         nothing is computed before its rows are there, and clearing would touch all memory."""
-        if self._rotation_SP.is_cuda:
+        if self.device.type == "cuda":
             for pages in self._pages:
                 pages.clear()
 
@@ -170,50 +171,54 @@ class PagedLayers:
             self._layers,
             self._windows,
             hidden_BLD.to(self.compute_dtype),
-            self._rotation_SP,
+            self._rotations,
             scores=self._scores,
         )
 
 
 def compiled_layers(
-    layers: Sequence[DecoderLayer], pages: Sequence[LayerPages], rotation_SP: Tensor
+    layers: Sequence[DecoderLayer],
+    pages: Sequence[LayerPages],
+    rotations: Sequence[Tensor],
+    device: torch.device,
 ) -> "CompiledLayers | None":
     """Returns the layers as one compiled call, where this machine and these products have it."""
-    if rotation_SP.device.type != "cpu" or not can_compile():
+    if device.type != "cpu" or not can_compile():
         return None
     from eesd_dist.model.layers.compiled_layers import CompiledLayers
 
-    return CompiledLayers.of(layers, pages, rotation_SP)
+    return CompiledLayers.of(layers, pages, rotations)
 
 
 def _layers_on_gpu(
     layers: Sequence[DecoderLayer],
     pages: Sequence[LayerPages],
-    rotation_SP: Tensor,
+    rotations: Sequence[Tensor],
+    device: torch.device,
     *,
     hidden_size: int,
     dtype: torch.dtype,
 ) -> "CudaLayers | None":
-    if rotation_SP.device.type != "cuda" or not layers:
+    if device.type != "cuda" or not layers:
         return None
     from eesd_dist.model.layers.cuda_layers import CudaLayers
 
-    return CudaLayers(layers, pages, rotation_SP, hidden_size=hidden_size, dtype=dtype)
+    return CudaLayers(layers, pages, rotations, hidden_size=hidden_size, dtype=dtype)
 
 
 def forward_whole(
     layers: Sequence[DecoderLayer],
     windows: Sequence[int | None],
     hidden_BLD: Tensor,
-    rotation_SP: Tensor,
+    rotations: Sequence[Tensor],
     *,
     scores: Scores,
 ) -> Tensor:
     """Computes whole causal sequences from position 0, without pages; supports autograd."""
     num_sequences, length, width = hidden_BLD.shape
     x_TD = hidden_BLD.reshape(-1, width)
-    rotation_T1P = rotation_SP[:length].repeat(num_sequences, 1).unsqueeze(1)
-    for layer, window in zip(layers, windows, strict=True):
+    turns = _rows_of(rotations, lambda table_SP: table_SP[:length].repeat(num_sequences, 1))
+    for layer, window, turn_T1P in zip(layers, windows, turns, strict=True):
         attend = partial(
             attend_whole,
             num_sequences=num_sequences,
@@ -221,8 +226,18 @@ def forward_whole(
             window=window,
             scores=scores,
         )
-        x_TD = layer.forward(x_TD, rotation_T1P, attend)
+        x_TD = layer.forward(x_TD, turn_T1P, attend)
     return x_TD.view(num_sequences, length, width)
+
+
+def _rows_of(rotations: Sequence[Tensor], choose: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Returns the rows [T, 1, P] that `choose` takes from each layer's table, once a table."""
+    rows = {id(table_SP): choose(table_SP).unsqueeze(1) for table_SP in _distinct(rotations)}
+    return [rows[id(table_SP)] for table_SP in rotations]
+
+
+def _distinct(tables: Sequence[Tensor]) -> Iterable[Tensor]:
+    return {id(table): table for table in tables}.values()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +247,10 @@ class LoadedLayers:
     layers: tuple[DecoderLayer, ...]
     windows: tuple[int | None, ...]
     spec: ModelSpec
-    rotation_SP: Tensor
+    rotations: tuple[Tensor, ...]
+    """The table of each layer."""
     num_ranks: int
+    device: torch.device
     dtype: torch.dtype
     """In which they compute."""
 
@@ -241,27 +258,26 @@ class LoadedLayers:
     def of(
         cls,
         layers: Sequence[DecoderLayer],
-        windows: Sequence[int | None],
         *,
+        first: int,
         spec: ModelSpec,
         num_ranks: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
+        """`first`: the number of the first one in the model."""
+        own = slice(first, first + len(layers))
         return cls(
             layers=tuple(layers),
-            windows=tuple(windows),
+            windows=spec.sliding_windows[own],
             spec=spec,
-            rotation_SP=rotation_table(
-                spec.rope, num_positions=spec.max_position_embeddings, device=device
+            rotations=rotation_tables(
+                spec.ropes[own], num_positions=spec.max_position_embeddings, device=device
             ),
             num_ranks=num_ranks,
+            device=device,
             dtype=dtype,
         )
-
-    @property
-    def device(self) -> torch.device:
-        return self.rotation_SP.device
 
     @property
     def bytes_per_kv(self) -> int:
@@ -284,7 +300,8 @@ class LoadedLayers:
             self.layers,
             self.windows,
             spec=self.spec,
-            rotation_SP=self.rotation_SP,
+            rotations=self.rotations,
+            device=self.device,
             dtype=self.dtype,
             num_pages=num_pages,
             page_size=page_size,

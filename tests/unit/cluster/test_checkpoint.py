@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.planning.checkpoint import EVALUATION_FILE, read_head, read_shape
+from cluster.planning.forecast import degrees_of
 from eesd_dist.bench.prompts import BUNDLED_MODEL
 from eesd_dist.distill import evaluate
 from eesd_dist.errors import CheckpointError, ConfigError
@@ -29,6 +30,25 @@ def test_a_shape_is_read_from_a_checkpoint(tmp_path: Path) -> None:
     config.write_text(json.dumps({**FIELDS, "num_key_value_heads": 2, "head_dim": 32}))
     shape = read_shape(tmp_path)
     assert (shape.num_kv_heads, shape.head_dim) == (2, 32)
+
+
+def test_tables_are_those_of_the_ropes_and_positions_that_are_computed(tmp_path: Path) -> None:
+    fields = {**FIELDS, "max_position_embeddings": 512}
+    table = 512 * 8 * 8
+    longrope = {"type": "longrope", "long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
+    trained = {"original_max_position_embeddings": 128}
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window_pattern": 2}
+    phi = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": longrope, **trained}
+    for change, expected in (({}, table), (gemma, 2 * table), (phi, table // 4)):
+        (tmp_path / "config.json").write_text(json.dumps({**fields, **change}))
+        assert read_shape(tmp_path).table_bytes == expected
+
+
+def test_a_model_that_norms_its_heads_jointly_is_planned_for_one_rank(tmp_path: Path) -> None:
+    for name, degrees in (("Llama", (1, 2, 4)), ("Olmo2", (1,))):
+        fields = {**FIELDS, "architectures": [f"{name}ForCausalLM"]}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert degrees_of(read_shape(tmp_path)) == degrees
 
 
 def test_a_config_of_something_else_is_refused_by_name(tmp_path: Path) -> None:

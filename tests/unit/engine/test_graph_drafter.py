@@ -56,7 +56,7 @@ def on_gpu(paged: PagedLayers, *, hidden_size: int) -> None:
     paged._on_gpu = CudaLayers(
         paged._layers,
         paged._pages,
-        paged._rotation_SP,
+        paged._rotations,
         hidden_size=hidden_size,
         dtype=paged.compute_dtype,
     )

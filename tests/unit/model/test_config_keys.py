@@ -132,6 +132,8 @@ VALUES: Mapping[str, object] = {
     "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192},
     "embedding_multiplier": 12.0,
     "final_logit_softcapping": 30.0,
+    "full_attn_mod": 2,
+    "interpolate_factor": 4,
     "is_causal": False,
     "is_encoder_decoder": True,
     "llama_4_scaling_beta": 0.1,
@@ -294,6 +296,50 @@ def test_a_model_that_brings_its_own_code_is_refused() -> None:
 def test_a_model_type_of_another_family_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"model_type = 'granite' with .*Llama.*expected"):
         spec_of("LlamaForCausalLM", model_type="granite")
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteMoeForCausalLM",
+        "Llama4ForConditionalGeneration",
+        "MixtralForCausalLM",
+        "OlmoeForCausalLM",
+        "PhiMoEForCausalLM",
+        "PhimoeForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+    ],
+)
+def test_a_mixture_of_experts_is_refused_by_name(architecture: str) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        spec_of(architecture)
+    text = str(refusal.value)
+    assert f"config.json: found {architecture}, which is a mixture of experts" in text
+    assert "expected a dense model, one of LlamaForCausalLM, " in text
+    assert "choose a dense model" in text
+
+
+@pytest.mark.parametrize("model_type", ["dots1", "ernie4_5_moe", "jamba", "minimax", "solar_open"])
+def test_experts_in_the_file_show_a_mixture_of_another_name(model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type](
+        **({"n_routed_experts": 8} if model_type == "dots1" else {})
+    )
+    written = {**config.to_dict(), "architectures": ["XForCausalLM"]}
+    with pytest.raises(CheckpointError, match="XForCausalLM, which is a mixture of experts"):
+        ModelSpec.from_config(written, file=FILE)
+
+
+@pytest.mark.parametrize("count", [{}, {"num_experts": None}, {"num_local_experts": 1}])
+def test_another_architecture_is_not_called_a_mixture(count: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        spec_of("GPT2LMHeadModel", **count)
+    assert "found architectures ['GPT2LMHeadModel'], expected one of" in str(refusal.value)
+    assert "mixture" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "MinistralForCausalLM"])

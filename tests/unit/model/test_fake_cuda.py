@@ -73,7 +73,10 @@ def head_of(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Ex
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "llama, biases", "mistral, sliding window", "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "llama, biases", "mistral, sliding window", "qwen3", "gemma3", "granite", "olmo2"],
+)
 def test_a_span_and_its_logits_stay_on_the_gpu(tmp_path: Path, family: str, dtype: DType) -> None:
     save_tiny_model(tmp_path, family)
     spec = ModelSpec.from_folder(tmp_path)

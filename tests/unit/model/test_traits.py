@@ -20,7 +20,7 @@ from eesd_dist.model.families.family import Family, Norms, Scores, Traits
 from eesd_dist.model.families.windows import window_in_every_other_layer
 from eesd_dist.model.heads.head_config import single_layer_config
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
-from eesd_dist.model.layers.norms import RmsNorm
+from eesd_dist.model.layers.norms import HeadNorm, RmsNorm
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.thread_group import on_ranks
@@ -29,8 +29,9 @@ from tests.unit.model.paged_stages import Stages
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, CHANNELS, VOCAB, LAYERS = 32, 4, 2, 8, 48, 50, 3
 NUM_TOKENS = 61
 FOUR_NORMS = Norms(after_attention="after_attention", before_mlp="before_mlp", after_mlp="last")
-
-
+TWO_NORMS_AFTER = Norms(
+    before_attention=None, after_attention="after_attention", before_mlp=None, after_mlp="last"
+)
 TOYS: Mapping[str, Traits] = {
     "none": Traits(),
     "norms after attention and MLP": Traits(norms=FOUR_NORMS),
@@ -41,6 +42,14 @@ TOYS: Mapping[str, Traits] = {
     "scaled and capped scores": Traits(scores=Scores(scale=0.9, softcap=1.3)),
     "scaled embedding": Traits(embedding_scale=2.5),
     "capped logits": Traits(logit_softcap=1.5),
+    "norms of heads": Traits(qk_norm=True),
+    "norms of heads from 1": Traits(qk_norm=True, norms=Norms(weight_offset=1.0)),
+    "one norm for all heads": Traits(qk_norm=True, joint_qk_norm=True),
+    "norms after attention and MLP only": Traits(norms=TWO_NORMS_AFTER),
+    "scaled residuals": Traits(residual_scale=0.3),
+    "scaled norms after attention and MLP": Traits(norms=FOUR_NORMS, residual_scale=0.3),
+    "scaled logits": Traits(logits_scale=0.3),
+    "scaled and capped logits": Traits(logits_scale=1.7, logit_softcap=1.5),
 }
 
 
@@ -56,8 +65,8 @@ def write(folder: Path, traits: Traits) -> dict[str, Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
-    def norm() -> Tensor:  # weights that are added to 1 stay about as large
-        return torch.rand(WIDTH, generator=generator) + 0.5 - traits.norms.weight_offset
+    def norm(width: int = WIDTH) -> Tensor:  # weights that are added to 1 stay about as large
+        return torch.rand(width, generator=generator) + 0.5 - traits.norms.weight_offset
 
     tensors = {
         "model.embed_tokens.weight": normal(VOCAB, WIDTH),
@@ -75,6 +84,10 @@ def write(folder: Path, traits: Traits) -> dict[str, Tensor]:
             "mlp.down_proj": normal(WIDTH, CHANNELS),
         }
         layer |= {name: norm() for name in traits.norms.names().values()}
+        if traits.qk_norm:
+            counts = (HEADS, KV_HEADS) if traits.joint_qk_norm else (1, 1)
+            for name, count in zip("qk", counts, strict=True):
+                layer[f"self_attn.{name}_norm"] = norm(count * HEAD_DIM)
         tensors |= {f"model.layers.{at}.{name}.weight": x for name, x in layer.items()}
     config = {
         "architectures": ["ToyForCausalLM"],
@@ -99,7 +112,9 @@ def plain_logits(traits: Traits, tensors: Mapping[str, Tensor], tokens_T: Tensor
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     norms = traits.norms
 
-    def normed(x: Tensor, name: str) -> Tensor:
+    def normed(x: Tensor, name: str | None) -> Tensor:
+        if name is None:
+            return x
         unit = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         return unit * (wide[f"{name}.weight"] + norms.weight_offset)
 
@@ -110,21 +125,32 @@ def plain_logits(traits: Traits, tensors: Mapping[str, Tensor], tokens_T: Tensor
         def product(x: Tensor, name: str, prefix: str = prefix) -> Tensor:
             return x @ wide[f"{prefix}{name}.weight"].T
 
-        y_TD = normed(x_TD, prefix + norms.before_attention)
-        q, k, v = (product(y_TD, f"self_attn.{name}_proj") for name in "qkv")
-        v_TKE = v.view(len(tokens_T), -1, HEAD_DIM)
-        mixed = attended(traits.scores, rotated(q), rotated(k), v_TKE)
+        def named(name: str | None, prefix: str = prefix) -> str | None:
+            return None if name is None else prefix + name
+
+        def heads(x: Tensor) -> Tensor:
+            return x.reshape(len(tokens_T), -1, HEAD_DIM)
+
+        y_TD = normed(x_TD, named(norms.before_attention))
+        q, k, v = (heads(product(y_TD, f"self_attn.{name}_proj")) for name in "qkv")
+        if traits.qk_norm:
+            start = 1 if traits.joint_qk_norm else 2
+            q, k = (
+                heads(normed(x.flatten(start), f"{prefix}self_attn.{name}_norm"))
+                for x, name in ((q, "q"), (k, "k"))
+            )
+        mixed = attended(traits.scores, rotated(q), rotated(k), v)
         added = product(mixed, "self_attn.o_proj")
-        x_TD = x_TD + (
-            normed(added, prefix + norms.after_attention) if norms.after_attention else added
-        )
-        y_TD = normed(x_TD, prefix + norms.before_mlp)
+        added = normed(added, named(norms.after_attention))
+        x_TD = x_TD + added * traits.residual_scale
+        y_TD = normed(x_TD, named(norms.before_mlp))
         gate = product(y_TD, "mlp.gate_proj")
         is_gelu = traits.activation is GELU_TANH
         acted = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
         added = product(acted * product(y_TD, "mlp.up_proj"), "mlp.down_proj")
-        x_TD = x_TD + (normed(added, prefix + norms.after_mlp) if norms.after_mlp else added)
-    logits_TV = normed(x_TD, "model.norm") @ wide["lm_head.weight"].T
+        added = normed(added, named(norms.after_mlp))
+        x_TD = x_TD + added * traits.residual_scale
+    logits_TV = normed(x_TD, "model.norm") @ wide["lm_head.weight"].T * traits.logits_scale
     return capped(logits_TV, traits.logit_softcap).float()
 
 
@@ -132,11 +158,10 @@ def capped(x: Tensor, limit: float | None) -> Tensor:
     return x if limit is None else limit * torch.tanh(x / limit)
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Rotates [T, H, E] to its positions; channel e is paired with e + E/2."""
-    heads_THE = x.view(len(x), -1, HEAD_DIM)
+def rotated(heads_THE: Tensor) -> Tensor:
+    """Rotates heads to their positions; channel e is paired with e + E/2."""
     inverse = 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
-    angles = (torch.arange(len(x)).double()[:, None] * inverse)[:, None, :]
+    angles = (torch.arange(len(heads_THE)).double()[:, None] * inverse)[:, None, :]
     first, second = heads_THE.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -173,7 +198,8 @@ def test_a_trait_changes_the_model_as_its_arithmetic_says(
     whole_TV = stages.run_without_pages(tokens()[None])[0]
     for found_TV in (pieces_TV, whole_TV):  # against float64
         assert float((found_TV - expected_TV).abs().max()) <= 1e-4
-    names = Norms(before_mlp=traits.norms.before_mlp)
+    norms = traits.norms
+    names = Norms(before_attention=norms.before_attention, before_mlp=norms.before_mlp)
     without_TV = plain_logits(Traits(norms=names), tensors, tokens())
     assert (float((without_TV - expected_TV).abs().max()) > 0.05) == (name != "none")
 
@@ -191,8 +217,10 @@ def test_a_row_of_any_family_has_the_same_bits_alone_and_among_others(
         assert torch.equal(found_TV, alone_TV), pieces
 
 
-@pytest.mark.parametrize("name", ["norms after attention and MLP", "capped logits"])
-def test_two_ranks_norm_and_cap_what_is_summed(
+@pytest.mark.parametrize(
+    "name", ["norms after attention and MLP", "capped logits", "scaled residuals"]
+)
+def test_two_ranks_norm_scale_and_cap_what_is_summed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     traits = TOYS[name]
@@ -243,6 +271,14 @@ def test_a_norm_adds_its_offset_in_float32() -> None:
     x_TD = torch.ones(1, 8)
     found_TD = RmsNorm(weight_D, eps=0.0, dtype=torch.float32, offset=1.0)(x_TD)
     torch.testing.assert_close(found_TD, torch.full((1, 8), 1.0 + 2.0**-9), rtol=1e-6, atol=0.0)
+
+
+def test_a_norm_of_heads_adds_its_offset_in_float32() -> None:
+    weight_HE = torch.full((2, 8), 2.0**-9, dtype=torch.bfloat16)
+    heads_THE = torch.ones(1, 2, 8, dtype=torch.bfloat16)
+    norm = HeadNorm(weight_HE, eps=0.0, dtype=torch.bfloat16, offset=1.0)
+    assert torch.equal(norm.weight_HE, torch.full((2, 8), 1.0 + 2.0**-9))
+    assert torch.equal(norm(heads_THE), heads_THE)  # rounded once, at the end
 
 
 def test_a_soft_cap_leaves_small_numbers_and_bounds_large_ones() -> None:

@@ -25,6 +25,7 @@ def degrees_of(spec: ModelSpec) -> tuple[int, ...]:
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         num_channels=spec.intermediate_size,
+        norms_heads_jointly=spec.traits.joint_qk_norm,
     )
     return tuple(degree for degree in _DEGREES if degree in allowed)
 

@@ -8,7 +8,17 @@ from eesd_dist.model.heads.head_config import HeadConfig
 
 def test_shapes_are_odd_and_of_every_family() -> None:
     configs = [random_config(Random(number)) for number in range(80)]
-    families = {"llama", "mistral", "qwen2", "qwen3", "gemma2"}
+    families = {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "olmo2",
+        "phi3",
+    }
     assert {config["model_type"] for config in configs} == families
     assert any(config["vocab_size"] % 2 for config in configs)
     assert any(config["tie_word_embeddings"] for config in configs)

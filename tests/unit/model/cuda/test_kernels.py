@@ -92,9 +92,12 @@ kernels = [
      dict(parts="*fp32", weights="*fp32", mixed="*bf16", position_R="*i32", window="i32",
           num_parts="i32"),
      dict(NUM_HEADS=32, CHANNELS=128, PADDED_CHANNELS=128, PART=256)),
+] + [
     (row_kernels.store_kernel,
-     dict(**heads, rotation="*fp32", norm_weight="*bf16", norm_eps="fp32", **placed),
-     dict(**layout, NUM_QUERIES=32, HAS_ROTATION=True, HAS_NORM=True, PAIRS=64)),
+     dict(**heads, rotation="*fp32", norm_weight=weight, norm_eps="fp32", **placed),
+     dict(**layout, NUM_QUERIES=32, HAS_ROTATION=True, HAS_NORM=True, PAIRS=64))
+    for weight in ("*bf16", "*fp32")
+] + [
     (row_kernels.norm_kernel,
      dict(x="*bf16", added="*bf16", weight_D="*fp32", normed="*bf16", floor="fp32"),
      dict(WIDTH=4096, HAS_ADDED=True, PADDED_WIDTH=4096)),
@@ -137,7 +140,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [line.split() for line in done.stdout.splitlines()]
-    assert len(found) == 12
+    assert len(found) == 13
     assert all(int(size) > 1000 for _, size, _ in found)
     # What is compared bit for bit with a CPU may round only as a CPU does.
     fused = {name: int(count) for name, _, count in found}

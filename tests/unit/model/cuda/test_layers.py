@@ -21,7 +21,16 @@ from tests.support.tiny_checkpoints import save_tiny_model
 
 CPU = torch.device("cpu")
 PAGE_SIZE, NUM_PAGES = 4, 40
-FAMILIES = ["llama", "llama, biases", "mistral, sliding window", "qwen3", "gemma2"]
+FAMILIES = [
+    "llama",
+    "llama, biases",
+    "mistral, sliding window",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "olmo2",
+]
 
 
 def plan_of(segments: Sequence[RowSegment]) -> RowPlan:
@@ -49,7 +58,7 @@ class Twins:
         self.twin = CudaLayers(
             self.span.paged._layers,
             self.pages,
-            self.span.paged._rotation_SP,
+            self.span.paged._rotations,
             hidden_size=self.spec.hidden_size,
             dtype=torch.float32,
         )
