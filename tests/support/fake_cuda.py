@@ -41,7 +41,7 @@ class HostCopies(OperatorWatch):
 
 
 class _Bindings(TorchFunctionMode):
-    """Runs indexing and `copy_` of tensors on the GPU through their operators."""
+    """Runs indexing, `copy_` and `contiguous` of tensors on the GPU through their operators."""
 
     def __torch_function__(
         self,
@@ -58,6 +58,8 @@ class _Bindings(TorchFunctionMode):
                 return None
             if func is Tensor.copy_:
                 return torch.ops.aten.copy_.default(*args)
+            if func is Tensor.contiguous and not args[0].is_contiguous():
+                return args[0].clone(memory_format=torch.contiguous_format)
         return func(*args, **(kwargs or {}))
 
 
