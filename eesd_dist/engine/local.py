@@ -5,10 +5,13 @@ runs it in a separate thread and delivers the results. Neither handles text.
 """
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import psutil
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_local_engine
@@ -48,6 +51,18 @@ class Generation:
         self.drafted.append(emission.num_drafted)
         self.accepted.append(emission.num_accepted)
         self.finish_reason = emission.finish_reason
+
+
+def with_all_cores(config: EngineConfig) -> EngineConfig:
+    """Returns the configuration of an engine that has this machine to itself: one thread for each
+    core, unless it states `parallel.num_threads` or the environment has OMP_NUM_THREADS. The number
+    of threads changes no text."""
+    if "num_threads" in config.parallel.model_fields_set or "OMP_NUM_THREADS" in os.environ:
+        return config
+    allowed = len(os.sched_getaffinity(0))
+    num_threads = min(allowed, psutil.cpu_count(logical=False) or allowed)
+    parallel = config.parallel.model_copy(update={"num_threads": num_threads})
+    return config.model_copy(update={"parallel": parallel})
 
 
 class LocalEngine:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of
-from eesd_dist.engine.local import LocalEngine
+from eesd_dist.engine.local import LocalEngine, with_all_cores
 from eesd_dist.errors import RequestError
 from eesd_dist.llm.outputs import RequestOutput
 from eesd_dist.llm.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ class LLM:
 
         Raises ConfigError or CheckpointError if it cannot be loaded.
         """
-        config = with_local_folder(engine_config(model, settings))
+        config = with_all_cores(with_local_folder(engine_config(model, settings)))
         require_checkpoint(config.model.path)
         self._tokenizer = Tokenizer.load(config.model.path)
         self._defaults = SamplingDefaults.of_folder(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import build_local_engine, layout_of
+from eesd_dist.engine.local import with_all_cores
 from eesd_dist.model.checkpoint_folder import require_checkpoint
 from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.routing.beliefs import BeliefBook
@@ -39,7 +40,7 @@ async def run_here(
 ) -> BatchReport:
     """Runs a batch in this process. Raises ConfigError before any row when something does not
     fit."""
-    engine = config.engine
+    engine = with_all_cores(config.engine)
     require_checkpoint(engine.model.path)
     max_model_len = layout_of(engine).max_model_len
     model = ServedModel(

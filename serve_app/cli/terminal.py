@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of
-from eesd_dist.engine.local import Generation, LocalEngine
+from eesd_dist.engine.local import Generation, LocalEngine, with_all_cores
 from eesd_dist.errors import PromptTooLong
 from eesd_dist.model.checkpoint_folder import require_checkpoint
 from eesd_dist.text import StreamDecoder, Tokenizer
@@ -56,7 +56,7 @@ def stream_text(
         ),
         speculation=SpeculationParams(mode="off" if options.no_speculation else "auto"),
     )
-    llm = LocalEngine(config)
+    llm = LocalEngine(with_all_cores(config))
     decoder = StreamDecoder(tokenizer)
     generation = Generation(request_id=request.request_id)
     began_s = time.perf_counter()

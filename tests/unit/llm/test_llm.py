@@ -5,7 +5,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 import eesd_dist
 from eesd_dist import LLM, EngineConfig, SamplingParams, SpeculationParams, StructuredOutputsParams
@@ -225,6 +227,20 @@ def test_settings_are_the_configurations_and_vllms_names_are_known() -> None:
     config = EngineConfig.model_validate({"model": {"path": BUNDLED_MODEL, "max_model_len": 64}})
     with LLM(config, max_running=1) as llm:
         assert len(llm.generate("Tom has", params)[0].outputs[0].token_ids) == 62
+
+
+def test_it_has_all_cores_and_their_number_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    texts = []
+    settings: tuple[dict[str, int], ...] = ({}, {"num_threads": 1}, {"num_threads": 3})
+    for stated in settings:
+        with LLM(BUNDLED_MODEL, **stated) as llm:
+            expected = stated.get("num_threads", psutil.cpu_count(logical=False))
+            assert torch.get_num_threads() == expected
+            found = llm.generate(["Tom has 3 apples.", "1 2 3"] * 4, SAMPLED)
+            texts.append([each.outputs[0].token_ids for each in found])
+    torch.set_num_threads(1)
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize(
