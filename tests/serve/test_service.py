@@ -408,7 +408,7 @@ def test_a_batch_over_the_service_is_the_batch_in_one_process(
 
     def texts(name: str, *words: str) -> dict[str, str]:
         out = tmp_path / name
-        assert main(["batch", str(rows), str(out), *model, "--quiet", *words]) == 0
+        assert main(["batch", str(rows), str(out), "--quiet", *words]) == 0
         assert "3 answered, 0 failed" in capsys.readouterr().out
         answers = [json.loads(line) for line in out.read_text().splitlines()]
         return {
@@ -418,7 +418,7 @@ def test_a_batch_over_the_service_is_the_batch_in_one_process(
 
     there = texts("there.jsonl", "--url", service.url)
     assert len(set(there.values())) == 3
-    assert there == texts("here.jsonl", "--device", "cpu")
+    assert there == texts("here.jsonl", *model, "--device", "cpu")
 
 
 def _learnt(router: Any) -> Any:
