@@ -262,8 +262,8 @@ class ParallelConfig(Section):
     """Deadline of every wait between ranks; the error names the peer."""
 
     num_threads: PositiveInt = 1
-    """CPU threads of one rank. `LLM`, `eesd generate` and `eesd batch` without `--url` have one for
-    each core, unless it is stated or the environment has OMP_NUM_THREADS. It changes no text."""
+    """CPU threads of one rank. In `LLM`, `eesd generate` and `eesd batch` without `--url` the
+    default is OMP_NUM_THREADS, or the number of cores. It changes no text."""
 
     @model_validator(mode="after")
     def _fallback_has_room(self) -> Self:

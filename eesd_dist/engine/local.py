@@ -54,13 +54,16 @@ class Generation:
 
 
 def with_all_cores(config: EngineConfig) -> EngineConfig:
-    """Returns the configuration of an engine that has this machine to itself: one thread for each
-    core, unless it states `parallel.num_threads` or the environment has OMP_NUM_THREADS. The number
-    of threads changes no text."""
-    if "num_threads" in config.parallel.model_fields_set or "OMP_NUM_THREADS" in os.environ:
+    """Returns the configuration of an engine that has this machine to itself. Unless it states
+    `parallel.num_threads`, that is OMP_NUM_THREADS, or the number of cores. It changes no text."""
+    if "num_threads" in config.parallel.model_fields_set:
         return config
-    allowed = len(os.sched_getaffinity(0))
-    num_threads = min(allowed, psutil.cpu_count(logical=False) or allowed)
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    if stated.isdecimal() and int(stated) > 0:
+        num_threads = int(stated)
+    else:
+        allowed = len(os.sched_getaffinity(0))
+        num_threads = min(allowed, psutil.cpu_count(logical=False) or allowed)
     parallel = config.parallel.model_copy(update={"num_threads": num_threads})
     return config.model_copy(update={"parallel": parallel})
 

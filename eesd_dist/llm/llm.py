@@ -24,7 +24,7 @@ from eesd_dist.errors import RequestError
 from eesd_dist.llm.outputs import RequestOutput
 from eesd_dist.llm.sampling_params import SamplingParams
 from eesd_dist.llm.settings import engine_config
-from eesd_dist.llm.texts import AskedPrompt, GrowingText
+from eesd_dist.llm.texts import GrowingText, ParentRequest
 from eesd_dist.model.checkpoint_folder import require_checkpoint, with_local_folder
 from eesd_dist.parameters import (
     Message,
@@ -140,10 +140,12 @@ class LLM:
 
         Raises RequestError for a prompt or parameters that cannot be served."""
         one = _Chat(prompt, {"add_generation_prompt": True}) if _is_conversation(prompt) else prompt
-        asked = self._asked(one, sampling_params or self.get_default_sampling_params(), speculation)
-        if asked.error is not None:
-            raise asked.error
-        text = asked.texts[0]
+        parent = self._parent(
+            one, sampling_params or self.get_default_sampling_params(), speculation
+        )
+        if parent.error is not None:
+            raise parent.error
+        text = parent.texts[0]
         for emission in self._engine.stream([text.request]):
             delta = text.take(emission, at_s=0.0)
             if delta is None:
@@ -186,12 +188,12 @@ class LLM:
         is_one: bool,
     ) -> list[RequestOutput]:
         prompts = list(prompts)
-        asked = [
-            self._asked(prompt, params, speculation)
+        parents = [
+            self._parent(prompt, params, speculation)
             for prompt, params in zip(prompts, self._one_for_each(sampling, prompts), strict=True)
         ]
-        self._run([text for each in asked for text in each.texts], use_tqdm=use_tqdm)
-        outputs = [each.output(self._tokenizer) for each in asked]
+        self._run([text for parent in parents for text in parent.texts], use_tqdm=use_tqdm)
+        outputs = [parent.output(self._tokenizer) for parent in parents]
         if is_one and outputs[0].error is not None:
             raise outputs[0].error
         return outputs
@@ -237,23 +239,23 @@ class LLM:
             )
         return cast("Sequence[SamplingParams]", several)
 
-    def _asked(
+    def _parent(
         self, prompt: object, params: SamplingParams, speculation: SpeculationParams
-    ) -> AskedPrompt:
-        asked = AskedPrompt(
+    ) -> ParentRequest:
+        parent = ParentRequest(
             request_id=f"llm-{next(self._numbers)}",
             params=params,
             seed=self._seeds.getrandbits(_SEED_BITS) if params.seed is None else params.seed,
         )
         try:
-            asked.prompt, asked.tokens = self._encoded(prompt)
-            asked.texts = [
+            parent.prompt, parent.tokens = self._encoded(prompt)
+            parent.texts = [
                 GrowingText(request, self._assembler(request, params))
-                for request in self._requests(asked, speculation)
+                for request in self._requests(parent, speculation)
             ]
         except RequestError as error:
-            asked.error = error
-        return asked
+            parent.error = error
+        return parent
 
     def _encoded(self, prompt: object) -> tuple[str | None, tuple[TokenId, ...]]:
         """Returns the text of a prompt and its tokens. Raises RequestError."""
@@ -273,8 +275,8 @@ class LLM:
             raise RequestError("the prompt is empty: give at least one token", param="prompt")
         return text, tokens
 
-    def _requests(self, asked: AskedPrompt, speculation: SpeculationParams) -> list[Request]:
-        params = asked.params
+    def _requests(self, parent: ParentRequest, speculation: SpeculationParams) -> list[Request]:
+        params = parent.params
         grammar = asked_grammar(params)
         sampling = sampling_params(
             params,
@@ -286,11 +288,11 @@ class LLM:
         )
         return [
             Request(
-                request_id=RequestId(f"{asked.request_id}-{i}"),
-                prompt=asked.tokens,
+                request_id=RequestId(f"{parent.request_id}-{i}"),
+                prompt=parent.tokens,
                 sampling=replace(
                     sampling,
-                    seed=choice_seed(asked.seed, i),
+                    seed=choice_seed(parent.seed, i),
                     max_tokens=params.max_tokens or self._max_model_len,
                 ),
                 speculation=speculation,

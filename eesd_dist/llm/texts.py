@@ -84,7 +84,7 @@ class GrowingText:
 
 
 @dataclass(slots=True, kw_only=True)
-class AskedPrompt:
+class ParentRequest:
     """One prompt of a call, and its texts."""
 
     request_id: str

@@ -239,6 +239,9 @@ def test_it_has_all_cores_and_their_number_changes_no_text(monkeypatch: pytest.M
             assert torch.get_num_threads() == expected
             found = llm.generate(["Tom has 3 apples.", "1 2 3"] * 4, SAMPLED)
             texts.append([each.outputs[0].token_ids for each in found])
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with LLM(BUNDLED_MODEL):
+        assert torch.get_num_threads() == 3
     torch.set_num_threads(1)
     assert texts[0] == texts[1] == texts[2]
 
