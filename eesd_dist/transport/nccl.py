@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ _POLL_S = 0.02
 class DeviceWork(Protocol):
     def is_completed(self) -> bool: ...
 
+    def has_ended(self) -> bool:
+        """True once the device is past this work. Called after `is_completed`, which torch also
+        answers with true for work of a communicator in error: its kernel may wait for ever.
+
+        Raises RuntimeError for such work, which may abort the communicator.
+        """
+        ...
+
 
 class CollectiveBackend(TransferBackend, Protocol):
     """Methods of torch's NCCL backend that its type stubs lack."""
@@ -50,7 +58,9 @@ class CollectiveBackend(TransferBackend, Protocol):
 class Watchdog:
     """Calls `on_late(operation)` once, in its own thread, when work misses its deadline.
 
-    Work finishes in the order it was started, so only the oldest piece is polled.
+    Work finishes in the order it was started, so only the oldest piece is polled, and the device is
+    asked for the newest of those that are completed. Work of a communicator in error is late at
+    once.
     """
 
     def __init__(
@@ -59,14 +69,15 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._on_late = on_late
         self._poll_s = poll_s
-        self._watched: queue.SimpleQueue[tuple[DeviceWork, str, float] | None]
-        self._watched = queue.SimpleQueue()
+        self._watched: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
         self._is_stopped = False
+        self.judging = threading.Lock()
+        """Held while work may be found to be late: torch may end its kernels before that."""
         self._thread = threading.Thread(target=self._run, name="nccl watchdog", daemon=True)
         self._thread.start()
 
     def watch(self, work: DeviceWork, *, operation: str) -> None:
-        self._watched.put((work, operation, time.monotonic() + self._timeout_s))
+        self._watched.put(_Watched(work, operation, time.monotonic() + self._timeout_s))
 
     def stop(self) -> None:
         """Ends the thread. Takes no lock: the garbage collector may call this at any point."""
@@ -75,12 +86,51 @@ class Watchdog:
 
     def _run(self) -> None:
         while (watched := self._watched.get()) is not None:
-            work, operation, deadline = watched
-            while not self._is_stopped and not work.is_completed():
-                if time.monotonic() >= deadline:
-                    self._on_late(operation)
-                    return
-                time.sleep(self._poll_s)
+            if not self._is_in_time(watched, watched.work.is_completed):
+                return
+            if self._watched.empty() and not self._is_in_time(watched, watched.work.has_ended):
+                return
+
+    def _is_in_time(self, watched: "_Watched", is_done: Callable[[], bool]) -> bool:
+        while not self._is_stopped:
+            with self.judging:
+                try:
+                    if is_done():
+                        return True
+                    is_late = time.monotonic() >= watched.deadline
+                except RuntimeError:
+                    logger.exception("the communicator is in error: %s", watched.operation)
+                    is_late = True
+                if is_late:
+                    self._on_late(watched.operation)
+                    return False
+            time.sleep(self._poll_s)
+        return True
+
+
+class _Watched(NamedTuple):
+    work: DeviceWork
+    operation: str
+    deadline: float
+
+
+class _StreamWork:
+    """Work of torch's NCCL backend, with an event after it on a stream that waits for it."""
+
+    def __init__(self, work: Work, stream: torch.cuda.Stream) -> None:
+        self._work = work
+        self._stream = stream
+        self._event: torch.cuda.Event | None = None
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def has_ended(self) -> bool:
+        if self._event is None:
+            with torch.cuda.stream(self._stream):
+                self._work.wait()
+                self._event = self._stream.record_event()
+        return bool(self._event.query())
 
 
 class NcclPlane:
@@ -112,6 +162,7 @@ class NcclPlane:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # or torch polls the store from a thread
         torch.cuda.set_device(device)
+        self._watching = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         options = ProcessGroupNCCL.Options()
         options._timeout = NO_DEADLINE
         self._store = store  # torch asks it for each pair's first transfer, and does not keep it
@@ -139,8 +190,9 @@ class NcclPlane:
 
     @property
     def lost(self) -> str | None:
-        """The operation that missed its deadline, or None."""
-        return self._lost
+        """The operation that missed its deadline or met an error of its communicator, or None."""
+        with self._watchdog.judging:
+            return self._lost
 
     def all_reduce(self, x: Tensor, *, operation: str) -> Tensor:
         """Returns the sum: in rank order with `ordered_sums` over three ranks or more, otherwise
@@ -174,14 +226,17 @@ class NcclPlane:
     def isend(self, x: Tensor, *, to: int, operation: str) -> None:
         """Sends without ordering streams: later kernels do not wait for the peer. The caller keeps
         `x` unchanged until the peer has answered."""
-        self._watchdog.watch(self._backend.send([x], to, 0), operation=operation)
+        self._watch(self._backend.send([x], to, 0), operation=operation)
 
     def abort(self) -> None:
         self._end()
 
     def _order(self, work: Work, *, operation: str) -> None:
         work.wait()
-        self._watchdog.watch(work, operation=operation)
+        self._watch(work, operation=operation)
+
+    def _watch(self, work: Work, *, operation: str) -> None:
+        self._watchdog.watch(_StreamWork(work, self._watching), operation=operation)
 
     def _give_up(self, operation: str) -> None:
         logger.error("nccl work is late, aborting: operation=%s", operation)

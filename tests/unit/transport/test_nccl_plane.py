@@ -84,6 +84,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Backend]]:
 
     Own.made = []
     monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", Own, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     with FakeTensorMode():
         yield Own

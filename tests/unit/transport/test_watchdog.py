@@ -2,15 +2,25 @@
 
 import threading
 
+import pytest
+
 from eesd_dist.transport.nccl import Watchdog
 
 
 class ToyWork:
-    def __init__(self, *, done: bool) -> None:
+    def __init__(self, *, done: bool, ended: bool | None = True) -> None:
+        """`ended`: None raises an error."""
         self.done = done
+        self.ended = ended
 
     def is_completed(self) -> bool:
         return self.done
+
+    def has_ended(self) -> bool:
+        assert self.done, "asked for only once it is completed"
+        if self.ended is None:
+            raise RuntimeError("NCCL error: remote process exited")
+        return self.ended
 
 
 def test_work_that_never_finishes_is_reported_once_by_its_name() -> None:
@@ -25,6 +35,25 @@ def test_work_that_never_finishes_is_reported_once_by_its_name() -> None:
     watchdog.watch(ToyWork(done=True), operation="all_reduce")
     watchdog.watch(ToyWork(done=False), operation="round 17")
     watchdog.watch(ToyWork(done=False), operation="round 18")
+    assert late.wait(5.0)
+    assert reported == ["round 17"]
+
+
+@pytest.mark.parametrize(("ended", "timeout_s"), [(False, 0.05), (None, 60.0)])
+def test_work_of_a_communicator_in_error_is_late_although_torch_calls_it_completed(
+    ended: bool | None, timeout_s: float
+) -> None:
+    """A rank that died before or during a sum was never noticed: its work counted as done."""
+    reported: list[str] = []
+    late = threading.Event()
+
+    def on_late(operation: str) -> None:
+        reported.append(operation)
+        late.set()
+
+    watchdog = Watchdog(timeout_s=timeout_s, on_late=on_late, poll_s=0.005)
+    watchdog.watch(ToyWork(done=True), operation="all_reduce")
+    watchdog.watch(ToyWork(done=True, ended=ended), operation="round 17")
     assert late.wait(5.0)
     assert reported == ["round 17"]
 
