@@ -92,7 +92,8 @@ def of_length(length: int) -> ChainRule:
     )
 
 
-REFUSAL = of_length(1)._replace(prices=np.array([0.0, 0.5]), shift=-30.0)
+_NEVER = -30.0
+REFUSAL = of_length(1)._replace(prices=np.array([0.0, 0.5]), shift=_NEVER)
 """Guesses one token and takes none, whatever it is."""
 
 
@@ -163,6 +164,7 @@ class Follower:
 
     def __init__(self, rule: ChainRule, *, most: int) -> None:
         self._rule = rule
+        self._is_free = not rule.prices.any()
         self._most = most
         self._means: list[float] = []
         self._num_drafted = self._num_looks = 0
@@ -175,6 +177,9 @@ class Follower:
         """Returns whether to guess another token; after a guess that was taken, or before any."""
         if self._num_drafted == self._most:
             return False
+        if self._is_free:
+            self._answer = YES if self._num_drafted + 1 < len(self._rule.prices) else NO
+            return self._answer != NO
         self._answer = wants_guess(self._rule, self._num_drafted, self._survival)
         return self._answer != NO
 
@@ -195,6 +200,16 @@ class Follower:
         self._spent += cost
         self._num_drafted += bool(taken)
         return bool(taken)
+
+    def may_go_on(self) -> bool:
+        """Returns whether another guess may be wanted after the present one, if that is taken."""
+        return self._num_drafted + 1 < min(self._most, len(self._rule.prices) - 1)
+
+    def chance(self) -> float:
+        """Returns about how likely it is that the guess that is wanted is taken."""
+        if self._is_free:
+            return 1.0
+        return 0.0 if self._rule.shift <= _NEVER else self._rule.mean
 
     def report(self) -> ChainReport:
         return ChainReport(

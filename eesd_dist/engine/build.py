@@ -10,7 +10,6 @@ from pathlib import Path
 from time import monotonic
 
 import torch
-from torch import Tensor
 
 from eesd_dist.config import DType, EngineConfig
 from eesd_dist.control.calibrator import Calibrator
@@ -46,10 +45,8 @@ from eesd_dist.text.grammars import GrammarCompiler
 from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.transport.command_stream import CommandSink
 from eesd_dist.transport.contracts import (
-    RoundHeader,
     TensorGroup,
     VerifyChannel,
-    VerifyReply,
 )
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup
@@ -492,16 +489,9 @@ def build_local_engine(
     page_bytes = draft.room.page_bytes + remaining.room.page_bytes
     room = kv_room(config, remaining.span.layers, page_bytes=page_bytes)
     num_pages = num_pages_of(config, {"this process": room})
-    stage = remaining.stage(num_pages=num_pages)
-
-    def verify(
-        header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None
-    ) -> VerifyReply:
-        return stage.verify(header, hidden_TD, draft_probs_KV)
-
     return build_draft_engine(
         config,
-        MemoryChannel(verify),
+        MemoryChannel(remaining.stage(num_pages=num_pages).verify),
         book=book,
         cost=cost,
         recorder=recorder,

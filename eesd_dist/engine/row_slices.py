@@ -69,4 +69,12 @@ def _copied(merged: Sequence[RowSlice]) -> Tensor:
         first = first_of[id(piece.source)]
         rows.extend(range(first + piece.first, first + piece.end))
     every_TX = torch.cat(list(sources.values()))
-    return every_TX.index_select(0, torch.tensor(rows, device=every_TX.device))
+    return every_TX.index_select(0, uploaded(rows, every_TX.device))
+
+
+def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Returns int64 numbers on a device. On a GPU from pinned memory: a copy from other memory
+    waits until the GPU has done all that is queued."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(numbers, device=device)

@@ -43,6 +43,7 @@ from eesd_dist.transport.memory import Round
 
 if TYPE_CHECKING:
     from eesd_dist.engine.compiled.verifier import Verifier
+    from eesd_dist.engine.cuda.verifier import GraphVerifier
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
 _NO_FLOATS = np.zeros(0, dtype=np.float32)
@@ -71,8 +72,8 @@ class VerifyStage:
         self._verifier = verifier_of(span, compiles_later=compiles_later)
 
     @property
-    def verifier(self) -> "Verifier | None":
-        """A pass as one compiled call; None where there is none, and before there is one."""
+    def verifier(self) -> "Verifier | GraphVerifier | None":
+        """A pass as one call; None where there is none, and before there is one."""
         return self._verifier.get()
 
     @torch.inference_mode()
@@ -85,7 +86,8 @@ class VerifyStage:
         verifier = self.verifier
         if verifier is not None and _is_plain(header):
             tokens_S = verifier.verify(header.segments, hidden_TD)
-            return _reply(header, tokens_S, took_s=time.perf_counter() - started)
+            if tokens_S is not None:
+                return _reply(header, tokens_S, took_s=time.perf_counter() - started)
         rows = RowPlan.build(
             [
                 RowSegment(start=s.start, num_rows=s.num_rows, pages=s.pages, parents=s.parents)
@@ -205,8 +207,12 @@ class VerifyStage:
         return _Judged(tokens, accepted)
 
 
-def verifier_of(span: LlamaSpan, *, compiles_later: bool) -> "Later[Verifier]":
-    """Returns the stage as one compiled call, where this machine and this span have it."""
+def verifier_of(span: LlamaSpan, *, compiles_later: bool) -> "Later[Verifier | GraphVerifier]":
+    """Returns the stage as one call, where this machine and this span have it."""
+    if span.paged.on_gpu is not None:
+        from eesd_dist.engine.cuda.verifier import GraphVerifier
+
+        return Later(partial(GraphVerifier.of, span), is_ready=True)
     if not can_compile():
         return Later.without()
     from eesd_dist.engine.compiled.verifier import Verifier

@@ -43,7 +43,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float16": torch.float16,
 }
 
-_CHECKED_ROWS = (*range(1, 41), 64, 96, 129, 254, 300, 521, 801)
+_CHECKED_ROWS = (*range(1, 41), 64, 96, 129, 254, 300, 384, 448, 500, 521, 640, 801)
 """Up to a prefill chunk plus a full batch of drafts."""
 _CHECKED_ALONE = 24
 """Number of checked calls with the smallest row count."""

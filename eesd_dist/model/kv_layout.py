@@ -1,7 +1,8 @@
 """Layout of keys and values in a page, and of a pass's rows, as the kernels read them.
 
-A page has one part for each KV head: its keys with one row per channel, so that the keys of the
-page are side by side, then its values with one row per slot. Rows are at least one vector wide.
+A page has one part for each KV head: its keys, then its values with one row per slot. On a CPU keys
+have one row per channel, so that those of the page are side by side, and rows are at least one
+vector wide; on a GPU they have one row per slot, which is as wide as the head.
 """
 
 from typing import NamedTuple

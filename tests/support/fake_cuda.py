@@ -16,8 +16,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from eesd_dist.engine.cuda import steps
+from eesd_dist.engine.cuda import steps, verifier
 from eesd_dist.model.attention import cuda_attention
+from eesd_dist.model.attention.page_views import keys_in
+from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.cuda import product, rows
 from eesd_dist.model.layers import cuda_layers
 from eesd_dist.sampling import gpu_rule
@@ -92,6 +94,15 @@ class Rerun:
         self.replay = run
 
 
+def as_on_gpu(pages: LayerPages) -> None:
+    """Makes pages on the CPU stored and attended as on a GPU."""
+    shape = pages.shape
+    pages.attention = cuda_attention.CudaAttention(pages.parts_PKX, shape)
+    pages.keys_PKES = keys_in(
+        pages.parts_PKX, head_dim=shape.head_dim, page_size=shape.page_size, by_slot=True
+    )
+
+
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     with (
@@ -103,11 +114,13 @@ def fake_cuda() -> Iterator[None]:
         patch.object(rows, "norm_kernel", _NoLaunch()),
         patch.object(rows, "activation_kernel", _NoLaunch()),
         patch.object(product, "product_kernel", _NoLaunch()),
+        patch.object(product, "descriptor_product_kernel", _NoLaunch()),
         patch.object(gpu_rule, "gumbel_kernel", _NoLaunch()),
         patch.object(gpu_rule, "block_kernel", _NoLaunch()),
         patch.object(gpu_rule, "best_kernel", _NoLaunch()),
         patch.object(cuda_layers, "Graph", Rerun),
         patch.object(steps, "Graph", Rerun),
-        patch.object(cuda_attention, "checked_ways", lambda *_: cuda_attention.Ways(True, True)),
+        patch.object(verifier, "Graph", Rerun),
+        patch.object(cuda_attention, "checked_tiles", lambda *_: True),
     ):
         yield

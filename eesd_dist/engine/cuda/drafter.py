@@ -1,11 +1,12 @@
 """Drafts a round on a GPU, a level in one step, for a stage of one rank.
 
-Rules are followed on the host: a step's guesses are copied there, and the next step has the tokens
-that were taken.
+Rules are followed on the host, to which a step's guesses are copied. Where they are likely to be
+taken, the next step is queued before, with the tokens as the GPU has them.
 """
 
 from collections.abc import Sequence
-from typing import Self
+from math import prod
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from eesd_dist.control.chain_rule import Follower
 from eesd_dist.engine.chains import ChainStart, DraftedChain
-from eesd_dist.engine.cuda.steps import DraftSteps, HeadRows
+from eesd_dist.engine.cuda.steps import DraftSteps, HeadRows, QueuedStep
 from eesd_dist.engine.row_slices import RowSlice, joined
 from eesd_dist.model.attention.rows import chain_rows, row_arrays
 from eesd_dist.model.heads.exit_head import ExitHead
@@ -21,6 +22,10 @@ from eesd_dist.model.kv_layout import Ints
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.noise import key_words, noise_key
 from eesd_dist.sampling.rule import score_gaps
+
+_MOST_WASTED = 0.3
+"""A step is queued ahead if it is for nothing with at most this probability: a step takes a GPU
+about twice as long as the host needs to go on after one."""
 
 
 # Shapes: T known rows, D hidden channels, B page tables, W pages of the longest one.
@@ -50,7 +55,7 @@ class GraphDrafter:
         growing = [_Chain(at, chain) for at, chain in enumerate(chains)]
         rows = row_arrays([chain.segment for chain in chains])
         asked = [chain for chain in growing if chain.rule.wants_guess()]
-        hidden_TD, best_G4 = self._steps.run(
+        step = self._steps.queue(
             [token for chain in chains for token in chain.tokens],
             rows,
             _reading_first(growing, asked, rows.tables_BW),
@@ -58,32 +63,68 @@ class GraphDrafter:
         end = 0
         for chain in growing:
             first, end = end, end + chain.start.segment.num_rows
-            chain.rows.append(RowSlice(hidden_TD, first, end))
+            chain.rows.append(RowSlice(step.hidden_TD, first, end))
+        level = _Level(step, growing, asked)
         while asked:
-            taken = _taken(asked, best_G4)
+            ahead = self._ahead(level, rows.tables_BW) if asked == level.guessed else None
+            taken = _taken(asked, level)
             if not taken:
                 break
             asked = [chain for chain in taken if chain.rule.wants_guess()]
-            hidden_TD, best_G4 = self._steps.run(
-                [chain.tokens[-1] for chain in taken],
-                chain_rows(
-                    rows.tables_BW,
-                    _ints([chain.at for chain in taken]),
-                    _ints([chain.num_rows for chain in taken]),
-                ),
-                _reading_newest(taken, asked, rows.tables_BW),
-            )
-            for at, chain in enumerate(taken):
-                chain.rows.append(RowSlice(hidden_TD, at, at + 1))
+            if ahead is None:
+                tokens = [chain.tokens[-1] for chain in taken]
+                level = self._queue(tokens, taken, asked, rows.tables_BW)
+            else:
+                level = ahead
+            places = {chain.at: place for place, chain in enumerate(level.members)}
+            for chain in taken:
+                at = places[chain.at]
+                chain.rows.append(RowSlice(level.step.hidden_TD, at, at + 1))
                 chain.num_rows += 1
         rows_TD = joined([piece for chain in growing for piece in chain.rows])
-        found: list[DraftedChain] = []
+        drafted: list[DraftedChain] = []
         end = 0
         for chain in growing:
             first, end = end, end + sum(piece.count for piece in chain.rows)
             slice_TD = RowSlice(rows_TD, first, end)
-            found.append(DraftedChain(slice_TD, chain.tokens, chain.gaps, chain.rule.report()))
-        return rows_TD, found
+            drafted.append(DraftedChain(slice_TD, chain.tokens, chain.gaps, chain.rule.report()))
+        return rows_TD, drafted
+
+    def _ahead(self, level: "_Level", tables_BW: Ints) -> "_Level | None":
+        """Queues the next level before this one's guesses are known, as if all were taken; None
+        where that is not likely enough to pay. Rows of guesses that are not taken are computed for
+        nothing: nothing reads them, and the next token at their position replaces them."""
+        if not self._steps.may_queue_ahead(len(level.guessed)):
+            return None
+        if prod(1.0 - chain.rule.chance() for chain in level.guessed) > _MOST_WASTED:
+            return None
+        asked = [chain for chain in level.guessed if chain.rule.may_go_on()]
+        assert level.step.best_G4 is not None
+        return self._queue(level.step.best_G4[:, 0], level.guessed, asked, tables_BW)
+
+    def _queue(
+        self,
+        tokens: Sequence[int] | Tensor,
+        chains: Sequence["_Chain"],
+        asked: Sequence["_Chain"],
+        tables_BW: Ints,
+    ) -> "_Level":
+        """Queues a row of each chain, and guesses after those asked."""
+        rows = chain_rows(
+            tables_BW,
+            _ints([chain.at for chain in chains]),
+            _ints([chain.num_rows for chain in chains]),
+        )
+        reading = _reading_newest(chains, asked, tables_BW)
+        return _Level(self._steps.queue(tokens, rows, reading), chains, asked)
+
+
+class _Level(NamedTuple):
+    """A step, the chains of its rows, and those of its guesses."""
+
+    step: QueuedStep
+    members: Sequence["_Chain"]
+    guessed: Sequence["_Chain"]
 
 
 class _Chain:
@@ -102,15 +143,18 @@ class _Chain:
         self.gaps: list[float] = []
 
 
-def _taken(asked: Sequence[_Chain], best_G4: Ints) -> list[_Chain]:
+def _taken(asked: Sequence[_Chain], level: _Level) -> list[_Chain]:
     """Adds a guess to each chain. Returns those that go on by their rules."""
     taken: list[_Chain] = []
+    best_G4 = level.step.read()
     tokens: list[int] = best_G4[:, 0].tolist()
     gaps: list[float] = score_gaps(best_G4).tolist()
-    for chain, token, gap in zip(asked, tokens, gaps, strict=True):
-        chain.tokens.append(token)
-        chain.gaps.append(gap)
-        if chain.rule.takes(gap):
+    places = {chain.at: place for place, chain in enumerate(level.guessed)}
+    for chain in asked:
+        place = places[chain.at]
+        chain.tokens.append(tokens[place])
+        chain.gaps.append(gaps[place])
+        if chain.rule.takes(gaps[place]):
             taken.append(chain)
     return taken
 

@@ -7,7 +7,7 @@ with and without a graph. Does not decide how far to draft.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -15,20 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eesd_dist.engine.row_slices import RowSlice, joined
-from eesd_dist.model.attention.cuda_attention import SPLIT_ROWS
-from eesd_dist.model.attention.rows import DeviceRows, RowPlan, num_packed, num_parts, packed_rows
+from eesd_dist.engine.row_slices import RowSlice, joined, uploaded
+from eesd_dist.model.attention.rows import RowPlan
+from eesd_dist.model.attention.tiles import DeviceRows, RowTiles, Tiling, num_packed, packed_rows
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kv_layout import Ints, RowArrays
-from eesd_dist.model.layers.cuda_layers import GRAPH_ROWS, CudaLayers, Graph, graph_pool
+from eesd_dist.model.layers.cuda_layers import (
+    GRAPH_ROWS,
+    CudaLayers,
+    Graph,
+    NumberBuffer,
+    graph_pool,
+)
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.gpu_rule import best_two, best_two_on_gpu, packed_noise
 
 _FEW_ROWS = 64
 """Up to this many rows have a graph whatever they are; more only if each is another request's,
 which excludes prompts."""
-_NUMBERS = 1 << 15
-"""First size of the buffer for what is uploaded."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +66,63 @@ class _Size(NamedTuple):
     num_rows: int
     """Of the step, with padding; as many may lag, and as many guesses be made."""
     reading: _Reading
-    num_parts: int
+    tiling: Tiling
+    read_tiling: Tiling | None = None
+    """Of the rows read, if they are not those of the step."""
+
+
+class QueuedStep:
+    """A step that the GPU may not have run yet."""
+
+    def __init__(
+        self, hidden_TD: Tensor, best_G4: Tensor | None, read: Callable[[], Ints] | None
+    ) -> None:
+        self.hidden_TD = hidden_TD
+        """The rows after the layers."""
+        self.best_G4 = best_G4
+        """Of each guess the two best tokens and the bits of their scores; None without guesses.
+        Overwritten by the step after the next one."""
+        self._read = read
+
+    def read(self) -> Ints:
+        """Waits for the guesses [G, 4]."""
+        assert self._read is not None, "a step with guesses"
+        return self._read()
+
+
+class _Downloads:
+    """Copies to pinned memory, of which the two latest are kept."""
+
+    def __init__(self) -> None:
+        self._pinned: list[Tensor] = []
+        self._number = 0
+
+    def start(self, best_G4: Tensor) -> Callable[[], Ints]:
+        """Queues the copy; returns what waits for it."""
+        if not (best_G4.is_cuda and torch.cuda.is_available()):
+            return lambda: best_G4.cpu().numpy()
+        if not self._pinned:
+            size = GRAPH_ROWS[-1], best_G4.shape[1]
+            self._pinned = [
+                torch.zeros(size, dtype=best_G4.dtype, pin_memory=True) for _ in range(2)
+            ]
+        if len(best_G4) > len(self._pinned[0]):
+            return lambda: best_G4.cpu().numpy()
+        self._number += 1
+        copy_G4 = self._pinned[self._number % 2].narrow(0, 0, len(best_G4))
+        copy_G4.copy_(best_G4, non_blocking=True)
+        event = torch.cuda.current_stream(best_G4.device).record_event()
+
+        def read() -> Ints:
+            event.synchronize()
+            return copy_G4.numpy()
+
+        return read
 
 
 class DraftSteps:
-    """Layers [0, N) and the exit head of one rank. One step at a time: graphs share memory."""
+    """Layers [0, N) and the exit head of one rank, as steps that are queued one after the other:
+    graphs share memory."""
 
     def __init__(
         self, span: LlamaSpan, head: ExitHead, layers: CudaLayers, head_layers: CudaLayers
@@ -74,52 +130,65 @@ class DraftSteps:
         self._span, self._head = span, head
         self._layers, self._head_layers = layers, head_layers
         self._device = span.paged.device
-        self._numbers = torch.zeros(_NUMBERS, dtype=torch.int32, device=self._device)
+        self._numbers = NumberBuffer(self._device)
         self._lagging_TD = torch.zeros(
             GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=self._device
         )
+        self._downloads = _Downloads()
         self._pool = graph_pool(self._device)
         self._has_graphs = True
         self._graphs: dict[_Size, Graph[tuple[Tensor, Tensor]]] = {}
 
-    def run(
-        self, tokens: Sequence[int], rows: RowArrays, head: HeadRows | None
-    ) -> tuple[Tensor, Ints]:
-        """Computes the rows of these tokens, and guesses after those of `head`.
-
-        Returns the rows [T, D] after the layers, and of each guess the two best tokens and the bits
-        of their scores [G, 4].
-        """
-        size = self._size_of(rows, head)
-        if size is None:
+    def queue(
+        self, tokens: Sequence[int] | Tensor, rows: RowArrays, head: HeadRows | None
+    ) -> "QueuedStep":
+        """Queues the rows of these tokens, and the guesses after those of `head`. Tokens that are
+        on the GPU only where `may_queue_ahead` says so."""
+        reading, num_rows = self._reading(rows, head), len(rows.position_R)
+        if reading is None:
+            assert not isinstance(tokens, Tensor)
             hidden_TD, best_G4 = self._by_parts(tokens, rows, head)
         else:
-            found_TD, best_G4 = self._as_graph(size, _packed(size, tokens, rows, head), head)
-            hidden_TD = found_TD.narrow(0, 0, len(tokens)).clone()
+            num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
+            tiles = self._layers.tiles(rows)
+            size, read_tiles = _Size(num_padded, reading, tiles.tiling), None
+            if reading is _Reading.SOME_ROWS:
+                assert head is not None
+                read_tiles = self._head_layers.tiles(head.rows)
+                size = size._replace(read_tiling=read_tiles.tiling)
+            packed = _packed(size, tokens, (rows, tiles), (head, read_tiles))
+            padded_TD, best_G4 = self._as_graph(size, packed, tokens, head)
+            hidden_TD = padded_TD.narrow(0, 0, num_rows).clone()
         if head is None:
-            return hidden_TD, np.zeros((0, 4), np.int32)
-        return hidden_TD, best_G4.narrow(0, 0, len(head.last_G)).cpu().numpy()
+            return QueuedStep(hidden_TD, None, None)
+        best_G4 = best_G4.narrow(0, 0, len(head.last_G))
+        return QueuedStep(hidden_TD, best_G4, self._downloads.start(best_G4))
 
-    def _size_of(self, rows: RowArrays, head: HeadRows | None) -> _Size | None:
+    def may_queue_ahead(self, num_rows: int) -> bool:
+        """Returns whether a step of so many chains, a row each, can have its tokens on the GPU."""
+        return self._has_graphs and num_rows <= GRAPH_ROWS[-1]
+
+    def _reading(self, rows: RowArrays, head: HeadRows | None) -> _Reading | None:
         """Returns None for a step without a graph."""
         num_rows = len(rows.position_R)
         is_short = num_rows <= max(_FEW_ROWS, len(rows.tables_BW))
         if not (self._has_graphs and is_short and num_rows <= GRAPH_ROWS[-1]):
             return None
-        num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
-        parts = num_parts(rows) if num_padded <= SPLIT_ROWS else 1
         if head is None:
-            return _Size(num_padded, _Reading.NOTHING, parts)
+            return _Reading.NOTHING
         if len(head.last_G) == len(head.source_H) == num_rows:
-            return _Size(num_padded, _Reading.ITS_ROWS, parts)
+            return _Reading.ITS_ROWS
+        num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
         num_lagging = sum(piece.count for piece in head.lagging)
-        return _Size(num_padded, _Reading.SOME_ROWS, parts) if num_lagging <= num_padded else None
+        return _Reading.SOME_ROWS if num_lagging <= num_padded else None
 
-    def _as_graph(self, size: _Size, packed: Ints, head: HeadRows | None) -> tuple[Tensor, Tensor]:
-        if len(packed) > len(self._numbers):
-            self._numbers = self._numbers.new_zeros(2 * len(packed))
+    def _as_graph(
+        self, size: _Size, packed: Ints, tokens: Sequence[int] | Tensor, head: HeadRows | None
+    ) -> tuple[Tensor, Tensor]:
+        if self._numbers.write(packed):
             self._graphs.clear()
-        self._numbers.narrow(0, 0, len(packed)).copy_(torch.from_numpy(packed), non_blocking=True)
+        if isinstance(tokens, Tensor):
+            self._numbers.on_device.narrow(0, 0, len(tokens)).copy_(tokens)
         if head is not None and head.lagging:
             lagging_TD = joined(head.lagging)
             self._lagging_TD.narrow(0, 0, len(lagging_TD)).copy_(lagging_TD)
@@ -138,9 +207,10 @@ class DraftSteps:
     def _step(self, size: _Size) -> tuple[Tensor, Tensor]:
         """Launches the kernels over what is in the buffers."""
         count, lengths = size.num_rows, _lengths(size)
-        rest = len(self._numbers) - sum(lengths)
-        tokens_T, by_row, *reading, slots = torch.split(self._numbers, [*lengths, rest])
-        rows = DeviceRows(by_row, count, num_parts=size.num_parts, slots=slots)
+        numbers = self._numbers.on_device
+        rest = len(numbers) - sum(lengths)
+        tokens_T, by_row, *reading, slots = torch.split(numbers, [*lengths, rest])
+        rows = DeviceRows(by_row, count, size.tiling, slots=slots)
         x_TD = self._span.embed(tokens_T).to(self._span.compute_dtype)
         hidden_TD = self._layers.run(x_TD, rows)
         if size.reading is _Reading.NOTHING:
@@ -150,7 +220,8 @@ class DraftSteps:
             (noise,) = reading
         else:
             source_H, by_read_row, last_G, noise = reading
-            read = DeviceRows(by_read_row, 2 * count, num_parts=size.num_parts, slots=slots)
+            assert size.read_tiling is not None
+            read = DeviceRows(by_read_row, 2 * count, size.read_tiling, slots=slots)
             lagging_TD = self._lagging_TD.narrow(0, 0, count)
             input_HD = torch.cat([hidden_TD, lagging_TD]).index_select(0, source_H)
             out_GD = self._head_layers.run(input_HD, read).index_select(0, last_G)
@@ -161,7 +232,7 @@ class DraftSteps:
     ) -> tuple[Tensor, Tensor]:
         """Returns the same from a call of each part: the layers of a long prompt have no graph, or
         the head reads many rows."""
-        tokens_T = torch.tensor(tokens, device=self._device)
+        tokens_T = uploaded(tokens, self._device)
         hidden_TD = self._span.forward(self._span.embed(tokens_T), self._plan(rows))
         if head is None:
             return hidden_TD, tokens_T
@@ -185,31 +256,35 @@ class DraftSteps:
 def _lengths(size: _Size) -> list[int]:
     """Returns how many numbers each part of an upload has, without the slots at its end."""
     count = size.num_rows
-    reading = {
-        _Reading.NOTHING: [],
-        _Reading.ITS_ROWS: [4 * count],
-        _Reading.SOME_ROWS: [2 * count, num_packed(2 * count), count, 4 * count],
-    }
-    return [count, num_packed(count), *reading[size.reading]]
+    lengths = [count, num_packed(count, size.tiling.num_tiles)]
+    if size.reading is _Reading.SOME_ROWS:
+        assert size.read_tiling is not None
+        lengths += [2 * count, num_packed(2 * count, size.read_tiling.num_tiles), count]
+    return lengths if size.reading is _Reading.NOTHING else [*lengths, 4 * count]
 
 
-def _packed(size: _Size, tokens: Sequence[int], rows: RowArrays, head: HeadRows | None) -> Ints:
+def _packed(
+    size: _Size,
+    tokens: Sequence[int] | Tensor,
+    step: tuple[RowArrays, RowTiles],
+    reading: tuple[HeadRows | None, RowTiles | None],
+) -> Ints:
     """Returns a step in one array, as `_step` cuts it."""
-    count = size.num_rows
-    placed = packed_rows(rows, count)
-    by_row, slots = placed[: num_packed(count)], placed[num_packed(count) :]
-    parts = [_padded(tokens, count), by_row]
+    count, (head, read_tiles) = size.num_rows, reading
+    placed, end = packed_rows(*step, count), num_packed(count, size.tiling.num_tiles)
+    parts = [_padded(() if isinstance(tokens, Tensor) else tokens, count), placed[:end]]
     if head is not None:
-        if size.reading is _Reading.SOME_ROWS:
+        if read_tiles is not None:
             num_rows = len(tokens)
             # Lagging rows have their place after the padding.
             source_H = np.where(
                 head.source_H < num_rows, head.source_H, head.source_H + (count - num_rows)
             )
-            by_read_row = packed_rows(head.rows, 2 * count)[: num_packed(2 * count)]
-            parts += [_padded(source_H, 2 * count), by_read_row, _padded(head.last_G, count)]
+            read = packed_rows(head.rows, read_tiles, 2 * count)
+            read = read[: num_packed(2 * count, read_tiles.tiling.num_tiles)]
+            parts += [_padded(source_H, 2 * count), read, _padded(head.last_G, count)]
         parts.append(packed_noise(head.divisors, head.words_G3, num_padded=count))
-    return np.concatenate([*parts, slots])
+    return np.concatenate([*parts, placed[end:]])
 
 
 def _padded(values: Sequence[int] | Ints, count: int) -> Ints:

@@ -22,6 +22,7 @@ from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
 from eesd_dist.engine.chains import ChainDrafter
 from eesd_dist.engine.compiled.ahead import when_kept
+from eesd_dist.engine.row_slices import uploaded
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
@@ -133,7 +134,7 @@ class OwnShard:
         *,
         kept: LayerRows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        tokens_T = torch.tensor(tokens, device=self._device)
+        tokens_T = uploaded(tokens, self._device)
         embedding_TD = self.span.embed(tokens_T)
         hidden_TD = self.span.forward(embedding_TD, self._plan(segments), kept=kept)
         if self.head is None:

@@ -1,73 +1,78 @@
 """Attention over one layer's pages on a GPU: one launch stores, one attends all rows."""
 
 import logging
-from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from eesd_dist.model.attention.rows import (
-    BLOCK_ROWS,
-    PART,
+from eesd_dist.model.attention.rows import RowPlan, RowSegment, row_arrays
+from eesd_dist.model.attention.tiles import (
+    PART_BLOCKS,
+    SPLIT_TILES,
     DeviceRows,
-    RowPlan,
-    RowSegment,
-    chain_blocks,
-    num_parts,
+    RowTiles,
     packed_rows,
-    row_arrays,
+    single_tiles,
+    tiles_of,
 )
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cuda.attention_kernel import attend_kernel, merge_kernel
+from eesd_dist.model.cuda.launches import launch_options
 from eesd_dist.model.cuda.row_kernels import store_kernel
-from eesd_dist.model.kv_layout import key_width, part_numbers, value_width
+from eesd_dist.model.kv_layout import RowArrays, key_width, part_numbers, value_width
 from eesd_dist.page_table import PageTable
 
 logger = logging.getLogger(__name__)
 
 _FEWEST = 16
 """Smallest side of a product on tensor cores."""
-_KEYS = 64
-"""Keys of one block."""
-SPLIT_ROWS = 32
-"""Up to this many rows, parts are computed in parallel: more rows fill a GPU by themselves."""
+_BLOCK_BYTES = 32 * 1024
+"""Size of a block of keys: two of them and their values fit into the shared memory of a GPU."""
+_MOST_KEYS = 128
 
 
 # Shapes: T rows, H heads of all kinds, E channels of a head, D channels of all query heads,
 # P pages, K KV heads, X numbers of a page's part, S positions, C channels of a head as pairs, B
-# blocks of rows.
+# tiles of rows.
 class CudaAttention:
     """Stores and attends rows; nothing is copied to the host."""
 
     def __init__(self, pages_PKX: Tensor, shape: AttentionShape) -> None:
         self._pages_PKX = pages_PKX
         self._shape = shape
+        self.keys = keys_of_block(shape, pages_PKX.dtype)
+        """Keys of one block."""
+        padded_channels = max(_FEWEST, triton.next_power_of_2(shape.head_dim))
         layout = {
             "NUM_KV": shape.num_kv_heads,
             "CHANNELS": shape.head_dim,
             "PAGE_SIZE": shape.page_size,
-            "KEY_WIDTH": key_width(shape.page_size),
+            "KEY_NUMBERS": shape.head_dim * key_width(shape.page_size),
             "VALUE_WIDTH": value_width(shape.head_dim),
+            **launch_options(pages_PKX.device),
+        }
+        merged = {
+            "PADDED_CHANNELS": padded_channels,
+            "KEYS": self.keys,
+            "PART_BLOCKS": PART_BLOCKS,
+            "enable_fp_fusion": False,
         }
         self._attending = {
             **layout,
+            **merged,
             "PER_KV": shape.queries_per_kv,
             "HAS_SOFTCAP": shape.scores.softcap is not None,
-            "PADDED_CHANNELS": max(_FEWEST, triton.next_power_of_2(shape.head_dim)),
-            "KEYS": _KEYS,
-            "PART": PART,
-            "enable_fp_fusion": False,
         }
         self._merging = {
+            **launch_options(pages_PKX.device),
+            **merged,
             "NUM_HEADS": shape.num_queries,
             "CHANNELS": shape.head_dim,
-            "PADDED_CHANNELS": max(_FEWEST, triton.next_power_of_2(shape.head_dim)),
-            "PART": PART,
-            "enable_fp_fusion": False,
             "num_warps": 1,
         }
         self._storing = {
@@ -75,12 +80,33 @@ class CudaAttention:
             "NUM_QUERIES": shape.num_queries,
             "PAIRS": triton.next_power_of_2(shape.head_dim // 2),
         }
+        # Scores are in units of log2(e), for exponentials of two.
+        softcap, log2_e = shape.scores.softcap, math.log2(math.e)
+        self._softcap = 0.0 if softcap is None else softcap * log2_e
+        self._scale = shape.scale * log2_e * (1.0 if softcap is None else 2 / softcap)
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
         """Stores the keys and values as they are; returns [T, D]."""
         heads_THE = heads_THE.contiguous()
-        self.store(rows.on_device, heads_THE, None)
-        return self.attend_rows(rows.on_device, heads_THE)
+        placed = self.placed(rows.arrays, num_padded=len(heads_THE))
+        self.store(placed, heads_THE, None)
+        return self.attend_rows(placed, heads_THE)
+
+    def tiles(self, arrays: RowArrays, *, counts: Sequence[int] = ()) -> RowTiles:
+        """Returns the tiles of these rows that this machine may use; `counts` as in `tiles_of`."""
+        if not self.is_independent:
+            return single_tiles(arrays, counts=counts)
+        return tiles_of(
+            arrays, queries_per_kv=self._shape.queries_per_kv, keys=self.keys, counts=counts
+        )
+
+    def placed(
+        self, arrays: RowArrays, *, num_padded: int, tiles: RowTiles | None = None
+    ) -> DeviceRows:
+        """Uploads rows and tiles; None are those of `tiles`."""
+        tiles = self.tiles(arrays) if tiles is None else tiles
+        packed = torch.from_numpy(packed_rows(arrays, tiles, num_padded))
+        return DeviceRows(packed.to(self._pages_PKX.device), num_padded, tiles.tiling)
 
     def store(
         self,
@@ -110,120 +136,78 @@ class CudaAttention:
         )
 
     def attend_rows(self, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
-        """Attends all rows after `store`; zeros in padding rows."""
-        if rows.blocks_B2 is not None and self.ways.in_blocks:
-            return self._attend_blocks(rows, heads_THE)
-        if rows.num_parts > 1 and rows.num_rows <= SPLIT_ROWS and self.ways.in_parts:
-            return self._attend_parts(rows, heads_THE)
-        return self._attend(rows, heads_THE, blocks_B2=None)
-
-    @property
-    def ways(self) -> "Ways":
-        """Which ways this machine may use."""
-        return checked_ways(self._shape, self._pages_PKX.dtype, self._pages_PKX.device)
-
-    def _attend(self, rows: DeviceRows, heads_THE: Tensor, *, blocks_B2: Tensor | None) -> Tensor:
-        num_programs, num_queries = rows.num_rows, self._shape.queries_per_kv
-        if blocks_B2 is not None:
-            num_programs, num_queries = len(blocks_B2), BLOCK_ROWS * num_queries
-        mixed_TD = heads_THE.new_empty(rows.num_rows, self._width)
-        self._launch(
-            (num_programs, self._shape.num_kv_heads),
-            rows,
-            heads_THE,
-            mixed_TD,
-            blocks=blocks_B2,
-            num_queries=num_queries,
-        )
-        return mixed_TD
-
-    def _attend_blocks(self, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
-        """Attends the rows of a block in one program."""
-        return self._attend(rows, heads_THE, blocks_B2=rows.blocks_B2)
-
-    def _attend_parts(self, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
-        """Attends each part in a program of its own, then merges them."""
-        shape, by_row = self._shape, (rows.num_rows, self._shape.num_queries, rows.num_parts)
-        parts = heads_THE.new_empty(*by_row, shape.head_dim, dtype=torch.float32)
+        """Attends all rows after `store`; padding rows have no meaning."""
+        tiling, shape = rows.tiling, self._shape
+        mixed_TD = heads_THE.new_empty(rows.num_rows, shape.num_queries * shape.head_dim)
+        if not tiling.split_blocks:
+            self._launch(rows, heads_THE, mixed_TD, weights=mixed_TD)
+            return mixed_TD
+        by_row = (rows.num_rows, shape.num_queries, tiling.num_splits)
+        splits = heads_THE.new_empty(*by_row, shape.head_dim, dtype=torch.float32)
         weights = heads_THE.new_empty(*by_row, 2, dtype=torch.float32)
-        self._launch(
-            (rows.num_rows, shape.num_kv_heads, rows.num_parts),
-            rows,
-            heads_THE,
-            parts,
-            weights=weights,
-            num_queries=shape.queries_per_kv,
-        )
-        mixed_TD = heads_THE.new_empty(rows.num_rows, self._width)
+        self._launch(rows, heads_THE, splits, weights=weights)
         merge_kernel[(rows.num_rows, shape.num_queries)](
-            parts,
+            splits,
             weights,
             mixed_TD,
             rows.position_T,
             shape.window or 0,
-            rows.num_parts,
+            tiling.num_splits,
+            SPLIT_BLOCKS=tiling.split_blocks,
             **self._merging,
         )
         return mixed_TD
 
-    def _launch(
-        self,
-        grid: tuple[int, ...],
-        rows: DeviceRows,
-        heads_THE: Tensor,
-        out: Tensor,
-        *,
-        num_queries: int,
-        blocks: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        attend_kernel[grid](
+    @property
+    def is_independent(self) -> bool:
+        """True where rows have the same bits in tiles and splits as in a program of their own."""
+        return checked_tiles(self._shape, self._pages_PKX.dtype, self._pages_PKX.device)
+
+    def _launch(self, rows: DeviceRows, heads_THE: Tensor, out: Tensor, *, weights: Tensor) -> None:
+        tiling, shape = rows.tiling, self._shape
+        num_queries = tiling.rows * shape.queries_per_kv
+        attend_kernel[(tiling.num_tiles, shape.num_kv_heads, tiling.num_splits)](
             heads_THE,
             self._pages_PKX,
             out,
-            out if weights is None else weights,
-            rows.table_T if blocks is None else blocks,
-            rows.table_T,
-            rows.position_T,
-            rows.in_order_T,
-            rows.branch_T,
+            weights,
+            rows.tiles_B8,
             rows.slots,
-            self._shape.window or 0,
-            self._shape.scale,
-            self._shape.scores.softcap or 0.0,
+            shape.window or 0,
+            self._scale,
+            self._softcap,
             QUERIES=max(_FEWEST, triton.next_power_of_2(num_queries)),
-            num_warps=8 if num_queries > 64 else 4,
-            HAS_BLOCKS=blocks is not None,
-            IS_SPLIT=weights is not None,
+            SPLIT_BLOCKS=tiling.split_blocks,
+            num_warps=4,
+            num_stages=2 if num_queries <= 2 * _FEWEST else 1,
             **self._attending,
         )
 
-    @property
-    def _width(self) -> int:
-        return self._shape.num_queries * self._shape.head_dim
 
-
-class Ways(NamedTuple):
-    """Which ways to attend give a row the same bits as a program for each row."""
-
-    in_blocks: bool
-    in_parts: bool
+def keys_of_block(shape: AttentionShape, dtype: torch.dtype) -> int:
+    """Returns the keys of one block, a power of two."""
+    row_bytes = max(_FEWEST, triton.next_power_of_2(shape.head_dim)) * dtype.itemsize
+    return int(max(_FEWEST, min(_MOST_KEYS, _BLOCK_BYTES // row_bytes)))
 
 
 @cache
-def checked_ways(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Ways:
-    """Compares the ways once, on a random text, before the first pass that could use one."""
-    ways = compared_ways(shape, dtype, device, length=2 * PART + 150)
-    if not all(ways):
-        logger.warning("attention_self_check_failed ways=%s shape=%s dtype=%s", ways, shape, dtype)
-    return ways
+def checked_tiles(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Compares tiles and splits once, on a random text, before a pass could use them."""
+    length = 2 * PART_BLOCKS * keys_of_block(shape, dtype) + 150
+    difference = tile_difference(shape, dtype, device, length=length)
+    if difference is not None:
+        logger.warning(
+            "attention_self_check_failed difference=%s shape=%s dtype=%s", difference, shape, dtype
+        )
+    return difference is None
 
 
 @torch.inference_mode()
-def compared_ways(
+def tile_difference(
     shape: AttentionShape, dtype: torch.dtype, device: torch.device, *, length: int
-) -> Ways:
-    """Attends a text of `length` tokens in every way."""
+) -> str | None:
+    """Attends a text of `length` tokens in every way. Returns the first way in which a row has
+    other bits than in a program of its own, or None."""
     generator = torch.Generator(device).manual_seed(20240603)
     num_heads = shape.num_queries + 2 * shape.num_kv_heads
     heads_THE = torch.randn(
@@ -234,26 +218,36 @@ def compared_ways(
     pages_PKX = torch.zeros(len(table), shape.num_kv_heads, part, dtype=dtype, device=device)
     attention = CudaAttention(pages_PKX, shape)
 
-    def placed(start: int) -> DeviceRows:
-        arrays = row_arrays([RowSegment(start, length - start, table)])
-        return DeviceRows(
-            torch.from_numpy(packed_rows(arrays, length - start)).to(device),
-            length - start,
-            num_parts=num_parts(arrays),
-            blocks_B2=torch.from_numpy(chain_blocks(arrays)).to(device),
-        )
+    def arrays_from(start: int, count: int) -> RowArrays:
+        return row_arrays([RowSegment(start, count, table)])
 
-    def is_same(attend: Callable[[DeviceRows, Tensor], Tensor], start: int) -> bool:
-        try:
-            return torch.equal(attend(placed(start), heads_THE[start:]), alone_TD[start:])
-        except OutOfResources:  # a block does not fit into this GPU's shared memory
-            return False
-
-    every = placed(0)
-    attention.store(every, heads_THE, None)
-    alone_TD = attention._attend(every, heads_THE, blocks_B2=None)
-    return Ways(
-        # From the second start on, rows are at other places of their blocks.
-        in_blocks=all(is_same(attention._attend_blocks, start) for start in (0, 5)),
-        in_parts=is_same(attention._attend_parts, length - min(length, SPLIT_ROWS)),
-    )
+    every = arrays_from(0, length)
+    placed = attention.placed(every, num_padded=length, tiles=single_tiles(every))
+    attention.store(placed, heads_THE, None)
+    alone_TD = attention.attend_rows(placed, heads_THE)
+    tiles = partial(tiles_of, queries_per_kv=shape.queries_per_kv, keys=attention.keys)
+    # A long piece is in the largest tiles, from the second start on in other ones; a short piece is
+    # in smaller tiles, and split.
+    pieces = [(0, length), (5, length - 5)]
+    pieces += [(length - count, count) for count in (1, 2, 5, 9, 16, SPLIT_TILES)]
+    for start, count in pieces:
+        arrays = arrays_from(start, count)
+        chosen = tiles(arrays)
+        ways = [chosen]
+        if chosen.tiling.num_splits > 1:
+            ways.append(RowTiles(chosen.tiling._replace(num_splits=1, split_blocks=0), *chosen[1:]))
+            wide = -(-chosen.tiling.num_splits // PART_BLOCKS)
+            ways.append(
+                RowTiles(
+                    chosen.tiling._replace(num_splits=wide, split_blocks=PART_BLOCKS), *chosen[1:]
+                )
+            )
+        for way in ways:
+            try:
+                rows = attention.placed(arrays, num_padded=count, tiles=way)
+                found_TD = attention.attend_rows(rows, heads_THE[start : start + count])
+            except OutOfResources:  # a tile does not fit into this GPU's shared memory
+                return f"{way.tiling} does not fit"
+            if not torch.equal(found_TD, alone_TD[start : start + count]):
+                return f"{way.tiling} from row {start}"
+    return None

@@ -56,7 +56,12 @@ class LayerPages:
         part = part_numbers(head_dim=head_dim, page_size=page_size)
         shape = (num_pages, num_kv_heads, part)
         self.parts_PKX = _zeros(shape, dtype=kv_dtype(dtype, device), device=device)
-        self.keys_PKES = keys_in(self.parts_PKX, head_dim=head_dim, page_size=page_size)
+        self.keys_PKES = keys_in(
+            self.parts_PKX,
+            head_dim=head_dim,
+            page_size=page_size,
+            by_slot=device.type == "cuda",
+        )
         self.values_PKSE = values_in(self.parts_PKX, head_dim=head_dim, page_size=page_size)
         self.shape = AttentionShape(
             num_kv_heads=num_kv_heads,

@@ -20,7 +20,7 @@ class RowByRowAttention:
 
     def __init__(self, pages_PKX: Tensor, shape: AttentionShape) -> None:
         head_dim, page_size = shape.head_dim, shape.page_size
-        keys_PKES = keys_in(pages_PKX, head_dim=head_dim, page_size=page_size)
+        keys_PKES = keys_in(pages_PKX, head_dim=head_dim, page_size=page_size, by_slot=False)
         values_PKSE = values_in(pages_PKX, head_dim=head_dim, page_size=page_size)
         self._keys_PSKE = keys_PKES.permute(0, 3, 1, 2)
         self._values_PSKE = values_PKSE.permute(0, 2, 1, 3)

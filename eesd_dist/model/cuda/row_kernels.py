@@ -9,6 +9,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from eesd_dist.model.cuda.launches import launch_next, wait_for_previous
+
 
 # Shapes: D hidden channels, I intermediate channels, E channels of a head, P pairs of them, each
 # padded to a power of two.
@@ -22,11 +24,16 @@ def norm_kernel(
     WIDTH: tl.constexpr,
     HAS_ADDED: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Adds `added` to a row of x, in place, and stores its norm (see `RmsNorm`)."""
     at_D = tl.arange(0, PADDED_WIDTH)
     is_channel_D = at_D < WIDTH
     row_D = tl.program_id(0).to(tl.int64) * WIDTH + at_D
+    weights_D = tl.load(weight_D + at_D, mask=is_channel_D, other=0.0)
+    if IS_DEPENDENT:
+        launch_next()
+        wait_for_previous()
     x_D = tl.load(x + row_D, mask=is_channel_D, other=0.0)
     if HAS_ADDED:
         sum_D = x_D.to(tl.float32) + tl.load(added + row_D, mask=is_channel_D, other=0.0)
@@ -34,7 +41,6 @@ def norm_kernel(
         tl.store(x + row_D, x_D, mask=is_channel_D)
     wide_D = x_D.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide_D * wide_D, 0) + floor)
-    weights_D = tl.load(weight_D + at_D, mask=is_channel_D, other=0.0)
     tl.store(normed + row_D, wide_D * scale * weights_D, mask=is_channel_D)
 
 
@@ -45,11 +51,15 @@ def activation_kernel(
     WIDTH: tl.constexpr,
     IS_SILU: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Stores activation(gate) * up; a row of `gate_up` is its gates, then its ups."""
     row = tl.program_id(0).to(tl.int64)
     at_I = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel_I = at_I < WIDTH
+    if IS_DEPENDENT:
+        launch_next()
+        wait_for_previous()
     gate_I = tl.load(gate_up + 2 * row * WIDTH + at_I, mask=is_channel_I, other=0.0).to(tl.float32)
     up_I = tl.load(gate_up + (2 * row + 1) * WIDTH + at_I, mask=is_channel_I, other=0.0)
     logit_I = gate_I
@@ -75,11 +85,12 @@ def store_kernel(
     NUM_KV: tl.constexpr,
     CHANNELS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
+    KEY_NUMBERS: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
     HAS_NORM: tl.constexpr,
     PAIRS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Norms one head of a row (see `HeadNorm`), rotates it by the row's position, in place, and
     stores keys and values.
@@ -89,6 +100,9 @@ def store_kernel(
     """
     row, head = tl.program_id(0), tl.program_id(1)
     kv_slot = tl.load(kv_slot_T + row)
+    if IS_DEPENDENT:
+        launch_next()
+        wait_for_previous()
     if kv_slot >= 0:
         pair_P = tl.arange(0, PAIRS)
         is_pair_P = pair_P < CHANNELS // 2
@@ -119,14 +133,11 @@ def store_kernel(
         else:
             page = tl.load(slots + tl.load(table_T + row) + kv_slot // PAGE_SIZE).to(tl.int64)
             within = kv_slot % PAGE_SIZE
-            key_numbers = CHANNELS * KEY_WIDTH
-            part = key_numbers + PAGE_SIZE * VALUE_WIDTH
+            part = KEY_NUMBERS + PAGE_SIZE * VALUE_WIDTH
             if head < NUM_QUERIES + NUM_KV:
-                at = pages + (page * NUM_KV + head - NUM_QUERIES) * part + within
-                tl.store(at + 2 * pair_P * KEY_WIDTH, a_P, mask=is_pair_P)
-                tl.store(at + (2 * pair_P + 1) * KEY_WIDTH, b_P, mask=is_pair_P)
+                at = pages + (page * NUM_KV + head - NUM_QUERIES) * part + within * CHANNELS
             else:
                 at = pages + (page * NUM_KV + head - NUM_QUERIES - NUM_KV) * part
-                at += key_numbers + within * VALUE_WIDTH
-                tl.store(at + 2 * pair_P, a_P, mask=is_pair_P)
-                tl.store(at + 2 * pair_P + 1, b_P, mask=is_pair_P)
+                at += KEY_NUMBERS + within * VALUE_WIDTH
+            tl.store(at + 2 * pair_P, a_P, mask=is_pair_P)
+            tl.store(at + 2 * pair_P + 1, b_P, mask=is_pair_P)

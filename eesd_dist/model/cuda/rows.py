@@ -4,6 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
+from eesd_dist.model.cuda.launches import launch_options
 from eesd_dist.model.cuda.row_kernels import activation_kernel, norm_kernel
 
 _BLOCK = 1024
@@ -29,6 +30,7 @@ def add_and_norm(
         HAS_ADDED=added_TD is not None,
         PADDED_WIDTH=triton.next_power_of_2(x_TD.shape[1]),
         num_warps=8 if x_TD.shape[1] > _BLOCK else 4,
+        **launch_options(x_TD.device),
     )
     return normed_TD
 
@@ -38,6 +40,11 @@ def activated(gate_up: Tensor, *, is_silu: bool) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     activated_TI = gate_up.new_empty(num_rows, width)
     activation_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
-        gate_up, activated_TI, WIDTH=width, IS_SILU=is_silu, BLOCK=_BLOCK
+        gate_up,
+        activated_TI,
+        WIDTH=width,
+        IS_SILU=is_silu,
+        BLOCK=_BLOCK,
+        **launch_options(gate_up.device),
     )
     return activated_TI

@@ -14,21 +14,23 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from eesd_dist.model.attention.cuda_attention import SPLIT_ROWS, CudaAttention
+from eesd_dist.model.attention.cuda_attention import CudaAttention
 from eesd_dist.model.attention.pages import LayerPages
-from eesd_dist.model.attention.rows import DeviceRows, RowPlan, num_parts, packed_rows
+from eesd_dist.model.attention.rows import RowPlan
+from eesd_dist.model.attention.tiles import DeviceRows, RowTiles, Tiling, packed_rows
 from eesd_dist.model.cuda.rows import activated
 from eesd_dist.model.elementwise import SILU
+from eesd_dist.model.kv_layout import Ints, RowArrays
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
 from eesd_dist.model.layers.norms import JointNorm, RmsNorm
 
-GRAPH_ROWS = (8, 16, 32, 64, 128, 256, 384, 512, 640)
-"""Numbers of rows that have a graph: up to the drafts of a large batch. Longer passes, and those of
-long prompts, take the GPU longer than the host."""
+GRAPH_ROWS = (8, 16, 32, *range(64, 641, 64))
+"""Numbers of rows, and of their tiles, that have a graph: up to the drafts of a large batch. Longer
+passes take the GPU longer than the host."""
 _CAPTURING = Lock()
 """torch captures one graph of a process at a time."""
 _NUMBERS = 1 << 16
-"""First size of the buffer for a plan."""
+"""First size of a buffer for what a pass uploads."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class CudaLayers:
         """Whether one rank has the whole layers."""
         self._has_graphs = self.is_alone
         device = rotations[0].device
-        self._numbers = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
+        self._numbers = NumberBuffer(device)
         self._rows_TD = torch.zeros(GRAPH_ROWS[-1], hidden_size, dtype=dtype, device=device)
         self._pool = graph_pool(device)
         self.take_pages(pages)
@@ -62,9 +64,9 @@ class CudaLayers:
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
         """Reads and writes these pages from now on."""
         self._attention = [_on_gpu(part) for part in pages]
-        self._graphs: dict[tuple[int, int], Graph[Tensor]] = {}
+        self._graphs: dict[tuple[int, Tiling], Graph[Tensor]] = {}
         for attention in self._attention:
-            _ = attention.ways  # compared while weights are loaded, not in a round
+            _ = attention.is_independent  # compared while weights are loaded, not in a round
 
     @torch.inference_mode()
     def forward(
@@ -72,23 +74,19 @@ class CudaLayers:
     ) -> Tensor:
         """`after_layer` is called with the number of layers done and the rows after them."""
         num_rows = rows.num_rows
-        is_long = num_rows > GRAPH_ROWS[-1] or rows.long_blocks is not None
-        if after_layer is not None or is_long or not self._has_graphs:
-            return self.run(
-                hidden_TD.to(self._rows_TD.dtype, copy=True), rows.on_device, after_layer
-            )
+        if after_layer is not None or num_rows > GRAPH_ROWS[-1] or not self._has_graphs:
+            placed = self._attention[0].placed(rows.arrays, num_padded=num_rows)
+            return self.run(hidden_TD.to(self._rows_TD.dtype, copy=True), placed, after_layer)
         num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
-        packed = packed_rows(rows.arrays, num_padded)
-        if len(packed) > len(self._numbers):
-            self._numbers = self._numbers.new_zeros(2 * len(packed))
+        tiles = self.tiles(rows.arrays)
+        if self._numbers.write(packed_rows(rows.arrays, tiles, num_padded)):
             self._graphs.clear()
-        self._numbers.narrow(0, 0, len(packed)).copy_(torch.from_numpy(packed), non_blocking=True)
         self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
-        size = num_padded, num_parts(rows.arrays) if num_padded <= SPLIT_ROWS else 1
+        size = num_padded, tiles.tiling
         graph = self._graphs.get(size)
         if graph is not None:
             return graph.replay().narrow(0, 0, num_rows).clone()
-        placed = DeviceRows(self._numbers, num_padded, num_parts=size[1])
+        placed = DeviceRows(self._numbers.on_device, num_padded, tiles.tiling)
         x_TD = self._rows_TD.narrow(0, 0, num_padded)
         found_TD = self.run(x_TD.clone(), placed)  # compiles the kernels
         try:
@@ -98,6 +96,10 @@ class CudaLayers:
             self._has_graphs = False
             self._graphs.clear()
         return found_TD.narrow(0, 0, num_rows)
+
+    def tiles(self, arrays: RowArrays) -> RowTiles:
+        """Returns the tiles of these rows, as many as there are graphs for."""
+        return self._attention[0].tiles(arrays, counts=GRAPH_ROWS)
 
     def run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None = None) -> Tensor:
         """Launches the kernels one by one; overwrites x."""
@@ -133,6 +135,35 @@ def _add_and_norm(norm: RmsNorm | None, x_TD: Tensor, added_TD: Tensor | None) -
     if norm is not None:
         return norm.added(x_TD, added_TD)
     return x_TD if added_TD is None else x_TD.add_(added_TD)
+
+
+class NumberBuffer:
+    """Int32 numbers on a GPU that graphs read, uploaded from pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
+        self._pinned = self._new_pinned()
+        self._uploaded: torch.cuda.Event | None = None
+
+    def write(self, numbers: Ints) -> bool:
+        """Uploads them to the beginning of the buffer. Returns True if they had no room: the buffer
+        is another one now, and graphs that read the former one are of no use."""
+        has_grown = len(numbers) > len(self.on_device)
+        if has_grown:
+            self.on_device = self.on_device.new_zeros(2 * len(numbers))
+            self._pinned = self._new_pinned()
+        elif self._uploaded is not None:
+            self._uploaded.synchronize()  # before the pinned memory is written again
+        pinned = self._pinned.narrow(0, 0, len(numbers))
+        pinned.copy_(torch.from_numpy(numbers))
+        self.on_device.narrow(0, 0, len(numbers)).copy_(pinned, non_blocking=True)
+        if pinned.is_pinned():
+            self._uploaded = torch.cuda.current_stream(self.on_device.device).record_event()
+        return has_grown
+
+    def _new_pinned(self) -> Tensor:
+        has_gpu = self.on_device.is_cuda and torch.cuda.is_available()
+        return torch.zeros(len(self.on_device), dtype=torch.int32, pin_memory=has_gpu)
 
 
 T = TypeVar("T")

@@ -12,12 +12,13 @@ from eesd_dist.config import EngineConfig, SpeculationConfig
 from eesd_dist.control.chain_rule import REFUSAL, LogOdds, follow, of_length
 from eesd_dist.engine.build import build_draft_shard, build_local_engine, layout_of
 from eesd_dist.engine.chains import ChainStart, DraftedChain
-from eesd_dist.engine.cuda import steps
+from eesd_dist.engine.cuda import steps, verifier
 from eesd_dist.engine.cuda.drafter import GraphDrafter
+from eesd_dist.engine.cuda.verifier import GraphVerifier
 from eesd_dist.engine.drafting.ranks import OwnShard
 from eesd_dist.engine.row_slices import RowSlice
+from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.model.attention import cuda_attention
-from eesd_dist.model.attention.cuda_attention import CudaAttention, Ways
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.layers import cuda_layers
 from eesd_dist.model.layers.cuda_layers import CudaLayers
@@ -26,8 +27,9 @@ from eesd_dist.page_table import PageTable
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.transport.group_handles import SingleGroup
+from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
-from tests.support.fake_cuda import Rerun
+from tests.support.fake_cuda import Rerun, as_on_gpu
 from tests.unit.engine.conftest import MakeConfig
 
 CALIBRATED = of_length(3)._replace(
@@ -38,20 +40,24 @@ CALIBRATED = of_length(3)._replace(
     odds=LogOdds(-1.0, -0.1, 1.0, 0.1, np.array([[0.1, 0.2], [0.6, 0.5], [0.9, 0.95]])),
 )
 
+# What attention leaves in padding rows has no meaning, and may be any number.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_layers, "Graph", Rerun)
     monkeypatch.setattr(steps, "Graph", Rerun)
-    for module in (steps, cuda_layers):  # the interpreter takes its time for padding, too
+    monkeypatch.setattr(verifier, "Graph", Rerun)
+    for module in (steps, verifier, cuda_layers):  # padding takes the interpreter time, too
         monkeypatch.setattr(module, "GRAPH_ROWS", (4, 8, 16, 32))
-    monkeypatch.setattr(cuda_attention, "checked_ways", lambda *_: Ways(True, True))
+    monkeypatch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
 
 
 def on_gpu(paged: PagedLayers, *, hidden_size: int) -> None:
     """Makes the layers compute as on a GPU."""
     for pages in paged._pages:
-        pages.attention = CudaAttention(pages.parts_PKX, pages.shape)
+        as_on_gpu(pages)
     paged._compiled = None
     paged._on_gpu = CudaLayers(
         paged._layers,
@@ -187,7 +193,7 @@ def test_steps_without_a_graph_have_the_same_bits(
         monkeypatch.setattr(steps, "_FEW_ROWS", 2)
         assert_same(drafter.draft(chains)[1], expected)
         monkeypatch.undo()
-        monkeypatch.setattr(cuda_attention, "checked_ways", lambda *_: Ways(True, True))
+        monkeypatch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
         monkeypatch.setattr(cuda_layers, "Graph", Rerun)
         monkeypatch.setattr(steps, "Graph", no_room)
         shard, drafter = twin(make_config())
@@ -202,7 +208,7 @@ def test_a_longer_plan_than_its_buffer_makes_new_graphs(
     shard, drafter = twin(make_config())
     with torch.inference_mode():
         _, expected = drafter.draft(starts(shard, num=4, seed=4))
-        monkeypatch.setattr(steps, "_NUMBERS", 90)
+        monkeypatch.setattr(cuda_layers, "_NUMBERS", 120)
         shard, drafter = twin(make_config())
         chains = starts(shard, num=4, seed=4)
         drafter.draft(chains[:1])
@@ -235,6 +241,14 @@ def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeCon
     assert isinstance(shard, OwnShard)
     drafter = drafter_on_gpu(shard)
     shard._round_drafter = Later(lambda: drafter, is_ready=True)
+    channel = engine._channel
+    assert isinstance(channel, MemoryChannel)
+    stage = getattr(channel._verify, "__self__", None)
+    assert isinstance(stage, VerifyStage)
+    on_gpu(stage.span.paged, hidden_size=stage.span.spec.hidden_size)
+    graphs = GraphVerifier.of(stage.span)
+    assert graphs is not None
+    stage._verifier = Later(lambda: graphs, is_ready=True)
     texts: dict[str, list[TokenId]] = {}
     num_drafted = 0
     for mode in ("off", "auto"):
@@ -256,4 +270,5 @@ def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeCon
             num_drafted += sum(outcome.num_drafted for outcome in result.outcomes)
     assert num_drafted > 3
     assert drafter._steps._graphs
+    assert {size.num_sampled for size in graphs._graphs} >= {4, 8}
     assert [texts[f"off{n}"] for n in range(2)] == [texts[f"auto{n}"] for n in range(2)]

@@ -15,6 +15,7 @@ from eesd_dist.engine.cuda.drafter import GraphDrafter
 from eesd_dist.engine.cuda.steps import _Reading, _Size
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.model.attention.tiles import Tiling
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.heads.head_parts import HeadParts
 from eesd_dist.model.span import LlamaSpan
@@ -120,9 +121,9 @@ def test_an_exit_head_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("reading", list(_Reading))
-@pytest.mark.parametrize("num_parts", [1, 4])
+@pytest.mark.parametrize("tiling", [Tiling(8, 4), Tiling(8, 4, num_splits=4, split_blocks=1)])
 def test_a_step_of_drafting_stays_on_the_gpu(
-    reading: _Reading, num_parts: int, monkeypatch: pytest.MonkeyPatch
+    reading: _Reading, tiling: Tiling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a graph captures: a copy to the host cannot be."""
     spec = ModelSpec.from_folder(BUNDLED)
@@ -133,7 +134,7 @@ def test_a_step_of_drafting_stays_on_the_gpu(
         drafter = GraphDrafter.of(span, head)
         assert drafter is not None
         with HostCopies() as copies, torch.inference_mode():
-            hidden_TD, best_G4 = drafter._steps._step(_Size(8, reading, num_parts))
+            hidden_TD, best_G4 = drafter._steps._step(_Size(8, reading, tiling, tiling))
         assert hidden_TD.shape == (8, spec.hidden_size)
         assert best_G4.shape == ((8, 4) if reading is not _Reading.NOTHING else (8,))
         assert copies.num_operators > 10

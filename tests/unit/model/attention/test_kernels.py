@@ -1,6 +1,6 @@
 """The attention kernels against the definition, and every row's bits against the row alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eesd_dist.model.attention import cpu_attention, cuda_attention, rows
+from eesd_dist.model.attention import cpu_attention, cuda_attention, tiles
 from eesd_dist.model.attention.cuda_attention import CudaAttention
+from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.row_by_row import RowByRowAttention
-from eesd_dist.model.attention.rows import DeviceRows, RowPlan, RowSegment
+from eesd_dist.model.attention.rows import RowPlan, RowSegment, row_arrays
+from eesd_dist.model.attention.tiles import DeviceRows, Tiling, single_tiles, tiles_of
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cpu import calls
 from eesd_dist.model.families.family import Scores
+from eesd_dist.model.kv_layout import RowArrays
 from eesd_dist.trees import path_to
 
 CPU = torch.device("cpu")
@@ -244,73 +247,108 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(
     shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's interpreter runs it on the CPU (see tests/conftest.py)."""
-    monkeypatch.setattr(cuda_attention, "_KEYS", 16)
-    monkeypatch.setattr(cuda_attention, "PART", 32)
-    monkeypatch.setattr(rows, "PART", 32)
-    monkeypatch.setattr(rows, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(cuda_attention, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(cuda_attention, "SPLIT_ROWS", 1000)
-    monkeypatch.setattr(cuda_attention, "checked_ways", lambda *_: cuda_attention.Ways(True, True))
+    monkeypatch.setattr(cuda_attention, "_MOST_KEYS", 16)
+    monkeypatch.setattr(cuda_attention, "PART_BLOCKS", 2)
+    monkeypatch.setattr(tiles, "PART_BLOCKS", 2)
+    monkeypatch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
     rng = Random(str(shape))
     free = list(range(400))
     rng.shuffle(free)
     texts = [Text.drawn(shape, rng, pages=free, is_short=True) for _ in range(2)]
     pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).parts_PKX)
     twin = CudaAttention(twin_PKX, shape.attention)
+    keys_PKES, values_PKSE = (
+        keys_in(twin_PKX, head_dim=shape.head_dim, page_size=shape.page_size, by_slot=True),
+        values_in(twin_PKX, head_dim=shape.head_dim, page_size=shape.page_size),
+    )
 
     def compare(segments: list[RowSegment], heads_RHE: Tensor) -> None:
         plan = plan_of(segments, shape.page_size)
         expected_RD = attend(pages, plan, heads_RHE)
-        found_RD = twin.attend(plan, heads_RHE)
-        assert torch.allclose(found_RD, expected_RD, atol=2e-5, rtol=1e-4)
-        assert torch.equal(twin_PKX, pages.parts_PKX), "what is stored"
-        # In one program or one for each part, alone, in a block or with padding: the same bits.
-        assert plan.on_device.num_parts > 1 or plan.arrays.position_R.max() < 32
-        assert len(rows.chain_blocks(plan.arrays)) < plan.num_rows or plan.num_rows < 4
-        for num_padded, num_parts, blocks in (
-            (plan.num_rows, 1, None),
-            (plan.num_rows + 1, 4, None),
-            (plan.num_rows, 1, rows.chain_blocks(plan.arrays)),
+        alone_RD = attend_alone(twin, plan.arrays, heads_RHE)
+        assert torch.allclose(alone_RD, expected_RD, atol=2e-5, rtol=1e-4)
+        assert torch.equal(keys_PKES, pages.keys_PKES), "what is stored"
+        assert torch.equal(values_PKSE, pages.values_PKSE), "what is stored"
+        # In tiles, with padding, and the keys in one program or in several: the same bits.
+        chosen = twin.tiles(plan.arrays)
+        assert len(chosen.first_B) < plan.num_rows or plan.num_rows < 4
+        assert chosen.tiling.num_splits > 1 or plan.arrays.position_R.max() < 16
+        num_blocks = int(plan.arrays.position_R.max()) // 16 + 1
+        for tiling in (
+            chosen.tiling,
+            chosen.tiling._replace(num_tiles=chosen.tiling.num_tiles + 3),
+            chosen.tiling._replace(num_splits=1, split_blocks=0),
+            chosen.tiling._replace(num_splits=-(-num_blocks // 2), split_blocks=2),
         ):
-            placed = DeviceRows(
-                torch.from_numpy(rows.packed_rows(plan.arrays, num_padded)),
-                num_padded,
-                num_parts=num_parts,
-                blocks_B2=None if blocks is None else torch.from_numpy(blocks),
+            placed = twin.placed(
+                plan.arrays, num_padded=plan.num_rows + 1, tiles=chosen._replace(tiling=tiling)
             )
-            padded_THE = torch.cat([heads_RHE, heads_RHE[: num_padded - plan.num_rows]])
-            again_TD = twin.attend_rows(placed, padded_THE)
-            assert torch.equal(again_TD[: plan.num_rows], found_RD)
-            assert not again_TD[plan.num_rows :].any()
+            again_TD = twin.attend_rows(placed, torch.cat([heads_RHE, heads_RHE[:1]]))
+            assert torch.equal(again_TD[: plan.num_rows], alone_RD), tiling
 
     for text in texts:
         for segment in text.prefix():
             plan = plan_of([segment], shape.page_size)
             heads_RHE = text.heads_NHE[: segment.num_rows]
             attend(pages, plan, heads_RHE)
-            twin.store(plan.on_device, heads_RHE, None)
+            placed = twin.placed(plan.arrays, num_padded=plan.num_rows)
+            twin.store(placed, heads_RHE, None)
     compare([text.segment for text in texts], torch.cat([text.rows for text in texts]))
 
 
-def test_ways_to_attend_on_a_gpu_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_attention, "_KEYS", 16)
-    monkeypatch.setattr(cuda_attention, "PART", 16)
-    monkeypatch.setattr(rows, "PART", 16)
-    monkeypatch.setattr(cuda_attention, "SPLIT_ROWS", 3)
+def attend_alone(attention: CudaAttention, arrays: RowArrays, heads_RHE: Tensor) -> Tensor:
+    """Stores and attends with a program for each row."""
+    placed = attention.placed(arrays, num_padded=len(heads_RHE), tiles=single_tiles(arrays))
+    attention.store(placed, heads_RHE, None)
+    return attention.attend_rows(placed, heads_RHE)
+
+
+def test_tiles_and_splits_on_a_gpu_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_attention, "_MOST_KEYS", 16)
     shape = Shape(num_kv=1, head_dim=8, page_size=8).attention
-    compared = partial(cuda_attention.compared_ways, shape, torch.float32, CPU, length=40)
-    assert compared() == (True, True)
-    attend_parts = CudaAttention._attend_parts
-    with monkeypatch.context() as patch:
-        patch.setattr(CudaAttention, "_attend_parts", lambda *args: 1.001 * attend_parts(*args))
-        assert compared() == (True, False)
-    attend_alone = CudaAttention._attend
+    compared = partial(cuda_attention.tile_difference, shape, torch.float32, CPU, length=70)
+    assert compared() is None
+    attend_rows = CudaAttention.attend_rows
 
-    def attend_otherwise(
-        self: CudaAttention, placed: DeviceRows, heads_THE: Tensor, *, blocks_B2: Tensor | None
-    ) -> Tensor:
-        found_TD = attend_alone(self, placed, heads_THE, blocks_B2=blocks_B2)
-        return found_TD if blocks_B2 is None else 1.001 * found_TD
+    def wrong_where(is_wrong: Callable[[Tiling], bool]) -> str | None:
+        def attend_otherwise(self: CudaAttention, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
+            mixed_TD = attend_rows(self, rows, heads_THE)
+            return 1.001 * mixed_TD if is_wrong(rows.tiling) else mixed_TD
 
-    monkeypatch.setattr(CudaAttention, "_attend", attend_otherwise)
-    assert compared() == (False, True)
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaAttention, "attend_rows", attend_otherwise)
+            return compared()
+
+    difference = wrong_where(lambda tiling: tiling.rows == 32)
+    assert difference is not None
+    assert difference.startswith("Tiling(num_tiles=3, rows=32")
+    assert difference.endswith("from row 0")
+    assert wrong_where(lambda tiling: tiling.split_blocks == 4) is not None
+    assert wrong_where(lambda tiling: 1 < tiling.rows < 32) is not None
+
+
+@pytest.mark.parametrize("queries_per_kv", [1, 3, 4, 7, 8])
+def test_tiles_cover_each_row_once(queries_per_kv: int) -> None:
+    table, other = tuple(range(40)), tuple(range(40, 80))
+    tree = (-1, -1, 0, 1, 2)
+    for segments in (
+        [RowSegment(0, 1, table)],
+        [RowSegment(300, 1, table), RowSegment(7, 5, other)],
+        [RowSegment(21, 5, table, tree), RowSegment(6, 2, other)],
+        [RowSegment(0, 200, table), RowSegment(9, 1, other)],
+    ):
+        arrays = row_arrays(segments)
+        chosen = tiles_of(arrays, queries_per_kv=queries_per_kv, keys=64, counts=(8, 16, 1000))
+        rows = [
+            row
+            for first, last in zip(chosen.first_B, chosen.last_B, strict=True)
+            for row in range(first, last + 1)
+        ]
+        assert rows == list(range(len(arrays.position_R)))
+        assert chosen.tiling.num_tiles in (8, 16, 1000)
+        most = int((chosen.last_B - chosen.first_B).max()) + 1
+        assert most <= chosen.tiling.rows
+        assert chosen.tiling.rows * queries_per_kv <= max(tiles.MOST_QUERIES, queries_per_kv)
+        assert chosen.tiling.num_splits * max(1, chosen.tiling.split_blocks) * 64 > (
+            arrays.position_R.max() if chosen.tiling.split_blocks else 0
+        )

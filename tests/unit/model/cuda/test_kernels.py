@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from eesd_dist.model import kernels
-from eesd_dist.model.cuda.product import TiledProduct, tile_for
+from eesd_dist.model.cuda.product import Tile, TiledProduct, tile_for
 from eesd_dist.model.cuda.rows import activated
 from eesd_dist.model.elementwise import GELU_TANH, SILU, Activation
 from eesd_dist.model.layers.norms import RmsNorm
@@ -25,9 +26,13 @@ def test_a_tiled_product_is_the_product(num_rows: int, num_out: int, num_in: int
     x_MI = torch.randn(num_rows, num_in, generator=generator).half()
     exact_MO = x_MI.double() @ weight_OI.double().T
     for bias, expected_MO in ((None, exact_MO), (bias_O, exact_MO + bias_O.double())):
-        found_MO = TiledProduct(weight_OI, bias)(x_MI)
-        assert found_MO.dtype == torch.float16
-        torch.testing.assert_close(found_MO.double(), expected_MO, rtol=2**-10, atol=2**-8)
+        y_MO = TiledProduct(weight_OI, bias)(x_MI)
+        assert y_MO.dtype == torch.float16
+        torch.testing.assert_close(y_MO.double(), expected_MO, rtol=2**-10, atol=2**-8)
+        if num_in % 8 == 0:  # as on a Hopper
+            product = TiledProduct(weight_OI, bias)
+            product._is_hopper = product._has_descriptors = True
+            torch.testing.assert_close(product(x_MI), y_MO, rtol=2**-10, atol=2**-8)
 
 
 def test_tiles_leave_a_program_for_each_multiprocessor_where_they_can() -> None:
@@ -40,10 +45,30 @@ def test_tiles_leave_a_program_for_each_multiprocessor_where_they_can() -> None:
     assert tile_for(65, 4096).channels == 64
 
 
-@pytest.mark.parametrize("num_out", [128, 1024, 2048, 4096, 128_256])
-def test_the_row_counts_of_the_self_check_have_every_tile(num_out: int) -> None:
-    checked = {tile_for(num_rows, num_out) for num_rows in kernels._CHECKED_ROWS}
-    assert {tile_for(num_rows, num_out) for num_rows in range(1, 5000)} == checked
+@pytest.mark.parametrize(
+    ("num_rows", "channels"),
+    [
+        # out channels of Llama 3 8B: qkv, o and down, gate_up, LM head
+        (1, {6144: 16, 4096: 32, 28_672: 64, 128_256: 64}),
+        (64, {6144: 64, 4096: 32, 28_672: 128, 128_256: 128}),
+        (128, {6144: 128, 4096: 64, 28_672: 128, 128_256: 128}),
+        (320, {6144: 256, 4096: 256, 28_672: 256, 128_256: 256}),
+    ],
+)
+def test_tiles_of_a_hopper_are_the_fastest_measured(
+    num_rows: int, channels: dict[int, int]
+) -> None:
+    for num_out, expected in channels.items():
+        assert tile_for(num_rows, num_out, is_hopper=True).channels == expected, num_out
+
+
+@pytest.mark.parametrize("is_hopper", [False, True])
+@pytest.mark.parametrize("num_out", [128, 1024, 1280, 2048, 4096, 6144, 8192, 28_672, 128_256])
+def test_the_row_counts_of_the_self_check_have_every_tile(num_out: int, is_hopper: bool) -> None:
+    def tiles(counts: Iterable[int]) -> set[Tile]:
+        return {tile_for(num_rows, num_out, is_hopper=is_hopper) for num_rows in counts}
+
+    assert tiles(range(1, 5000)) == tiles(kernels._CHECKED_ROWS)
 
 
 @pytest.mark.parametrize("width", [64, 100, 2048])
@@ -75,40 +100,45 @@ from eesd_dist.model.cuda import attention_kernel, product_kernel, row_kernels
 from eesd_dist.sampling import gpu_kernels
 
 warnings.simplefilter("ignore")
-layout = dict(NUM_KV=8, CHANNELS=128, PAGE_SIZE=32, KEY_WIDTH=32, VALUE_WIDTH=128)
+layout = dict(NUM_KV=8, CHANNELS=128, PAGE_SIZE=32, KEY_NUMBERS=4096, VALUE_WIDTH=128)
 placed = dict(position_T="*i32", kv_slot_T="*i32", table_T="*i32", slots="*i32")
-names = ("block_B", "table_R", "position_R", "in_order_R", "branch_R", "slots")
-rows = dict.fromkeys(names, "*i32")
+rows = dict(tiles_B8="*i32", slots="*i32")
+dependent = dict(IS_DEPENDENT=True)
 heads = dict(heads="*bf16", pages="*bf16")
 kernels = [
     (attention_kernel.attend_kernel,
      dict(**heads, mixed="*bf16", weights="*fp32", **rows, window="i32", scale="fp32",
           softcap="fp32"),
-     dict(**layout, PER_KV=4, HAS_SOFTCAP=has, QUERIES=queries, PADDED_CHANNELS=128, KEYS=64,
-          PART=256, HAS_BLOCKS=queries > 16, IS_SPLIT=has))
-    for queries, has in ((16, True), (16, False), (64, False))
+     dict(**layout, **dependent, PER_KV=4, HAS_SOFTCAP=split > 1, QUERIES=queries,
+          PADDED_CHANNELS=128, KEYS=128, PART_BLOCKS=4, SPLIT_BLOCKS=split))
+    for queries, split in ((16, 4), (32, 1), (64, 0))
 ] + [
     (attention_kernel.merge_kernel,
-     dict(parts="*fp32", weights="*fp32", mixed="*bf16", position_R="*i32", window="i32",
-          num_parts="i32"),
-     dict(NUM_HEADS=32, CHANNELS=128, PADDED_CHANNELS=128, PART=256)),
+     dict(splits="*fp32", weights="*fp32", mixed="*bf16", position_R="*i32", window="i32",
+          num_splits="i32"),
+     dict(**dependent, NUM_HEADS=32, CHANNELS=128, PADDED_CHANNELS=128, KEYS=128, PART_BLOCKS=4,
+          SPLIT_BLOCKS=1)),
 ] + [
     (row_kernels.store_kernel,
      dict(**heads, rotation="*fp32", norm_weight=weight, norm_eps="fp32", **placed),
-     dict(**layout, NUM_QUERIES=32, HAS_ROTATION=True, HAS_NORM=True, PAIRS=64))
+     dict(**layout, **dependent, NUM_QUERIES=32, HAS_ROTATION=True, HAS_NORM=True, PAIRS=64))
     for weight in ("*bf16", "*fp32")
 ] + [
     (row_kernels.norm_kernel,
      dict(x="*bf16", added="*bf16", weight_D="*fp32", normed="*bf16", floor="fp32"),
-     dict(WIDTH=4096, HAS_ADDED=True, PADDED_WIDTH=4096)),
+     dict(**dependent, WIDTH=4096, HAS_ADDED=True, PADDED_WIDTH=4096)),
     (row_kernels.activation_kernel, dict(gate_up="*bf16", activated="*bf16"),
-     dict(WIDTH=14336, IS_SILU=True, BLOCK=1024)),
+     dict(**dependent, WIDTH=14336, IS_SILU=True, BLOCK=1024)),
     (row_kernels.activation_kernel, dict(gate_up="*bf16", activated="*bf16"),
-     dict(WIDTH=14336, IS_SILU=False, BLOCK=1024)),
+     dict(**dependent, WIDTH=14336, IS_SILU=False, BLOCK=1024)),
     (product_kernel.product_kernel,
      dict(x="*bf16", weight="*bf16", bias="*bf16", y="*bf16", num_rows="i32", num_out="i32",
           num_in="i32"),
-     dict(HAS_BIAS=True, IS_EVEN=False, ROWS=16, CHANNELS=32, DEPTH=128)),
+     dict(**dependent, HAS_BIAS=True, IS_EVEN=False, ROWS=16, CHANNELS=32, DEPTH=128)),
+    (product_kernel.descriptor_product_kernel,
+     dict(x="tensordesc<bf16[64, 128]>", weight="tensordesc<bf16[64, 128]>", bias="*bf16",
+          y="*bf16", num_rows="i32", num_out="i32", num_in="i32"),
+     dict(**dependent, HAS_BIAS=True, ROWS=64, CHANNELS=64, DEPTH=128)),
     (gpu_kernels.gumbel_kernel,
      dict(words_S3="*i32", ids="*i32", noise="*fp32", num_columns="i32"), dict(BLOCK=1024)),
     (gpu_kernels.block_kernel,
@@ -140,7 +170,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [line.split() for line in done.stdout.splitlines()]
-    assert len(found) == 13
+    assert len(found) == 14
     assert all(int(size) > 1000 for _, size, _ in found)
     # What is compared bit for bit with a CPU may round only as a CPU does.
     fused = {name: int(count) for name, _, count in found}

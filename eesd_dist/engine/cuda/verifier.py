@@ -1,0 +1,143 @@
+"""Verifies rounds on a GPU for a stage of one rank: an upload, a CUDA graph, a copy to the host.
+
+A graph has the layers, the LM head over the sampled rows and the choice, launched as they are
+without it, so that a token is the same with and without one.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eesd_dist.model.attention.rows import RowSegment, row_arrays
+from eesd_dist.model.attention.tiles import DeviceRows, Tiling, num_packed, packed_rows
+from eesd_dist.model.kv_layout import Ints
+from eesd_dist.model.layers.cuda_layers import (
+    GRAPH_ROWS,
+    CudaLayers,
+    Graph,
+    NumberBuffer,
+    graph_pool,
+)
+from eesd_dist.model.layers.logits_head import LogitsHead
+from eesd_dist.model.span import LlamaSpan
+from eesd_dist.sampling.gpu_rule import best_two, packed_noise
+from eesd_dist.sampling.noise import key_words, noise_key
+from eesd_dist.sampling.row_rules import noise_temperature, positions_after
+from eesd_dist.transport.contracts import Segment
+
+logger = logging.getLogger(__name__)
+
+
+# Shapes: T rows, D hidden channels, S sampled rows.
+class _Size(NamedTuple):
+    """What a graph is captured for; row counts include padding."""
+
+    num_rows: int
+    num_sampled: int
+    tiling: Tiling
+
+
+class GraphVerifier:
+    """Layers [N, L), LM head and rule of one rank as CUDA graphs. One call at a time."""
+
+    def __init__(self, span: LlamaSpan, layers: CudaLayers, head: LogitsHead) -> None:
+        self._layers, self._head = layers, head
+        device = span.paged.device
+        self._numbers = NumberBuffer(device)
+        self._rows_TD = torch.zeros(
+            GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=device
+        )
+        self._pool = graph_pool(device)
+        self._has_graphs = True
+        self._graphs: dict[_Size, Graph[Tensor]] = {}
+
+    @classmethod
+    def of(cls, span: LlamaSpan) -> Self | None:
+        """Returns None for a stage without graphs: on a CPU, or with a part of the layers."""
+        layers, head = span.paged.on_gpu, span.logits_head
+        if layers is None or head is None or not layers.is_alone:
+            return None
+        return cls(span, layers, head)
+
+    def verify(self, segments: Sequence[Segment], hidden_TD: Tensor) -> Ints | None:
+        """Returns the target's token after each sampled row, or None for a pass without a graph.
+        Tokens are chosen by their score alone, from among all."""
+        sampled = [segment for segment in segments if segment.num_sampled]
+        num_rows, num_sampled = len(hidden_TD), sum(s.num_sampled for s in sampled)
+        if not (self._has_graphs and num_sampled and num_rows <= GRAPH_ROWS[-1]):
+            return None
+        if any(segment.masks for segment in sampled):
+            return None
+        arrays = row_arrays(
+            [
+                RowSegment(start=s.start, num_rows=s.num_rows, pages=s.pages, parents=s.parents)
+                for s in segments
+            ]
+        )
+        tiles = self._layers.tiles(arrays)
+        size = _Size(_padded(num_rows), _padded(num_sampled), tiles.tiling)
+        source_S = np.zeros(size.num_sampled, np.int32)
+        source_S[:num_sampled] = _sampled_rows(segments)
+        packed = [source_S, _noise(sampled, num_padded=size.num_sampled)]
+        packed.append(packed_rows(arrays, tiles, size.num_rows))
+        best_S4 = self._run(size, np.concatenate(packed), hidden_TD)
+        tokens_S: Ints = best_S4.narrow(0, 0, num_sampled).cpu().numpy()[:, 0]
+        return tokens_S
+
+    def _run(self, size: _Size, packed: Ints, hidden_TD: Tensor) -> Tensor:
+        if self._numbers.write(packed):
+            self._graphs.clear()
+        self._rows_TD.narrow(0, 0, len(hidden_TD)).copy_(hidden_TD)
+        graph = self._graphs.get(size)
+        if graph is not None:
+            return graph.replay()
+        best_S4 = self._pass(size)  # compiles the kernels
+        try:
+            self._graphs[size] = Graph(lambda: self._pass(size), self._pool)
+        except RuntimeError as error:  # no memory, or an operation that graphs do not have
+            logger.warning("no_graphs verifying rows=%d error=%s", size.num_rows, error)
+            self._has_graphs = False
+            self._graphs.clear()
+        return best_S4
+
+    def _pass(self, size: _Size) -> Tensor:
+        """Launches the kernels over what is in the buffers."""
+        numbers = self._numbers.on_device
+        lengths = [size.num_sampled, 4 * size.num_sampled]
+        source_S, noise, rest = torch.split(numbers, [*lengths, len(numbers) - sum(lengths)])
+        end = num_packed(size.num_rows, size.tiling.num_tiles)
+        rows = DeviceRows(rest[:end], size.num_rows, size.tiling, slots=rest[end:])
+        hidden_TD = self._layers.run(self._rows_TD.narrow(0, 0, size.num_rows).clone(), rows)
+        return best_two(self._head(hidden_TD.index_select(0, source_S)), noise, None)
+
+
+def _padded(count: int) -> int:
+    padded: int = next(padded for padded in GRAPH_ROWS if padded >= count)
+    return padded
+
+
+def _sampled_rows(segments: Sequence[Segment]) -> list[int]:
+    rows: list[int] = []
+    end = 0
+    for segment in segments:
+        end += segment.num_rows
+        rows.extend(range(end - segment.num_sampled, end))
+    return rows
+
+
+def _noise(segments: Sequence[Segment], *, num_padded: int) -> Ints:
+    """Returns `packed_noise` of the sampled rows."""
+    divisors: list[float] = []
+    keys: list[int] = []
+    for segment in segments:
+        count, temperature = segment.num_sampled, noise_temperature(segment.temperature)
+        divisors += [temperature] * count
+        if temperature:
+            keys += [noise_key(segment.seed, at) for at in positions_after(segment)[-count:]]
+        else:
+            keys += [0] * count
+    return packed_noise(divisors, key_words(keys), num_padded=num_padded)
