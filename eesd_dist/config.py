@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from eesd_dist.removed import replacement_of
 from eesd_dist.types import (
     Device,
     StopRule,
@@ -176,9 +177,6 @@ class SpeculationConfig(Section):
     acceptance: Literal["coupled", "rejection"] = "coupled"
     """`coupled` gives the same tokens as plain decoding; `rejection` is the published baseline."""
 
-    draft_ahead: bool = True
-    """Whether drafting continues past the last drafted token while one microbatch is verified."""
-
     learn_costs: bool = True
     """Whether the seconds of finished rounds correct the start-up profile; a `cost_file` is never
     corrected."""
@@ -318,7 +316,10 @@ def complaint_of(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def _known_keys(path: Sequence[str], root: type[BaseModel]) -> str:
-    """Suggests keys for the last part of `path`."""
+    """Suggests keys for the last part of `path`, or says what has replaced it."""
+    replacement = replacement_of(".".join(path))
+    if replacement is not None:
+        return replacement
     section = root
     for part in path[:-1]:
         field = section.model_fields.get(part)

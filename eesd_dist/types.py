@@ -365,8 +365,6 @@ class RoundStats:
     waited_s: float = 0.0
     """The loop's time for sending the round and waiting for its verdict. Less than the round's time
     in flight where the loop did other work in between."""
-    ahead_s: float = 0.0
-    """The loop's time for drafting ahead while the verdict was outstanding."""
     idle_s: float = 0.0
     """Time without work since the previous verdict."""
     other_s: float = 0.0

@@ -1,0 +1,23 @@
+"""Keys, flags and names of earlier versions, each with its replacement.
+
+The only place that knows them: the configuration, the command line and the registry of controllers
+refuse an unknown name by this table.
+"""
+
+from collections.abc import Mapping
+
+REPLACEMENTS: Mapping[str, str] = {
+    "speculation.draft_ahead": "leave it out: nothing is drafted before its verdict is there",
+    "reads_embedding": "train the head again with `eesd distill`, without the token's embedding",
+    "--reads-embedding": "leave it out: a head reads hidden states alone",
+    "--embedding": "leave it out: a head reads hidden states alone",
+}
+"""Name as a user writes it -> what to do instead. A key is found under any section."""
+
+
+def replacement_of(name: str) -> str | None:
+    """Returns what to do instead of a removed key, flag or controller; None for other names."""
+    for removed, replacement in REPLACEMENTS.items():
+        if name == removed or name.endswith(f".{removed}"):
+            return f"it was removed: {replacement}"
+    return None

@@ -1,0 +1,32 @@
+"""A name of an earlier version is refused with its replacement."""
+
+import pytest
+
+from eesd_dist.command_line import run_command
+from eesd_dist.errors import ConfigError
+from eesd_dist.removed import REPLACEMENTS, replacement_of
+from serve_app.config import service_config
+
+KEYS = [name for name in REPLACEMENTS if "." in name]
+FLAGS = [name for name in REPLACEMENTS if name.startswith("--")]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_removed_key_is_refused_with_what_replaces_it(key: str) -> None:
+    section, name = key.split(".")
+    engine = {"model": {"path": "/model"}, section: {name: 1}}
+    with pytest.raises(ConfigError, match=f"engine.{key}: unknown key, found 1; it was removed: "):
+        service_config({"engine": engine})
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_removed_flag_is_refused_with_what_replaces_it(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(lambda: None, [f"{flag}=both"], program="eesd") == 2
+    assert capsys.readouterr().err.startswith(f"eesd: {flag}: it was removed: ")
+
+
+def test_other_names_have_no_replacement() -> None:
+    assert replacement_of("draft_ahead") is None
+    assert replacement_of("speculation.seed") is None
