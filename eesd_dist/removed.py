@@ -8,6 +8,15 @@ from collections.abc import Mapping
 
 REPLACEMENTS: Mapping[str, str] = {
     "speculation.draft_ahead": "leave it out: nothing is drafted before its verdict is there",
+    "speculation.threshold": "leave it out, and name one of the controllers",
+    "speculation.calibration_form": "leave it out: `calibration` has the beta form",
+    "speculation.calibration_prior_std": "set calibration_strength instead",
+    "speculation.calibration_variance_floor": "set calibration_strength instead",
+    "speculation.stop_rule: steady": "use auto",
+    "controller threshold": "use smartspec, or the example in docs/extending.md",
+    "controller draft_verify": "use smartspec",
+    "controller ema": "use smartspec",
+    "controller ucb": "use smartspec",
     "reads_embedding": "train the head again with `eesd distill`, without the token's embedding",
     "--reads-embedding": "leave it out: a head reads hidden states alone",
     "--embedding": "leave it out: a head reads hidden states alone",

@@ -18,7 +18,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 DTypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Numerics = Literal["invariant", "fast"]
-StopRule = Literal["auto", "bernoulli", "optimal", "steady"]
+StopRule = Literal["auto", "bernoulli", "optimal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,6 @@ for a batch. Does not depend on how the figures were measured or how acceptance 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 
 from eesd_dist.errors import ConfigError
@@ -62,11 +60,6 @@ class CostModel:
     def best_length(self, survival: Sequence[float]) -> int:
         """Returns the length with the highest rate, the shortest of equals."""
         return max(range(len(survival) + 1), key=lambda k: (self.rate(k, survival), -k))
-
-    def best_rate(self, *, theta: float, max_draft_tokens: int) -> float:
-        """Returns the best length's rate if every token is accepted with probability theta."""
-        survival = list(accumulate([theta] * max_draft_tokens, mul))
-        return self.rate(self.best_length(survival), survival)
 
     def verify_batch(self, rows: int, requests: int = 1) -> float:
         """Returns the seconds of a verify pass over `rows` rows, known and drafted, in total."""

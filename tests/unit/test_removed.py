@@ -3,11 +3,13 @@
 import pytest
 
 from eesd_dist.command_line import run_command
+from eesd_dist.control.registry import entry_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.removed import REPLACEMENTS, replacement_of
 from serve_app.config import service_config
 
-KEYS = [name for name in REPLACEMENTS if "." in name]
+KEYS = [name for name in REPLACEMENTS if "." in name and " " not in name]
+CONTROLLERS = [name.removeprefix("controller ") for name in REPLACEMENTS if "controller " in name]
 FLAGS = [name for name in REPLACEMENTS if name.startswith("--")]
 
 
@@ -16,6 +18,18 @@ def test_a_removed_key_is_refused_with_what_replaces_it(key: str) -> None:
     section, name = key.split(".")
     engine = {"model": {"path": "/model"}, section: {name: 1}}
     with pytest.raises(ConfigError, match=f"engine.{key}: unknown key, found 1; it was removed: "):
+        service_config({"engine": engine})
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_a_removed_controller_is_refused_with_what_replaces_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"controller is '{name}', .*; it was removed: use "):
+        entry_of(name)
+
+
+def test_a_removed_value_is_refused_with_what_replaces_it() -> None:
+    engine = {"model": {"path": "/model"}, "speculation": {"stop_rule": "steady"}}
+    with pytest.raises(ConfigError, match=r"found 'steady'; it was removed: use auto"):
         service_config({"engine": engine})
 
 

@@ -454,7 +454,7 @@ def test_a_policy_without_rules_for_all_leaves_its_controllers_as_they_were() ->
     )
     fixed, by_evidence = RequestId("fixed"), RequestId("by evidence")
     policy.admit(fixed, "fixed", Belief())
-    policy.admit(by_evidence, "threshold", Belief())
+    policy.admit(by_evidence, "calibration", Belief())
     policy.begin_round([fixed, by_evidence])
     assert policy.chain_rules({fixed: 0.0, by_evidence: 0.0}) is None
     assert fixed in policy.worth_a_guess([fixed, by_evidence])

@@ -170,7 +170,7 @@ def test_trees_chains_and_plain_requests_share_their_rounds(count: int, make: Ma
         tree("static", "calibration"),
         SpeculationParams(controller="fixed"),
         tree("dynamic", "goodput"),
-        tree("static", "threshold"),
+        tree("static", "smartspec"),
         PLAIN,
         tree("static", "beta"),
     ]
