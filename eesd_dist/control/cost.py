@@ -131,7 +131,7 @@ class CostModel:
 
     @staticmethod
     def from_json(data: Mapping[str, object]) -> "CostModel":
-        """Parses a cost model; batch costs may be missing, as in files of older versions."""
+        """Parses a cost model; the costs of batches may be left out."""
         verify_s = data.get("verify_s")
         if not isinstance(verify_s, Sequence):
             raise ConfigError(f"cost model: found verify_s={verify_s!r}, expected seconds")

@@ -197,7 +197,7 @@ class RunRequest:
             "top_k": recipe.top_k,
             "chunk_size": asked.chunk_size,
             "max_gb": asked.max_gb,
-            "ring": self.ring or None,  # None: also of folders from before there was a ring
+            "ring": self.ring,
             "dtype": asked.dtype,
             "training": training,
         }
