@@ -54,13 +54,6 @@ class SamplingParams:
     """Sequences of tokens that the text must not have."""
 
     @property
-    def is_constrained(self) -> bool:
-        """Whether only some tokens may come next."""
-        return (
-            self.grammar is not None or self.allowed_token_ids is not None or bool(self.bad_words)
-        )
-
-    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 

@@ -57,10 +57,6 @@ class CostModel:
         """Returns expected tokens per second; survival[j]: P(drafts 0..j are all accepted)."""
         return (1.0 + sum(survival[:num_drafted])) / self.seconds(num_drafted)
 
-    def best_length(self, survival: Sequence[float]) -> int:
-        """Returns the length with the highest rate, the shortest of equals."""
-        return max(range(len(survival) + 1), key=lambda k: (self.rate(k, survival), -k))
-
     def verify_batch(self, rows: int, requests: int = 1) -> float:
         """Returns the seconds of a verify pass over `rows` rows, known and drafted, in total."""
         extra = self.request_s * max(requests - 1, 0)
