@@ -13,15 +13,16 @@ REPLACEMENTS: Mapping[str, str] = {
     "speculation.calibration_prior_std": "set calibration_strength instead",
     "speculation.calibration_variance_floor": "set calibration_strength instead",
     "speculation.stop_rule: steady": "use auto",
-    "controller threshold": "use smartspec, or the example in docs/extending.md",
-    "controller draft_verify": "use smartspec",
-    "controller ema": "use smartspec",
-    "controller ucb": "use smartspec",
+    "speculation.controller: threshold": "use smartspec, or the example in docs/extending.md",
+    "speculation.controller: draft_verify": "use smartspec",
+    "speculation.controller: ema": "use smartspec",
+    "speculation.controller: ucb": "use smartspec",
     "reads_embedding": "train the head again with `eesd distill`, without the token's embedding",
     "--reads-embedding": "leave it out: a head reads hidden states alone",
     "--embedding": "leave it out: a head reads hidden states alone",
 }
-"""Name as a user writes it -> what to do instead. A key is found under any section."""
+"""Name as a user writes it, `key: value` for a value -> what to do instead. A key is found under
+any section."""
 
 
 def replacement_of(name: str) -> str | None:

@@ -47,6 +47,6 @@ def entry_of(name: str) -> Entry:
     entry = CONTROLLERS.get(name)
     if entry is None:
         text = f"speculation.controller is {name!r}, expected one of {', '.join(CONTROLLER_NAMES)}"
-        replacement = replacement_of(f"controller {name}")
+        replacement = replacement_of(f"speculation.controller: {name}")
         raise ConfigError(text if replacement is None else f"{text}; {replacement}")
     return entry

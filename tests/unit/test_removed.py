@@ -1,15 +1,21 @@
 """A name of an earlier version is refused with its replacement."""
 
 import pytest
+from pydantic import ValidationError
 
 from eesd_dist.command_line import run_command
 from eesd_dist.control.registry import entry_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.removed import REPLACEMENTS, replacement_of
 from serve_app.config import service_config
+from serve_app.openai.errors import http_error_of_fields
+from serve_app.openai.schema.generation import CompletionFields
 
 KEYS = [name for name in REPLACEMENTS if "." in name and " " not in name]
-CONTROLLERS = [name.removeprefix("controller ") for name in REPLACEMENTS if "controller " in name]
+_CONTROLLER = "speculation.controller: "
+CONTROLLERS = [
+    name.removeprefix(_CONTROLLER) for name in REPLACEMENTS if name.startswith(_CONTROLLER)
+]
 FLAGS = [name for name in REPLACEMENTS if name.startswith("--")]
 
 
@@ -25,6 +31,11 @@ def test_a_removed_key_is_refused_with_what_replaces_it(key: str) -> None:
 def test_a_removed_controller_is_refused_with_what_replaces_it(name: str) -> None:
     with pytest.raises(ConfigError, match=f"controller is '{name}', .*; it was removed: use "):
         entry_of(name)
+    with pytest.raises(ValidationError) as refusal:
+        CompletionFields.model_validate({"prompt": "p", "speculation": {"controller": name}})
+    answer = http_error_of_fields(refusal.value.errors())
+    assert answer.message.startswith("speculation.controller: Input should be ")
+    assert "; it was removed: use " in answer.message
 
 
 def test_a_removed_value_is_refused_with_what_replaces_it() -> None:
