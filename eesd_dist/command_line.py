@@ -22,6 +22,7 @@ from typer import Context, Exit, Option, Typer
 from typer.core import TyperCommand
 
 from eesd_dist.errors import ConfigError, EesdError, RequestError, os_error_text
+from eesd_dist.removed import replacement_of
 
 Run = Callable[..., int | None]
 """Runs a command and returns its exit status; None is 0."""
@@ -138,10 +139,19 @@ class _Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _refuse_removed(args, known={name for param in self.params for name in param.opts})
         if all(param.param_type_name == "option" for param in self.params):
             several = {name for param in self.params if param.multiple for name in param.opts}
             args = list(_repeated(args, several))
         return super().parse_args(ctx, args)
+
+
+def _refuse_removed(words: Sequence[str], *, known: set[str]) -> None:
+    for word in words:
+        flag = word.partition("=")[0]
+        replacement = None if flag in known else replacement_of(flag)
+        if replacement is not None:
+            raise ConfigError(f"{flag}: {replacement}")
 
 
 def _repeated(words: Sequence[str], several: set[str]) -> Iterator[str]:

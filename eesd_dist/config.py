@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from eesd_dist.removed import replacement_of
 from eesd_dist.types import (
     Device,
     StopRule,
@@ -168,16 +169,13 @@ class SpeculationConfig(Section):
     controller: str = "goodput"
     """Name in `control.registry` of the controller that decides when to stop drafting; a request
     may override it. `goodput` weighs the tokens of the batch against measured seconds; `beta` and
-    `calibration` are Thompson sampling per request; the others are baselines."""
+    `calibration` are Thompson sampling per request; `fixed` and `smartspec` are baselines."""
 
     max_draft_tokens: NonNegativeInt = 8
     """Maximum tokens of one draft; the controller usually stops earlier. 0 is plain decoding."""
 
     acceptance: Literal["coupled", "rejection"] = "coupled"
     """`coupled` gives the same tokens as plain decoding; `rejection` is the published baseline."""
-
-    draft_ahead: bool = True
-    """Whether drafting continues past the last drafted token while one microbatch is verified."""
 
     learn_costs: bool = True
     """Whether the seconds of finished rounds correct the start-up profile; a `cost_file` is never
@@ -193,33 +191,19 @@ class SpeculationConfig(Section):
     fixed_length: NonNegativeInt = 4
     """Draft length of the `fixed` controller."""
 
-    threshold: float = Field(default=0.6, ge=0.0, le=1.0)
-    """The `threshold` controller stops below this top-1 probability of the exit head."""
-
     redraw: Literal["token", "round"] = "round"
     """Whether Thompson sampling draws theta once a round or for every token."""
 
     discount: float = Field(default=0.98, gt=0.0, le=1.0)
     """Factor by which the counts of earlier rounds are multiplied in every round."""
 
-    calibration_form: Literal["gaussian", "beta"] = "beta"
-    """Which of the two forms of Calibration-TS."""
-
     calibration_strength: NonNegativeFloat = 256.0
-    """Kappa of the beta form: weight of the calibrated probability in judged tokens. 0: Beta-TS."""
-
-    calibration_prior_std: PositiveFloat = 0.05
-    """s0 of the gaussian form: expected error of the calibrated probability."""
-
-    calibration_variance_floor: PositiveFloat = 0.04
-    """Gaussian form: minimum variance of a request's past rate as a forecast of its next token,
-    after any number of rounds. Tokens of one text differ; 0.04 is a standard deviation of 0.2."""
+    """Kappa of `calibration`: weight of the calibrated probability in judged tokens. 0: Beta-TS."""
 
     stop_rule: StopRule = "auto"
     """How sampled acceptance probabilities give a draft length. `bernoulli`: one Bernoulli draw per
     token, the published rule. `optimal`: continue while the round's expected tokens per second
-    rise, by the measured cost model. `steady`: continue while the next token gives more per second
-    than the request has had so far. `auto`: `optimal` when costs are known, else `bernoulli`."""
+    rise, by the measured cost model. `auto`: `optimal` when costs are known, else `bernoulli`."""
 
     log_evidence: bool = False
     """Whether outcomes have the exit head's evidence even when no controller asks for it."""
@@ -313,12 +297,17 @@ def complaint_of(error: ValidationError, root: type[BaseModel]) -> str:
         text = f"{'.'.join(path)}: unknown key, found {found!r}; {_known_keys(path, root)}"
     elif isinstance(found, dict) and first["type"].endswith("_type"):
         text += ": this key takes a value, set it without a key below it"
+    elif (replacement := replacement_of(f"{'.'.join(path)}: {found}")) is not None:
+        text += f"; {replacement}"
     more = error.error_count() - 1
     return f"{text} (and {more} more)" if more else text
 
 
 def _known_keys(path: Sequence[str], root: type[BaseModel]) -> str:
-    """Suggests keys for the last part of `path`."""
+    """Suggests keys for the last part of `path`, or says what has replaced it."""
+    replacement = replacement_of(".".join(path))
+    if replacement is not None:
+        return replacement
     section = root
     for part in path[:-1]:
         field = section.model_fields.get(part)

@@ -18,7 +18,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 DTypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Numerics = Literal["invariant", "fast"]
-StopRule = Literal["auto", "bernoulli", "optimal", "steady"]
+StopRule = Literal["auto", "bernoulli", "optimal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +52,6 @@ class SamplingParams:
     """The only tokens that may be generated; None: any."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that the text must not have."""
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether only some tokens may come next."""
-        return (
-            self.grammar is not None or self.allowed_token_ids is not None or bool(self.bad_words)
-        )
 
     @property
     def is_greedy(self) -> bool:
@@ -365,8 +358,6 @@ class RoundStats:
     waited_s: float = 0.0
     """The loop's time for sending the round and waiting for its verdict. Less than the round's time
     in flight where the loop did other work in between."""
-    ahead_s: float = 0.0
-    """The loop's time for drafting ahead while the verdict was outstanding."""
     idle_s: float = 0.0
     """Time without work since the previous verdict."""
     other_s: float = 0.0

@@ -1,8 +1,7 @@
 """Speed of one pipeline by draft length, and of plain decoding on as many GPUs.
 
 A pipeline runs all its requests in one batch or in two microbatches that take turns, whichever is
-faster, as `scheduler.overlap: auto` does. Drafting ahead of a verdict is left out: it helps single
-requests only, after a fully accepted draft.
+faster, as `scheduler.overlap: auto` does.
 """
 
 from collections.abc import Iterator

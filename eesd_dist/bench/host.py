@@ -143,9 +143,6 @@ class NoTarget:
         assert self._reply is not None
         return self._reply
 
-    def reply_is_here(self) -> bool:
-        return True
-
     def close(self) -> None: ...
 
 
@@ -177,9 +174,7 @@ def _verdict(header: RoundHeader) -> VerifyReply:
 
 def engine_of(batch: int, *, context: int, controller: str, watch: Stopwatch) -> EngineCore:
     """Returns an engine with `batch` requests that have computed `context` tokens each."""
-    speculation = SpeculationConfig(
-        controller=controller, fixed_length=_DRAFT_LENGTH, draft_ahead=False
-    )
+    speculation = SpeculationConfig(controller=controller, fixed_length=_DRAFT_LENGTH)
     max_len = context + 4096
     draft = DraftStage(compute=cast("DraftCompute", NoModel()), page_size=PAGE_SIZE, device=_CPU)
     scheduler = Scheduler(

@@ -59,16 +59,6 @@ def other_forms() -> list[Variant]:
     return [
         Variant(label="beta, theta per token", controller="beta", settings=(("redraw", "token"),)),
         Variant(label="beta, coin", controller="beta", settings=(("stop_rule", "bernoulli"),)),
-        Variant(
-            label="calibration, gaussian",
-            controller="calibration",
-            settings=(("calibration_form", "gaussian"),),
-        ),
-        Variant(
-            label="calibration, steady",
-            controller="calibration",
-            settings=(("stop_rule", "steady"),),
-        ),
     ]
 
 

@@ -161,7 +161,7 @@ def our_decoders(
         decoders[f"fixed {length}"] = ours(
             f"fixed {length}", SpeculationParams(controller="fixed", max_draft_tokens=length)
         )
-    for controller in ("threshold", *THOMPSON):
+    for controller in THOMPSON:
         decoders[controller] = ours(controller, SpeculationParams(controller=controller))
     return decoders
 

@@ -91,12 +91,9 @@ class DraftRound(Protocol):
         """Returns the requests with a next guess worth the exit head's time; other drafts end."""
         ...
 
-    def choose(self, offers: Sequence[Offer], *, given: int) -> list[bool]:
+    def choose(self, offers: Sequence[Offer]) -> list[bool]:
         """Returns which of one level's offers to draft. A request without any is not offered again.
-
-        Called on every level of the round, also without offers. `given`: number of tokens that
-        other controllers draft on this level.
-        """
+        Called on every level of the round, also without offers."""
         ...
 
     def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:

@@ -14,7 +14,6 @@ logits means much the same for any head, and what it does not is learnt from ver
 """
 
 import json
-import logging
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,8 +28,6 @@ from eesd_dist.control.chain_rule import Doubles, LogOdds
 from eesd_dist.errors import CheckpointError
 from eesd_dist.types import Evidence, Outcome
 
-logger = logging.getLogger(__name__)
-
 CALIBRATION_FILE = "calibration.json"
 FEATURES = (
     "log_gap",
@@ -43,7 +40,6 @@ FEATURES = (
     "bias",
 )
 _VERSION = 3
-_EARLIER_VERSIONS = (1, 2)
 _EDGE = 1e-3
 """Probabilities are limited to [_EDGE, 1 - _EDGE]."""
 
@@ -278,17 +274,14 @@ def _parse(file: Path) -> Calibrator:
         if isinstance(data, dict)
         else {}
     )
-    if numbers.get("version") in _EARLIER_VERSIONS:
-        logger.warning(
-            "calibration not used: file=%s version=%d; that of the bundled head takes its place: "
-            "calibrate the head again with eesd distill calibrate",
-            file,
-            numbers["version"],
-        )
-        return UNFITTED
     is_whole = all(math.isfinite(numbers.get(name, math.nan)) for name in FEATURES)
     if numbers.get("version") != _VERSION or not is_whole:
-        raise CheckpointError(file=file, found=str(data)[:80], expected=expected)
+        raise CheckpointError(
+            file=file,
+            found=str(data)[:80],
+            expected=expected,
+            advice="calibrate the head again with `eesd distill calibrate`",
+        )
     return Calibrator(
         **{name: float(numbers[name]) for name in FEATURES},
         logit_top1=0.0,

@@ -7,8 +7,6 @@ for a batch. Does not depend on how the figures were measured or how acceptance 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 
 from eesd_dist.errors import ConfigError
@@ -58,15 +56,6 @@ class CostModel:
     def rate(self, num_drafted: int, survival: Sequence[float]) -> float:
         """Returns expected tokens per second; survival[j]: P(drafts 0..j are all accepted)."""
         return (1.0 + sum(survival[:num_drafted])) / self.seconds(num_drafted)
-
-    def best_length(self, survival: Sequence[float]) -> int:
-        """Returns the length with the highest rate, the shortest of equals."""
-        return max(range(len(survival) + 1), key=lambda k: (self.rate(k, survival), -k))
-
-    def best_rate(self, *, theta: float, max_draft_tokens: int) -> float:
-        """Returns the best length's rate if every token is accepted with probability theta."""
-        survival = list(accumulate([theta] * max_draft_tokens, mul))
-        return self.rate(self.best_length(survival), survival)
 
     def verify_batch(self, rows: int, requests: int = 1) -> float:
         """Returns the seconds of a verify pass over `rows` rows, known and drafted, in total."""
@@ -138,7 +127,7 @@ class CostModel:
 
     @staticmethod
     def from_json(data: Mapping[str, object]) -> "CostModel":
-        """Parses a cost model; batch costs may be missing, as in files of older versions."""
+        """Parses a cost model; the costs of batches may be left out."""
         verify_s = data.get("verify_s")
         if not isinstance(verify_s, Sequence):
             raise ConfigError(f"cost model: found verify_s={verify_s!r}, expected seconds")

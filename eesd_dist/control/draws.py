@@ -1,9 +1,9 @@
 """Random deviates: one draw of randomness that is used for many distributions.
 
 Thompson sampling with `redraw: round` needs one draw for a whole round, while Calibration-TS has
-another posterior for every token. A `Deviate` is that one draw: it returns samples of Beta(a, b) or
-N(mean, std) for any parameters from the same randomness. Each sample alone is an exact draw;
-samples of one deviate are coupled, so that all tokens of a round have high or low samples together.
+another posterior for every token. A `Deviate` is that one draw: it returns samples of Beta(a, b)
+for any parameters from the same randomness. Each sample alone is an exact draw; samples of one
+deviate are coupled, so that all tokens of a round have high or low samples together.
 
 Gamma draws: Marsaglia and Tsang, "A simple method for generating gamma variables", 2000, which
 accepts its first normal more than 95 times in a hundred and is smooth in the shape. The coupling
@@ -19,12 +19,8 @@ class Deviate:
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
-        self._normal = rng.gauss(0.0, 1.0)
         self._good = _GammaChance(rng)
         self._bad = _GammaChance(rng)
-
-    def normal(self, mean: float, std: float) -> float:
-        return mean + std * self._normal
 
     def beta(self, a: float, b: float) -> float:
         """Returns a draw of Beta(a, b), computed from two gamma draws, in logarithms so that tiny

@@ -77,7 +77,7 @@ class _Round:
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> Set[RequestId]:
         return {request_id for request_id in request_ids if self._may_go_on(request_id)}
 
-    def choose(self, offers: Sequence[Offer], *, given: int) -> list[bool]:
+    def choose(self, offers: Sequence[Offer]) -> list[bool]:
         answers, self._answers = self._answers, {}
         for offer in offers:
             if offer.request_id not in answers:

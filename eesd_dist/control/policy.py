@@ -19,7 +19,7 @@ from eesd_dist.control.chain_rule import ChainReport, ChainRule
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.learnt_cost import LearntCost, RoundCost
 from eesd_dist.control.offers import Offer
-from eesd_dist.control.registry import BatchWide, entry_of
+from eesd_dist.control.registry import entry_of
 from eesd_dist.control.tree_growth import TreeGrowth
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.types import Outcome, RequestId
@@ -60,7 +60,7 @@ class DraftPolicy:
         mutated, since another thread may be iterating."""
         self._requests: dict[RequestId, _Request] = {}
         self._rounds: list[tuple[BatchController, DraftRound]] = []
-        """Groups with requests in this round, in the order in which they decide."""
+        """Groups with requests in this round."""
         self._awake: Set[RequestId] = frozenset()
         """Requests that may draft in this round."""
 
@@ -207,10 +207,8 @@ class DraftPolicy:
         return worth
 
     def choose(self, offers: Sequence[Offer]) -> list[bool]:
-        """Returns which of one level's offers to draft. A request without any is not offered again.
-
-        Controllers of single requests decide first; batch-wide ones take their tokens into account.
-        """
+        """Returns which of one level's offers to draft. A request without any is not offered
+        again."""
         taken = [False] * len(offers)
         for group, round_ in self._rounds:
             mine = [
@@ -218,7 +216,7 @@ class DraftPolicy:
                 for at, offer in enumerate(offers)
                 if self._requests[offer.request_id].group is group
             ]
-            chosen = round_.choose([offers[at] for at in mine], given=sum(taken))
+            chosen = round_.choose([offers[at] for at in mine])
             for at, is_taken in zip(mine, chosen, strict=True):
                 taken[at] = is_taken
         return taken
@@ -254,13 +252,8 @@ class DraftPolicy:
         name = name or self._setup.speculation.controller
         if name not in self._groups:
             group = entry_of(name).build(self._setup)
-            groups = {**self._groups, name: group}
-            self._groups = dict(sorted(groups.items(), key=_decides_last))
+            self._groups = {**self._groups, name: group}
         return self._groups[name]
-
-
-def _decides_last(named: tuple[str, BatchController]) -> bool:
-    return isinstance(entry_of(named[0]), BatchWide)
 
 
 def _for_acceptance(calibrator: Calibrator, speculation: SpeculationConfig) -> Calibrator:

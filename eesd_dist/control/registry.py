@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from eesd_dist.control import baselines, thompson
+from eesd_dist.control import thompson
 from eesd_dist.control.base import BatchController, ControlSetup
+from eesd_dist.control.fixed import fixed
 from eesd_dist.control.goodput import Goodput
 from eesd_dist.control.one_by_one import ControllerBuilder, OneByOne
 from eesd_dist.control.smartspec import SmartSpec
 from eesd_dist.errors import ConfigError
+from eesd_dist.removed import replacement_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +33,10 @@ class BatchWide:
 Entry = PerRequest | BatchWide
 
 CONTROLLERS: Mapping[str, Entry] = {
-    "fixed": PerRequest(baselines.fixed),
-    "threshold": PerRequest(baselines.threshold),
+    "fixed": PerRequest(fixed),
     "beta": PerRequest(thompson.beta),
     "calibration": PerRequest(thompson.calibration),
     "goodput": BatchWide(Goodput),
-    "draft_verify": PerRequest(baselines.draft_verify),
-    "ema": PerRequest(baselines.ema),
-    "ucb": PerRequest(baselines.ucb),
     "smartspec": BatchWide(SmartSpec),
 }
 CONTROLLER_NAMES = tuple(CONTROLLERS)
@@ -48,7 +46,7 @@ def entry_of(name: str) -> Entry:
     """Returns a controller's entry. Raises ConfigError for a name that is not registered."""
     entry = CONTROLLERS.get(name)
     if entry is None:
-        raise ConfigError(
-            f"speculation.controller is {name!r}, expected one of {', '.join(CONTROLLER_NAMES)}"
-        )
+        text = f"speculation.controller is {name!r}, expected one of {', '.join(CONTROLLER_NAMES)}"
+        replacement = replacement_of(f"speculation.controller: {name}")
+        raise ConfigError(text if replacement is None else f"{text}; {replacement}")
     return entry

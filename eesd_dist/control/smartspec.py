@@ -96,7 +96,7 @@ class _OneLength:
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> Set[RequestId]:
         return frozenset(request_ids) if self._left else frozenset()
 
-    def choose(self, offers: Sequence[Offer], *, given: int) -> list[bool]:
+    def choose(self, offers: Sequence[Offer]) -> list[bool]:
         goes_on = self._left > 0
         self._left -= goes_on
         return self._trees.choose(offers, {offer.request_id: goes_on for offer in offers})

@@ -27,7 +27,6 @@ from eesd_dist.distill.train.losses import LEAST_TAIL, Comparison, DraftVocabula
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
 
-Embed = Callable[[Tensor], Tensor]
 """Token ids -> the target's embeddings."""
 
 _RESAMPLES = 4000
@@ -76,12 +75,10 @@ class Difference:
 
 
 @torch.no_grad()
-def judge(
-    head: TrainableExitHead, sequences: Iterable[FeatureSequence], *, embed: Embed | None = None
-) -> list[Judged]:
-    """Judges a head on each sequence, in order; `embed`: needed if the head reads embeddings."""
+def judge(head: TrainableExitHead, sequences: Iterable[FeatureSequence]) -> list[Judged]:
+    """Judges a head on each sequence, in order."""
     vocabulary = DraftVocabulary(head.vocab_ids, vocab_size=head.config.verifier.vocab_size)
-    return [_judged(head, sequence, vocabulary, embed) for sequence in sequences]
+    return [_judged(head, sequence, vocabulary) for sequence in sequences]
 
 
 def figures(judged: Sequence[Judged]) -> HeldOutFigures:
@@ -123,12 +120,10 @@ def _judged(
     head: TrainableExitHead,
     sequence: FeatureSequence,
     vocabulary: DraftVocabulary,
-    embed: Embed | None,
 ) -> Judged:
     first = max(sequence.num_prompt - 1, 0)
     hidden_1TD = sequence.hidden[head.exit_layer].unsqueeze(0)
-    embedding_1TD = embed(sequence.tokens_T.unsqueeze(0)) if embed is not None else None
-    guess_TV = head.training_forward(hidden_1TD, embedding_1TD)[0, first:]
+    guess_TV = head.training_forward(hidden_1TD)[0, first:]
     kept = KeptTargets(
         ids_NK=sequence.top_ids_TK[first:].long(),
         logits_NK=sequence.top_logits_TK[first:],

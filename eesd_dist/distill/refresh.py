@@ -32,7 +32,6 @@ from eesd_dist.distill.features import (
     write_shard,
 )
 from eesd_dist.distill.folders import only_one, put_in_place, require_same, write_json
-from eesd_dist.distill.target import target_embedding
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.distill.train_head import train
 from eesd_dist.errors import CheckpointError, ConfigError
@@ -97,7 +96,6 @@ class RefreshRequest:
             exit_layer=config.exit_layer,
             head=config.kind,
             draft_vocab=config.draft_vocab_size,
-            reads_embedding=config.reads_embedding,
             minutes=self.minutes,
             max_steps=self.steps,
             workers=self.workers,
@@ -238,12 +236,10 @@ def _compared(
     trained: Path,
 ) -> RefreshReport:
     pieces = list(store.sequences(held_out))
-    embed = target_embedding(request.model, spec)
     old, new = (
         judge(
             TrainableExitHead.read(folder, target=spec, target_path=request.model),
             pieces,
-            embed=embed,
         )
         for folder in (request.head, trained)
     )

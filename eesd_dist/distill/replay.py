@@ -19,11 +19,9 @@ from torch import Tensor
 
 from eesd_dist.config import DType
 from eesd_dist.distill.sources.rows import TextRows
-from eesd_dist.distill.target import target_embedding
 from eesd_dist.engine.build import device_named
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
-from eesd_dist.model.kernels import TORCH_DTYPES
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.page_table import PageTable
 from eesd_dist.sampling.evidence import top1_probs
@@ -65,11 +63,6 @@ class HeadAlone:
             num_pages=self._num_pages,
             page_size=_PAGE_SIZE,
         )
-        self._embed = None
-        if self._head.reads_embedding:
-            self._embed = target_embedding(
-                model, spec, device=self._device, dtype=TORCH_DTYPES[dtype]
-            )
 
     @property
     def exit_layer(self) -> int:
@@ -101,17 +94,13 @@ class HeadAlone:
     def _logits(self, text: TextRows) -> Tensor:
         head, num_rows = self._head, text.num_rows
         hidden_TD = text.hidden[head.exit_layer].to(self._device, head.paged.compute_dtype)
-        embedding_TD = hidden_TD
-        if self._embed is not None:
-            tokens_T = torch.tensor(text.tokens[:num_rows], device=self._device)
-            embedding_TD = self._embed(tokens_T)
         rows = RowPlan.build(
             [RowSegment(0, num_rows, PageTable(range(self._num_pages)))],
             page_size=_PAGE_SIZE,
             device=self._device,
             numerics="invariant",
         )
-        return head.logits(head.forward(head.input_rows(hidden_TD, embedding_TD), rows))
+        return head.logits(head.forward(hidden_TD, rows))
 
 
 def rounds_of(

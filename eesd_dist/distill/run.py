@@ -94,7 +94,6 @@ class RunRequest:
     max_steps: Annotated[int | None, "maximum training steps"] = None
     head: Annotated[HeadKind, "kind of LM head"] = "truncated"
     draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
-    reads_embedding: Annotated[bool, "the head also reads each token's embedding"] = False
     start: Annotated[Path | None, "a head to train further"] = None
     train_workers: Annotated[int, "training processes"] = 1
     zero_stage: Annotated[int, "0 to 3: what DeepSpeed partitions"] = 0
@@ -131,7 +130,6 @@ class RunRequest:
             exit_layer=self.exit_layer,
             head=self.head,
             draft_vocab=self.draft_vocab,
-            reads_embedding=self.reads_embedding,
             minutes=self.minutes * _TRAIN_SHARE,
             max_steps=self.max_steps,
             workers=self.train_workers,
@@ -199,7 +197,7 @@ class RunRequest:
             "top_k": recipe.top_k,
             "chunk_size": asked.chunk_size,
             "max_gb": asked.max_gb,
-            "ring": self.ring or None,  # None: also of folders from before there was a ring
+            "ring": self.ring,
             "dtype": asked.dtype,
             "training": training,
         }

@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 from eesd_dist.checks import require_positive, require_temperatures
 from eesd_dist.distill.answers import Machine
@@ -38,7 +38,6 @@ from eesd_dist.text.prompts import Prompt
 SWEEP_FILE = "sweep.json"
 _ASKED_FILE = "asked.json"
 _FOLDER_NAME = re.compile(r"exit_(\d+)_")
-Embedding = Literal["without", "with", "both"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +46,10 @@ class Combination:
 
     exit_layer: int
     head: HeadKind
-    reads_embedding: bool
 
     @property
     def name(self) -> str:
-        suffix = "_embedding" if self.reads_embedding else ""
-        return f"exit_{self.exit_layer}_{self.head}{suffix}"
+        return f"exit_{self.exit_layer}_{self.head}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +58,11 @@ class Tries:
 
     exits: Annotated[tuple[int, ...], "layers to try"] = (1, 2, 4)
     heads: Annotated[tuple[HeadKind, ...], "kinds of head to try"] = ("truncated",)
-    embedding: Annotated[Embedding, "whether the head reads the embedding"] = "without"
 
     def combinations(self) -> tuple[Combination, ...]:
-        reads = {"without": (False,), "with": (True,), "both": (False, True)}[self.embedding]
         return tuple(
-            Combination(exit_layer=exit_layer, head=head, reads_embedding=reads_embedding)
-            for exit_layer, head, reads_embedding in product(
-                sorted(set(self.exits)), dict.fromkeys(self.heads), reads
-            )
+            Combination(exit_layer=exit_layer, head=head)
+            for exit_layer, head in product(sorted(set(self.exits)), dict.fromkeys(self.heads))
         )
 
 
@@ -163,7 +156,6 @@ class SweepRequest:
                 exit_layer=tried.exit_layer,
                 head=tried.head,
                 draft_vocab=options.draft_vocab,
-                reads_embedding=tried.reads_embedding,
                 minutes=options.minutes_each,
                 max_steps=options.steps_each,
                 seed=self.seed,
@@ -191,7 +183,6 @@ class SweepRow:
     name: str
     exit_layer: int
     head: str
-    reads_embedding: bool
     num_parameters: int
     """Number of trained parameters."""
     agreement: float
@@ -314,9 +305,7 @@ def _measured(out: Path) -> list[Combination]:
         one.name: one
         for folder in out.glob("exit_*")
         if (found := _FOLDER_NAME.match(folder.name))
-        for one in Tries(
-            exits=(int(found[1]),), heads=get_args(HeadKind), embedding="both"
-        ).combinations()
+        for one in Tries(exits=(int(found[1]),), heads=get_args(HeadKind)).combinations()
     }
     return [one for name, one in sorted(every.items()) if (out / name / EVALUATION_FILE).exists()]
 
@@ -334,7 +323,7 @@ def table(report: SweepReport) -> str:
         f"{'step ms':>9}{'tok/round':>10}{'tok/s':>8}{'plain':>8}{'speed-up':>9}  95% interval"
     ]
     lines += [
-        f"{row.exit_layer:>4} {row.head + (' + embedding' if row.reads_embedding else ''):22}"
+        f"{row.exit_layer:>4} {row.head:22}"
         f"{row.num_parameters:>13,}{row.agreement:>7.3f}{row.one_minus_tv:>7.3f}"
         f"{row.acceptance:>9.3f}{row.draft_step_ms:>9.2f}{row.tokens_per_round:>10.2f}"
         f"{row.tokens_per_s:>8.1f}{row.plain_tokens_per_s:>8.1f}{row.over_plain:>8.2f}x"

@@ -6,19 +6,17 @@ or a cache.
 
 # Shapes: B sequences, T positions, D hidden size, V vocabulary, N rows, K best logits.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from eesd_dist.config import DType
-from eesd_dist.model.span import LlamaSpan, read_embedding
+from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
-from eesd_dist.model.weights import Checkpoint
 from eesd_dist.transport.group_handles import SingleGroup
 
 _LOGITS_BYTES = 1 << 28
@@ -121,17 +119,3 @@ class FrozenTarget:
             logits.append(best.values.cpu())
             lse.append(torch.logsumexp(logits_NV, dim=-1).cpu())
         return torch.cat(ids), torch.cat(logits), torch.cat(lse)
-
-
-def target_embedding(
-    path: Path,
-    spec: ModelSpec,
-    *,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Callable[[Tensor], Tensor]:
-    """Returns a function from token ids to the target's embeddings; loads only those."""
-    with Checkpoint(path) as checkpoint:
-        embedding_VD = read_embedding(checkpoint, spec, dtype=dtype)
-    embedding_VD = embedding_VD.to(device or torch.device("cpu"))
-    return lambda tokens: functional.embedding(tokens, embedding_VD)

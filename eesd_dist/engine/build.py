@@ -480,7 +480,6 @@ def build_local_engine(
     config = config.model_copy(
         update={
             "scheduler": config.scheduler.model_copy(update={"overlap": False}),
-            "speculation": config.speculation.model_copy(update={"draft_ahead": False}),
         }
     )
     layout, group = layout_of(config), SingleGroup()

@@ -88,7 +88,6 @@ class EngineCore:
         self._draft = draft
         self._channel = channel
         self._scheduler = scheduler
-        self._drafts_ahead = speculation.draft_ahead
         self._overlap_policy = overlap_policy
         self._policy = DraftPolicy(speculation=speculation, cost=cost, calibrator=calibrator)
         self._recorder = None if recorder is None else RecorderTap(recorder)
@@ -163,7 +162,7 @@ class EngineCore:
     def swap_head(self, head: ExitHead, calibrator: Calibrator) -> None:
         """Drafts with another exit head from the next round on; from any thread. No text changes.
 
-        Raises ConfigError for a head with another exit layer or other inputs than the present one.
+        Raises ConfigError for a head with another exit layer than the present one.
         """
         self._heads.check(head)
         with self._requests.lock:
@@ -254,7 +253,7 @@ class EngineCore:
         header = self._headers.write(drafted, trace)
         sent_bytes = self._channel.send(header, drafted.hidden_TD, drafted.draft_probs_KV)
         sent = self._meter.now()
-        self._in_flight[microbatch] = waiting = RoundInFlight(
+        self._in_flight[microbatch] = RoundInFlight(
             plan=plan,
             drafted=drafted,
             header=header,
@@ -266,21 +265,13 @@ class EngineCore:
             send_s=sent - drafted_at,
             sent_at=drafted_at,
         )
-        if self._drafts_ahead and len(self._in_flight) == 1:
-            self._draft.go_ahead(drafted, self._policy, until=self._channel.reply_is_here)
-            waiting.ahead_s = self._meter.now() - sent
-        self._meter.spent(sent - started + waiting.ahead_s)
+        self._meter.spent(sent - started)
         return True
 
     def _plan(self, microbatch: int) -> RoundPlan | None:
         self.masks.begin_turn()
         with self._requests.lock:
             plan = self._scheduler.plan(microbatch, lacks_mask=self.masks.lacks)
-            # Only requests that are in no round may lose pages.
-            plans = [plan, *(waiting.plan for waiting in self._in_flight.values())]
-            self._draft.drop_ahead(
-                keep={item.live.request_id for plan in plans if plan for item in plan.items}
-            )
             for request_id in plan.preempted if plan else ():
                 self._draft.forget(request_id)
         return plan
@@ -320,14 +311,10 @@ class EngineCore:
         """Rolls every draft back to its accepted tokens, here and in the verify stage."""
         assert reply.round_id == waiting.header.round_id
         accepted = list(accepted_drafts(waiting.drafted.runs, waiting.header.segments, reply))
-        moves = [
-            move
-            for a in accepted
-            for move in self._draft.settle(a.run, path=a.path, next_token=a.next_token)
-        ]
+        moves = [move for a in accepted for move in self._draft.settle(a.run, path=a.path)]
         for run in waiting.drafted.runs:
             if not run.item.is_final:
-                self._draft.settle(run, path=(), next_token=-1)
+                self._draft.settle(run, path=())
         if self._recorder is not None:
             self._recorder.take_prompts(waiting.drafted.runs, waiting.header, reply)
             self._recorder.stage(accepted, reply)

@@ -18,15 +18,12 @@ class HeadExchange:
         self._next: tuple[ExitHead, Calibrator] | None = None
 
     def check(self, head: ExitHead) -> None:
-        """Raises ConfigError for a head with another exit layer or other inputs."""
+        """Raises ConfigError for a head with another exit layer."""
         mine = self._draft.head
-        if mine is None or (mine.exit_layer, mine.reads_embedding) != (
-            head.exit_layer,
-            head.reads_embedding,
-        ):
+        if mine is None or mine.exit_layer != head.exit_layer:
             raise ConfigError(
-                f"an exit head after layer {head.exit_layer} (reads_embedding "
-                f"{head.reads_embedding}) cannot replace this engine's head: build a new engine"
+                f"an exit head after layer {head.exit_layer} cannot replace this engine's head: "
+                "build a new engine"
             )
 
     def offer(self, head: ExitHead, calibrator: Calibrator) -> None:

@@ -18,6 +18,7 @@ from eesd_dist.control.belief import Belief
 from eesd_dist.control.chain_rule import REFUSAL, of_length
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.fits.isotonic import isotonic
+from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.chains import ChainStart
 from eesd_dist.engine.drafting.stage import DraftStage
@@ -35,6 +36,13 @@ _LEAST_SHARE = 0.1
 """Least share of a draft's time that its tokens take: noise must not make them look free."""
 _POINT_S = 0.09
 """Time for one figure; slow rounds are repeated less often, but at least `_FEWEST` times."""
+
+
+class _Refusing(DraftPolicy):
+    """Policy that wants guesses and drafts none of them."""
+
+    def choose(self, offers: Sequence[Offer]) -> list[bool]:
+        return [False] * len(offers)
 
 
 def measure_cost(
@@ -132,16 +140,15 @@ class _Bench:
 
     def draft_s(self, num: int, *, length: int) -> float:
         """Measures known rows and drafts of `length` tokens of `num` requests."""
-        fixed = SpeculationConfig(controller="fixed", fixed_length=length)
-        return self._usual_s(partial(self._draft, num, length, fixed))
+        return self._usual_s(partial(self._draft, num, length))
 
     def row_s(self) -> float:
         """Measures what a drafted token costs after its guess: a draft of one token against a guess
         that is not taken."""
         drafter = self.draft.drafter
         if drafter is None:
-            refused = SpeculationConfig(controller="threshold", threshold=1.0)
-            return self.draft_s(1, length=1) - self._usual_s(partial(self._draft, 1, 1, refused))
+            refusing = partial(self._draft, 1, 1, _Refusing)
+            return self.draft_s(1, length=1) - self._usual_s(refusing)
         segment = RowSegment(self.kv_range.start, 1, self.kv_range.pages)
         refused_s, taken_s = (
             self._usual_s(partial(drafter.draft, [ChainStart([0], segment, 1, rule)]))
@@ -159,8 +166,9 @@ class _Bench:
 
         return _usual(settled)
 
-    def _draft(self, num: int, length: int, speculation: SpeculationConfig) -> None:
-        policy = DraftPolicy(speculation=speculation, cost=None, calibrator=None)
+    def _draft(self, num: int, length: int, kind: type[DraftPolicy] = DraftPolicy) -> None:
+        fixed = SpeculationConfig(controller="fixed", fixed_length=length)
+        policy = kind(speculation=fixed, cost=None, calibrator=None)
         items = tuple(self._item(f"rehearsal-{i}", length) for i in range(num))
         for item in items:
             policy.admit(item.live.request_id, None, Belief())

@@ -29,7 +29,6 @@ class RoundInFlight:
     send_s: float
     sent_at: float
     """Start of sending; this and the times below by the meter's clock."""
-    ahead_s: float = 0.0
     waited_from: float = 0.0
     """Start of waiting for the verdict."""
     received_at: float = 0.0
@@ -137,7 +136,6 @@ class RoundMeter:
             sent_bytes=waiting.sent_bytes,
             received_bytes=reply.wire_bytes,
             waited_s=waiting.send_s + blocked_s,
-            ahead_s=waiting.ahead_s,
             idle_s=unnamed.idle_s,
             other_s=unnamed.other_s,
             verify_group=reply.group,

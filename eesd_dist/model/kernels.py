@@ -3,9 +3,10 @@
 A candidate packs a weight once and then multiplies rows by it. With `numerics: invariant` a row of
 a product must have the same bits for any number of rows in the call. The compiled product of
 `model.cpu` has them by construction. A library's product is taken only after a self-check on the
-actual shape, for row counts as `padded_rows` rounds them; the last candidate only ever calls the
-library with tiles of one row count. `fast` takes the first candidate unchecked and does not pad.
-Does not depend on layers or requests.
+actual shape, for row counts as `padded_rows` rounds them; the last candidate on a GPU only ever
+calls the library with tiles of one row count. `fast` takes the first candidate unchecked and does
+not pad. Without Numba, as on a GPU machine that only compares, a CPU has the library's product, for
+`fast` alone. Does not depend on layers or requests.
 
 The order of candidates is fixed by the machine's capability and never by measured times, so that
 two processes on equal machines make the same choice. On a CPU, activations between products, hidden
@@ -48,7 +49,6 @@ _CHECKED_ROWS = (*range(1, 41), 64, 96, 129, 254, 300, 384, 448, 500, 521, 640, 
 _CHECKED_ALONE = 24
 """Number of checked calls with the smallest row count."""
 _TILE_ROWS_CUDA = 16
-_TILE_ROWS_CPU = 4
 
 
 def padded_rows(num_rows: int, *, numerics: Numerics, device: torch.device) -> int:
@@ -74,19 +74,16 @@ def _upcast_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     return plain_linear(weight_OI.float(), None if bias_O is None else bias_O.float())
 
 
-def _onednn_pack(dtype: torch.dtype) -> Pack:
-    def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        ops = torch.ops.mkldnn
-        packed = ops._reorder_linear_weight(weight_OI.to(dtype).contiguous(), 8)
-        bias = None if bias_O is None else bias_O.to(dtype)
+def _onednn_pack(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    ops = torch.ops.mkldnn
+    packed = ops._reorder_linear_weight(weight_OI.bfloat16().contiguous(), 8)
+    bias = None if bias_O is None else bias_O.bfloat16()
 
-        def multiply(x_MI: Tensor) -> Tensor:
-            product: Tensor = ops._linear_pointwise(x_MI, packed, bias, "none", [], "")
-            return product
+    def multiply(x_MI: Tensor) -> Tensor:
+        product: Tensor = ops._linear_pointwise(x_MI, packed, bias, "none", [], "")
+        return product
 
-        return multiply
-
-    return pack
+    return multiply
 
 
 def _triton_pack(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
@@ -128,8 +125,7 @@ class Candidate:
 
 
 _LIBRARY = Candidate("library float32", _upcast_linear)
-_ONEDNN = Candidate("onednn packed float32", _onednn_pack(torch.float32))
-_ONEDNN_BFLOAT16 = Candidate("onednn packed bfloat16", _onednn_pack(torch.bfloat16))
+_ONEDNN_BFLOAT16 = Candidate("onednn packed bfloat16", _onednn_pack)
 _NATIVE = Candidate("library", plain_linear)
 _NATIVE_TILED = Candidate(
     f"library in tiles of {_TILE_ROWS_CUDA} rows",
@@ -137,10 +133,6 @@ _NATIVE_TILED = Candidate(
     has_few_tilings=True,
 )
 _TRITON = Candidate("Triton", _triton_pack, has_few_tilings=True)
-_LIBRARY_TILED = Candidate(
-    f"library float32 in tiles of {_TILE_ROWS_CPU} rows",
-    in_row_tiles(_upcast_linear, tile_rows=_TILE_ROWS_CPU),
-)
 
 
 class LinearPacker:
@@ -224,17 +216,19 @@ def _candidates(
 ) -> tuple[Sequence[Candidate], torch.dtype]:
     if device.type == "cuda":
         return _cuda_candidates(dtype, numerics), TORCH_DTYPES[dtype]
+    if numerics == "fast" and dtype == "bfloat16" and _has_onednn_bfloat16():
+        return (_ONEDNN_BFLOAT16,), torch.bfloat16
+    if can_compile():
+        return (compiled_candidate(TORCH_DTYPES[dtype]),), torch.float32
+    if numerics == "fast":
+        return (_LIBRARY,), torch.float32
+    raise ConfigError("invariant numerics on a CPU need numba, which is not installed: install it")
+
+
+def _has_onednn_bfloat16() -> bool:
     has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private, may be missing
     is_wide = has_onednn and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    if numerics == "fast" and is_wide:
-        if dtype == "float32":
-            return (_ONEDNN,), torch.float32
-        if dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return (_ONEDNN_BFLOAT16,), torch.bfloat16
-    compiled = compiled_candidate(TORCH_DTYPES[dtype])
-    if compiled is not None and (numerics == "invariant" or dtype != "float32"):
-        return (compiled,), torch.float32
-    return (_LIBRARY, _LIBRARY_TILED), torch.float32
+    return is_wide and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _cuda_candidates(dtype: DType, numerics: Numerics) -> Sequence[Candidate]:
@@ -244,11 +238,8 @@ def _cuda_candidates(dtype: DType, numerics: Numerics) -> Sequence[Candidate]:
 
 
 @cache
-def compiled_candidate(dtype: torch.dtype) -> Candidate | None:
-    """Returns the product of `model.cpu` for weights of this type, or None without Numba."""
-    if not can_compile():
-        logger.warning("products_are_slow reason=numba is not installed weights=float32")
-        return None
+def compiled_candidate(dtype: torch.dtype) -> Candidate:
+    """Returns the product of `model.cpu` for weights of this type."""
     from eesd_dist.model.cpu.packed import KIND_NAMES, PackedProduct, kind_for
 
     kind = kind_for(dtype)

@@ -259,7 +259,7 @@ class BeliefBook:
             is_pinned=snapshot.get("pinned") is True,
             by_caller={
                 caller: _read_pools(pools)
-                for caller, pools in _mapping(snapshot.get("by_caller", {})).items()
+                for caller, pools in _mapping(snapshot.get("by_caller")).items()
             },
         )
         live = _read_live(snapshot.get("live", []), page=self._page)

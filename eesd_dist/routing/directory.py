@@ -93,8 +93,7 @@ class PipelineReport:
     promotion: Promotion | None = None
     """None: drafts with the exit head of its configuration."""
     start: StartReport | None = None
-    """How far it is with starting; None if it is ready, or `unavailable` says more. The last field:
-    a router of an earlier version takes fields by their places."""
+    """How far it is with starting; None if it is ready, or `unavailable` says more."""
 
     @property
     def takes_requests(self) -> bool:

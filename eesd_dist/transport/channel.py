@@ -96,9 +96,6 @@ class DistVerifyChannel:
         finish_all(awaited.transfers, timeout_s=self._group.timeout_s)
         return reply
 
-    def reply_is_here(self) -> bool:
-        return not self._arrived.empty() or self._failure is not None
-
     def close(self) -> None:
         """Sends a close message, waits for its answer until the deadline, and ends the receiver."""
         if self._closed:

@@ -38,7 +38,7 @@ class RunHead(_Operation, frozen=True, kw_only=True, eq=False):
     """Runs the exit head's layer over rows that come with the command."""
 
     segments: _Segments
-    input_TE: Tensor
+    hidden_TD: Tensor
 
 
 class RunLogits(_Operation, frozen=True, kw_only=True, eq=False):
@@ -76,7 +76,7 @@ _commands: Decoder[Command] = Decoder(Command, dec_hook=_later_or_decoded)
 
 def encode_command(command: Command, *, epoch: int, number: int) -> wire.Message:
     match command:
-        case RunHead(input_TE=rows) | RunLogits(exit_AD=rows):
+        case RunHead(hidden_TD=rows) | RunLogits(exit_AD=rows):
             separate: Tensor | None = rows
         case _:
             separate = None
@@ -100,8 +100,8 @@ def decode_command(
         case RunLayers(tokens=tokens, segments=segments):
             _expect_rows("tokens", len(tokens), segments)
         case RunHead(segments=segments):
-            command = replace(command, input_TE=_require_rows(rows, prefix))
-            _expect_rows("rows", command.input_TE.shape[0], segments)
+            command = replace(command, hidden_TD=_require_rows(rows, prefix))
+            _expect_rows("rows", command.hidden_TD.shape[0], segments)
         case RunLogits():
             command = replace(command, exit_AD=_require_rows(rows, prefix))
             if command.exit_AD.shape[0] < 1:

@@ -233,10 +233,6 @@ class VerifyChannel(Protocol):
         """Waits for the oldest outstanding reply; raises PeerLost after the deadline."""
         ...
 
-    def reply_is_here(self) -> bool:
-        """Returns whether `receive` would return at once."""
-        ...
-
     def close(self) -> None: ...
 
 

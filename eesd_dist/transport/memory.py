@@ -23,19 +23,13 @@ Verify = Callable[[RoundHeader, Tensor, Tensor | None], VerifyReply]
 class MemoryChannel:
     """A verify channel without a peer: rounds are queued and verified in `receive`.
 
-    Several rounds may be outstanding; they are verified in the order they were sent. For each
-    round `reply_is_here` returns False the first `late_by_polls` times and True from then on, so
-    that drafting ahead can be tested with any fixed delay. With 0 nothing is drafted ahead.
+    Several rounds may be outstanding; they are verified in the order they were sent.
     """
 
-    def __init__(
-        self, verify: Verify, *, late_by_polls: int = 0, peer: str = "verifier in this process"
-    ) -> None:
+    def __init__(self, verify: Verify, *, peer: str = "verifier in this process") -> None:
         self._verify = verify
-        self._late_by_polls = late_by_polls
         self._peer = peer
         self._outstanding: deque[Round] = deque()
-        self._num_polls = 0
         self._closed = False
 
     @property
@@ -53,16 +47,9 @@ class MemoryChannel:
         if not self._outstanding:
             raise EngineError(f"no round is outstanding at {self._peer}: send one before receiving")
         header, hidden_TD, draft_probs_KV = self._outstanding.popleft()
-        self._num_polls = 0
         reply = self._verify(header, hidden_TD, draft_probs_KV)
         expect_round(reply, header.round_id)
         return reply
-
-    def reply_is_here(self) -> bool:
-        if not self._outstanding:
-            return False
-        self._num_polls += 1
-        return self._num_polls > self._late_by_polls
 
     def close(self) -> None:
         self._closed = True
@@ -113,9 +100,6 @@ class PairedChannel:
             ) from None
         expect_round(reply, round_id)
         return reply
-
-    def reply_is_here(self) -> bool:
-        return not self._replies.empty()
 
     def close(self) -> None:
         if not self._closed:

@@ -34,9 +34,6 @@ class ThroughHost:
     def receive(self) -> VerifyReply:
         return self._channel.receive()
 
-    def reply_is_here(self) -> bool:
-        return self._channel.reply_is_here()
-
     def close(self) -> None:
         self._channel.close()
 

@@ -386,7 +386,7 @@ def _require_compatible(
     Kind and draft vocabulary are among them: drafting costs are measured only once."""
     if sha256 is not None:
         _require_same(folder, "digest", found=new.report.sha256, expected=sha256)
-    for what in ("exit_layer", "reads_embedding", "layer", "kind", "draft_vocab_size"):
+    for what in ("exit_layer", "layer", "kind", "draft_vocab_size"):
         found, expected = getattr(new.config, what), getattr(serving.config, what)
         _require_same(folder, what, found=found, expected=expected)
 

@@ -185,9 +185,7 @@ def _fallback(
     the same bits."""
     plain = config.model_copy(
         update={
-            "speculation": config.speculation.model_copy(
-                update={"max_draft_tokens": 0, "draft_ahead": False}
-            ),
+            "speculation": config.speculation.model_copy(update={"max_draft_tokens": 0}),
             # On one device nothing overlaps, and kernels of two groups would block each other.
             "scheduler": config.scheduler.model_copy(update={"overlap": False}),
             "parallel": config.parallel.model_copy(update={"fallback": False}),

@@ -194,8 +194,8 @@ class RoundsOptions:
     """Where the time of a round goes.
 
     Over real actors and without HTTP: batches of 1, 4 and 8 requests, plain and drafting, with and
-    without two microbatches (overlap) and drafting ahead, and with one or two microbatches as
-    measured costs say (auto). The services of all variants take turns with the same requests. The
+    without two microbatches (overlap), and with one or two microbatches as measured costs say
+    (auto). The services of all variants take turns with the same requests. The
     wall clock of a round is split as the drafting loop sees it: plan, draft, transfer, verify,
     collectives, commit, other. `verify` and `collectives` are what the loop waited for; what was
     verified while it drafted is `hidden`. Overhead is everything except draft and verify. Exit

@@ -48,13 +48,10 @@ class HeadSize:
     layer: int
     norm: int
     lm_head: int
-    embedding: int
     is_shared: bool
 
     @classmethod
-    def of(
-        cls, spec: ModelSpec, *, kind: HeadKind, draft_vocab: int, embedding: bool
-    ) -> "HeadSize":
+    def of(cls, spec: ModelSpec, *, kind: HeadKind, draft_vocab: int) -> "HeadSize":
         width = spec.hidden_size
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         num_tokens = min(draft_vocab, spec.vocab_size) if kind == "truncated" else spec.vocab_size
@@ -62,17 +59,16 @@ class HeadSize:
             layer=2 * width * (queries + keys) + 3 * width * spec.intermediate_size + 2 * width,
             norm=width,
             lm_head=num_tokens * width,
-            embedding=width * width if embedding else 0,
             is_shared=kind == "shared",
         )
 
     @property
     def trained(self) -> int:
-        return self.layer + self.norm + self.embedding + (0 if self.is_shared else self.lm_head)
+        return self.layer + self.norm + (0 if self.is_shared else self.lm_head)
 
     @property
     def total(self) -> int:
-        return self.layer + self.norm + self.embedding + self.lm_head
+        return self.layer + self.norm + self.lm_head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +118,6 @@ def estimate(request: RunRequest, rates: Rates) -> Estimate:
         spec,
         kind=request.head,
         draft_vocab=request.draft_vocab,
-        embedding=request.reads_embedding,
     )
     shard_bytes = [recipe.most_bytes(chunk) for chunk in chunks]
     features_bytes = max(sum(map(recipe.most_bytes, part)) for part in parts_of_text)

@@ -278,7 +278,7 @@ class Ingress:
         try:
             async with asyncio.timeout(_BELIEFS_TIMEOUT_S):
                 described = await self._described()
-                named = UNNAMED_CLASSES.union(described.get("named", ()))  # of an older router
+                named = UNNAMED_CLASSES.union(described["named"])
                 return belief_page(described["workloads"], named=named)
         except (TimeoutError, EngineError, RayError) as error:
             logger.info("beliefs unknown: error=%r", error)

@@ -23,6 +23,7 @@ from eesd_dist.errors import (
     RequestError,
     ResumedElsewhere,
 )
+from eesd_dist.removed import replacement_of
 
 logger = logging.getLogger(__name__)
 
@@ -277,6 +278,10 @@ def _said_of_fields(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | 
         return "the body has to be a JSON object, sent as Content-Type: application/json", None
     reasons = dict.fromkeys(str(e["msg"]) for e in errors if _param_of(e["loc"]) == param)
     said = ", or ".join(reasons)
+    value = errors[0].get("input")
+    if kind == "literal_error" and isinstance(value, str):
+        replacement = replacement_of(f"{param}: {value}")
+        said += "" if replacement is None else f"; {replacement}"
     return (f"{param}: {said}" if param else said), param
 
 

@@ -77,7 +77,7 @@ class Pipeline:
         self._count = 0
         self.cost: CostModel | None = None
 
-    def restart(self, *, overlap: bool, draft_ahead: bool, head: str = "sometimes") -> None:
+    def restart(self, *, overlap: bool, head: str = "sometimes") -> None:
         """Starts a new drafting actor with the existing ranks."""
         config = self.config
         cost_file = self.folder / "cost.json" if self.cost is not None else None
@@ -85,9 +85,7 @@ class Pipeline:
             update={
                 "model": config.model.model_copy(update={"head": self.folder / head}),
                 "scheduler": config.scheduler.model_copy(update={"overlap": overlap}),
-                "speculation": config.speculation.model_copy(
-                    update={"draft_ahead": draft_ahead, "cost_file": cost_file}
-                ),
+                "speculation": config.speculation.model_copy(update={"cost_file": cost_file}),
             }
         )
         self.end()
@@ -165,22 +163,21 @@ def pipeline(
 
 
 @pytest.mark.parametrize(
-    ("overlap", "draft_ahead", "head", "count", "shapes"),
+    ("overlap", "head", "count", "shapes"),
     [
-        (False, True, "sometimes", 1, ("none", "static", "dynamic")),
-        (False, False, "truncated", 4, ("static", "dynamic", "none")),
-        (True, True, "sometimes", 4, ("dynamic", "none", "static")),
+        (False, "sometimes", 1, ("none", "static", "dynamic")),
+        (False, "truncated", 4, ("static", "dynamic", "none")),
+        (True, "sometimes", 4, ("dynamic", "none", "static")),
     ],
 )
 def test_speculation_with_two_draft_ranks_changes_no_token(
     pipeline: Pipeline,
     overlap: bool,
-    draft_ahead: bool,
     head: str,
     count: int,
     shapes: tuple[TreeShape, ...],
 ) -> None:
-    pipeline.restart(overlap=overlap, draft_ahead=draft_ahead, head=head)
+    pipeline.restart(overlap=overlap, head=head)
     for name, shape in zip(SAMPLING, shapes, strict=True):
         wanted = pipeline.plain(name, count=count)
         batch = pipeline.requests(name, SpeculationParams(tree=shape), count=count)
@@ -192,7 +189,7 @@ def test_speculation_with_two_draft_ranks_changes_no_token(
 def test_a_new_epoch_goes_on_with_the_weights_and_the_very_same_tokens(
     pipeline: Pipeline,
 ) -> None:
-    pipeline.restart(overlap=True, draft_ahead=True)
+    pipeline.restart(overlap=True)
     wanted = pipeline.plain("filtered", count=3)
     batch = pipeline.requests("filtered", SpeculationParams(tree="static"), count=3)
     found, _, _ = pipeline.texts(batch, break_after=5)
@@ -200,7 +197,7 @@ def test_a_new_epoch_goes_on_with_the_weights_and_the_very_same_tokens(
 
 
 def test_another_head_is_taken_by_every_draft_rank(pipeline: Pipeline) -> None:
-    pipeline.restart(overlap=False, draft_ahead=False, head="never")
+    pipeline.restart(overlap=False, head="never")
     speculation = SpeculationParams(controller="fixed")
     before = pipeline.texts(pipeline.requests("greedy", speculation, count=2))
     with pytest.raises(CheckpointError, match="digest"):

@@ -236,7 +236,7 @@ def _speculation(rng: Random) -> Json:
     return rng.choice(
         [
             {"mode": "off"},
-            {"controller": rng.choice(["fixed", "goodput", "beta", "ucb"])},
+            {"controller": rng.choice(["fixed", "goodput", "beta", "smartspec"])},
             {"max_draft_tokens": rng.randint(0, 64), "workload": "fuzz"},
             {"tree": rng.choice(["none", "static", "dynamic"]), "detailed": True},
         ]

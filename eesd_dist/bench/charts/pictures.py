@@ -22,7 +22,7 @@ from eesd_dist.bench.live import PLAIN, Race
 from eesd_dist.bench.replay import lengths_by_position
 from eesd_dist.control.belief import Belief
 
-_SHOWN = ("goodput", "calibration", "beta", "threshold", "draft_verify", "ema", "ucb")
+_SHOWN = ("goodput", "calibration", "beta", "smartspec")
 _BEST = "best fixed length of each load"
 _DRAWS = 400
 _RECENT = 12

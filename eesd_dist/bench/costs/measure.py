@@ -78,7 +78,6 @@ def engine_config(
             controller="fixed",
             fixed_length=drafted,
             max_draft_tokens=drafted,
-            draft_ahead=False,
         ),
         parallel=ParallelConfig(verify_tensor_parallel_size=verify_tp, timeout_s=_TIMEOUT_S),
     )

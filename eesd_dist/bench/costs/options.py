@@ -16,7 +16,7 @@ class CostsOptions:
     """What the stages of an engine cost: input of `eesd plan`.
 
     Runs real rounds of one pipeline in processes of this machine, one thread a rank: the drafting
-    process and the verify ranks, over Gloo, without overlap and without drafting ahead. Write the
+    process and the verify ranks, over Gloo, without overlap. Write the
     last line to a file for `eesd plan --costs`.
     """
 

@@ -31,7 +31,7 @@ class TimedRound:
     def round_s(self) -> float:
         """From the verdict before to this one, with one microbatch."""
         stats = self.stats
-        stages_s = stats.draft_s + stats.waited_s + stats.ahead_s
+        stages_s = stats.draft_s + stats.waited_s
         return stats.plan_s + stages_s + stats.commit_s + stats.other_s
 
 

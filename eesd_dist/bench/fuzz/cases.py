@@ -55,9 +55,6 @@ class Link:
     kind: Literal["inline", "thread"]
     """`inline`: verified while the engine waits, so that a case repeats exactly. `thread`: verified
     in a separate thread, so that replies arrive at any time."""
-    announced: float = 1.0
-    """For `inline`: probability that a reply is reported as arrived when the engine asks; below 1
-    the engine drafts ahead."""
     encoded: bool = False
     """Whether rounds and replies are encoded and decoded as between processes."""
     late_masks: float = 0.0

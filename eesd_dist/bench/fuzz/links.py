@@ -1,12 +1,10 @@
 """Channels to a verify stage in this process, with injected faults.
 
 `FutureChannel` verifies in a separate thread, so that replies arrive at any time. `FaultyChannel`
-wraps any channel, loses the peer on request, and may report a reply as not arrived for a while,
-which makes the engine draft ahead at reproducible moments.
+wraps any channel and loses the peer on request.
 """
 
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotDone
 
@@ -57,9 +55,6 @@ class FutureChannel:
         expect_round(reply, round_id)
         return reply
 
-    def reply_is_here(self) -> bool:
-        return bool(self._outstanding) and self._outstanding[0][1].done()
-
     def close(self) -> None:
         """Waits until no round is being verified."""
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -69,12 +64,8 @@ class FutureChannel:
 class FaultyChannel:
     """A channel that loses its peer at a chosen round."""
 
-    def __init__(
-        self, inner: VerifyChannel, *, announces: Callable[[], bool] | None = None
-    ) -> None:
-        """`announces`: whether a reply is reported as arrived; None asks the channel."""
+    def __init__(self, inner: VerifyChannel) -> None:
         self._inner = inner
-        self._announces = announces
         self._left: dict[str, int] = {}
         """Remaining operations before the loss, by name; other operations never fail."""
 
@@ -95,11 +86,6 @@ class FaultyChannel:
     def receive(self) -> VerifyReply:
         self._lose("receive")
         return self._inner.receive()
-
-    def reply_is_here(self) -> bool:
-        if self._announces is None:
-            return self._inner.reply_is_here()
-        return self._announces()
 
     def close(self) -> None:
         self._inner.close()

@@ -267,24 +267,17 @@ def _write_head(
     first_later: int,
 ) -> None:
     kept = max(8, int(spec.vocab_size * rng.uniform(0.3, 0.95)))
-    reads_embedding = rng.random() < 0.4
     head = TrainableExitHead.from_target(
         folder,
         spec,
         first_later,
         head=kind,
         draft_vocab=rng.sample(range(spec.vocab_size), kept) if kind == "truncated" else None,
-        reads_embedding=reads_embedding,
     )
     with torch.no_grad():
         if kind != "shared":
             noise = torch.randn(head.lm_head_VD.shape, generator=generator)
             head.lm_head_VD.add_(rng.uniform(0.0, 0.6) * head.lm_head_VD.std() * noise)
-        if head.embedding_DD is not None:
-            size = 0.1 / math.sqrt(spec.hidden_size)
-            head.embedding_DD.copy_(
-                torch.randn(head.embedding_DD.shape, generator=generator) * size
-            )
     head.save(folder / "heads" / kind, dtype="float32")
     own_rng = Random(f"{kind}/{kept}/{first_later}")
     if own_rng.random() < 0.6:  # controllers decide in advance by calibrated heads

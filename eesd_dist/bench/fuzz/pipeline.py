@@ -1,6 +1,5 @@
 """One engine of a case with its stages: builds, breaks, restores and closes it."""
 
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -16,7 +15,6 @@ from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import PeerLost
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.transport.contracts import VerifyChannel
 from eesd_dist.transport.memory import MemoryChannel, Verify
 
 
@@ -28,7 +26,7 @@ class Pipeline:
         self._link = setup.link
         self._verify = VerifyRanks(config, plant=plant)
         self._draft = DraftRanks(config)
-        self._channel = _channel(self._link, self._verify.verify, epoch=0)
+        self._channel = _channel(self._link, self._verify.verify)
         self._epoch = 0
         self._loss: Loss | None = None
         self.num_lost = 0
@@ -93,7 +91,7 @@ class Pipeline:
         self._epoch += 1
         self._verify.begin(fresh=fresh)
         self._draft.begin()
-        self._channel = _channel(self._link, self._verify.verify, epoch=self._epoch)
+        self._channel = _channel(self._link, self._verify.verify)
         self.engine.attach(self._channel, epoch=self._epoch)
 
     def _errors(self) -> list[BaseException]:
@@ -114,12 +112,9 @@ def _masks(spec: ModelSpec, link: Link) -> Masks:
     )
 
 
-def _channel(link: Link, verify: Verify, *, epoch: int) -> FaultyChannel:
+def _channel(link: Link, verify: Verify) -> FaultyChannel:
     if link.encoded:
         verify = encoded(verify)
     if link.kind == "thread":
-        inner: VerifyChannel = FutureChannel(verify, timeout_s=TIMEOUT_S)
-        return FaultyChannel(inner)
-    rng = Random(f"{link.seed}/{epoch}")
-    announces: Callable[[], bool] = lambda: rng.random() < link.announced  # noqa: E731
-    return FaultyChannel(MemoryChannel(verify), announces=announces)
+        return FaultyChannel(FutureChannel(verify, timeout_s=TIMEOUT_S))
+    return FaultyChannel(MemoryChannel(verify))

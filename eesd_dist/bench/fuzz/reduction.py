@@ -143,7 +143,6 @@ def _simpler(setup: EngineSetup) -> Iterator[EngineSetup]:
     yield replace(setup, link=replace(link, encoded=False))
     yield replace(setup, link=replace(link, late_masks=0.0))
     yield replace(setup, speculation=_but(spec, max_draft_tokens=0))
-    yield replace(setup, speculation=_but(spec, draft_ahead=False))
     yield replace(setup, speculation=_but(spec, tree=_but(spec.tree, shape="none")))
     yield replace(setup, speculation=_but(spec, controller="fixed"))
     yield replace(setup, speculation=_but(spec, learn=False))

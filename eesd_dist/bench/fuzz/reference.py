@@ -141,7 +141,7 @@ def plain_setup(world: World, *, num_positions: int) -> EngineSetup:
         num_pages=-(-min(num_positions, LONGEST) // world.page_size),
         prefix_caching=False,
         scheduler=SchedulerConfig(max_running=1, overlap=False),
-        speculation=SpeculationConfig(max_draft_tokens=0, draft_ahead=False),
+        speculation=SpeculationConfig(max_draft_tokens=0),
         cost=_COST,
         link=Link(kind="inline"),
     )

@@ -13,13 +13,13 @@ from eesd_dist.control.chain_rule import (
     NO,
     NO_ODDS,
     PROBE,
+    YES,
     ChainReport,
     ChainRule,
     Doubles,
     takes,
     wants_guess,
 )
-from eesd_dist.control.goodput.allocation import Allocation, Entry, Prices, best_allocation
 from eesd_dist.control.goodput.costs import CostTable
 from eesd_dist.control.goodput.exploration import Exploration
 from eesd_dist.control.goodput.forecast import Forecast, RequestForecast
@@ -28,9 +28,6 @@ from eesd_dist.control.offers import Offer
 from eesd_dist.control.survival import ROOT, Node, Siblings
 from eesd_dist.types import Outcome, RequestId
 
-_LOOK_AHEAD = 16
-"""Maximum possible tokens considered at a level, including later levels: a small batch needs the
-look-ahead to get past steps of the cost table, a large one has enough rows of other requests."""
 _GOING_ON = 0.5
 """Beyond the common length, the part of the requests that could go on that do: by their guesses."""
 _LOOKUP_STEPS, _LOOKUP_ROW_STEPS = 0.2, 0.1
@@ -67,6 +64,12 @@ class Draft:
     """Survival of the drafted tokens, in the order they were taken."""
     best: Node = ROOT
     """The likeliest node of the newest level."""
+    rule: ChainRule | None = None
+    """Decides level by level; None until the first level."""
+    answer: int = YES
+    """Of the rule, to whether this level's guess is wanted."""
+    spent: float = 0.0
+    """Tokens that draws above the mean have cost."""
 
     @property
     def mean(self) -> float:
@@ -116,11 +119,6 @@ class GoodputRound:
         """Value of a second, in tokens."""
         self._probe_price = self._rate * (with_probe_s - plain_s)
         """Price in tokens of one drafted token for every request."""
-        self._is_probe = False
-        self._look_price = 0.0
-        """Price in tokens of this level's guesses that are not expected to pay."""
-        self._rule: ChainRule | None = None
-        """Of the only request."""
         setup.exploration.earn(
             num_requests=load.num_requests + num_rested, probe_price=self._probe_price
         )
@@ -204,42 +202,30 @@ class GoodputRound:
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
         """Returns the requests to guess for, judged by the running mean of each request."""
-        if not request_ids:
-            return frozenset()
-        if self._is_alone and self._num_drafted == self._level:
-            return self._worth_a_guess_alone(request_ids)
-        drafts = [self._drafts[request_id] for request_id in request_ids]
-        expected = [draft.best.expected * draft.mean for draft in drafts]
-        wanted = self._worth(request_ids, expected, guess_weight=1.0)
-        if len(wanted) < len(request_ids):
-            # Only an easy token would be drafted. With equal probability of an easy and a hard
-            # token, the easy one has to pay for two guesses.
-            spread = self._setup.forecast.spread
-            hopeful = [draft.best.expected * min(draft.mean + spread, 1.0) for draft in drafts]
-            looked = self._worth(request_ids, hopeful, guess_weight=2.0)
-            wanted = wanted | looked if wanted else self._looks_that_pay(looked)
-        affordable = self._setup.exploration.drafting >= self._probe_price
-        if self._level == 0 and not wanted and affordable:
-            self._is_probe = True
-            return frozenset(request_ids)
-        return wanted
+        return frozenset(i for i in request_ids if self._wants_guess(self._drafts[i]))
 
-    def choose(self, offers: Sequence[Offer], *, given: int) -> list[bool]:
-        if not offers:
-            self._close_level(asked=given, taken=given)
-            return []
+    def choose(self, offers: Sequence[Offer]) -> list[bool]:
+        """Decides the likeliest token of each request by its rule, and the others of a tree by the
+        price of their rows."""
         nodes = self._nodes(offers)
-        taken = self._pick(offers, nodes, given)
-        newest: dict[RequestId, Node] = {}
+        likeliest: dict[RequestId, int] = {}
+        for at, offer in enumerate(offers):
+            best = likeliest.setdefault(offer.request_id, at)
+            if nodes[at] > nodes[best]:
+                likeliest[offer.request_id] = at
+        taken = [False] * len(offers)
+        for request_id, at in likeliest.items():
+            taken[at] = self._takes(self._drafts[request_id], nodes[at])
+        for at, offer in enumerate(offers):
+            best = likeliest[offer.request_id]
+            if at != best and taken[best]:
+                taken[at] = nodes[at].expected > self._row_price(sum(taken))
         for offer, node, is_taken in zip(offers, nodes, taken, strict=True):
             if is_taken:
                 self._drafts[offer.request_id].nodes.append(node)
-                newest[offer.request_id] = max(newest.get(offer.request_id, node), node)
-        for request_id, node in newest.items():
-            self._drafts[request_id].best = node
-        self._close_level(
-            asked=given + sum(offer.rank == 0 for offer in offers), taken=given + sum(taken)
-        )
+        for request_id, at in likeliest.items():
+            self._drafts[request_id].best = nodes[at]
+        self._close_level(guessed=sum(offer.rank == 0 for offer in offers), taken=sum(taken))
         return taken
 
     def _share_prices(self, sharing: int) -> Doubles:
@@ -278,10 +264,6 @@ class GoodputRound:
             reached *= self._theta
         return shares_s
 
-    @property
-    def _is_alone(self) -> bool:
-        return self._load.num_requests == 1 and not self._load.overlapped
-
     def _rule_of(self, draft: Draft, prices: Doubles, temperature: float | None) -> ChainRule:
         """Returns a request's rule; without a temperature, it does not forecast guesses."""
         costs, exploration, forecast = self._costs, self._setup.exploration, self._setup.forecast
@@ -304,15 +286,39 @@ class GoodputRound:
             deviation=deviation,
         )
 
-    def _worth_a_guess_alone(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
-        (draft,) = self._drafts.values()
-        rule = self._rule
-        if rule is None:
-            rule = self._rule = self._rule_of(draft, self._share_prices(1), None)
-        answer = wants_guess(rule, self._num_drafted, draft.best.expected)
-        self._is_probe = answer == PROBE
-        self._look_price = rule.guess_price if answer == LOOK else 0.0
-        return frozenset(request_ids) if answer != NO else frozenset()
+    def _wants_guess(self, draft: Draft) -> bool:
+        rule = self._level_rule(draft)
+        draft.answer = wants_guess(rule, self._level, draft.best.expected)
+        return draft.answer != NO
+
+    def _takes(self, draft: Draft, node: Node) -> bool:
+        """Returns whether to draft a request's likeliest token of this level."""
+        exploration, rule = self._setup.exploration, self._level_rule(draft)
+        if draft.answer == PROBE:
+            exploration.drafting -= self._probe_price * self.share
+            return True
+        left = rule.optimism - draft.spent
+        taken, spent, value = takes(rule, self._level, node.drawn, node.expected, left)
+        draft.spent += spent
+        exploration.drafting -= spent
+        if draft.answer == LOOK:
+            exploration.looked(max(value, 0.0) - rule.guess_price, price=rule.guess_price)
+        return bool(taken)
+
+    def _level_rule(self, draft: Draft) -> ChainRule:
+        if draft.rule is None:
+            draft.rule = self._rule_of(draft, self._share_prices(self._num_ours), None)
+        return draft.rule
+
+    def _row_price(self, count: int) -> float:
+        """Returns the price in tokens of one more token in this level, which has `count`."""
+        rows = self._load.num_known + self._num_looked_up + self._num_drafted + count
+
+        def seconds(more: int) -> float:
+            drafting_s = self._drafting_s + self._costs.step(count + more)
+            return self._both(drafting_s, self._costs.verify(rows + more, self._load.num_requests))
+
+        return self._rate * (seconds(1) - seconds(0))
 
     def _seconds(self) -> float:
         """Returns the seconds of the round so far."""
@@ -337,60 +343,6 @@ class GoodputRound:
                 best, best_length = tokens / round_s, length
         return best, best_length
 
-    def _looks_that_pay(self, looked: frozenset[RequestId]) -> frozenset[RequestId]:
-        """Returns guesses that are not expected to pay: none if looks have not been profitable and
-        their budget is spent."""
-        if not looked:
-            return looked
-        price = self._rate * self._costs.guess_share * self._costs.step(len(looked))
-        if not self._setup.exploration.may_look(price):
-            return frozenset()
-        self._look_price = price
-        return looked
-
-    def _worth(
-        self, request_ids: Sequence[RequestId], survival: list[float], *, guess_weight: float
-    ) -> frozenset[RequestId]:
-        prices = self._prices(len(request_ids), given=0, guess_weight=guess_weight)
-        owners = self._best(request_ids, survival, survival, prices).owners
-        return frozenset(request_ids[owner] for owner in owners)
-
-    def _pick(self, offers: Sequence[Offer], nodes: Sequence[Node], given: int) -> list[bool]:
-        exploration = self._setup.exploration
-        if self._is_probe and self._level == 0:
-            exploration.drafting -= self._probe_price
-            return [offer.rank == 0 for offer in offers]
-        if self._rule is not None and len(offers) == 1 and self._num_drafted == self._level:
-            taken, value = self._takes_alone(self._rule, nodes[0])
-            self._pay_for_look(value)
-            return [taken]
-        ids = [offer.request_id for offer in offers]
-        drawn, expected = [node.drawn for node in nodes], [node.expected for node in nodes]
-        prices = self._prices(len(offers), given=given, guess_weight=0.0)
-        best = self._best(ids, drawn, expected, prices)
-        if best.expected_value < 0.0:
-            if -best.expected_value > exploration.drafting:
-                best = self._best(ids, expected, expected, prices)
-            else:
-                exploration.drafting += best.expected_value
-        self._pay_for_look(best.expected_value)
-        return [index in best.owners for index in range(len(offers))]
-
-    def _takes_alone(self, rule: ChainRule, node: Node) -> tuple[bool, float]:
-        """Returns whether to draft the guess, and its value."""
-        exploration = self._setup.exploration
-        taken, spent, value = takes(
-            rule, self._num_drafted, node.drawn, node.expected, exploration.drafting
-        )
-        exploration.drafting -= spent
-        return taken, value
-
-    def _pay_for_look(self, value: float) -> None:
-        if self._look_price:
-            profit = max(value, 0.0) - self._look_price
-            self._setup.exploration.looked(profit, price=self._look_price)
-            self._look_price = 0.0
-
     def _nodes(self, offers: Sequence[Offer]) -> list[Node]:
         """Returns the survival of each offer. A sibling's is that of all before it being wrong, and
         at most that of the one before it, so that they are drafted in order of rank."""
@@ -411,46 +363,9 @@ class GoodputRound:
             nodes.append(family.next_node(forecast.share_of(offer.rank)))
         return nodes
 
-    def _best(
-        self,
-        request_ids: Sequence[RequestId],
-        drawn: list[float],
-        expected: list[float],
-        prices: Prices,
-    ) -> Allocation:
-        """Returns the best allocation over this level's tokens and their possible successors."""
-        count = len(drawn)
-        levels = min(max(_LOOK_AHEAD // count, 1), self._setup.max_draft_tokens - self._level)
-        thetas = [self._drafts[request_id].mean for request_id in request_ids]
-        order: list[Entry] = []
-        for index, (survival, by_mean) in enumerate(zip(drawn, expected, strict=True)):
-            for level in range(max(levels, 1)):
-                order.append((-survival, level, index, -by_mean))
-                survival *= thetas[index]
-                by_mean *= thetas[index]
-        order.sort()
-        return best_allocation(order, prices)
-
-    def _prices(self, count: int, *, given: int, guess_weight: float) -> Prices:
-        """Returns the prices of `count` tokens. `guess_weight`: factor of the exit head's time that
-        this level still has to pay."""
-        costs, load = self._costs, self._load
-        steps = costs.steps(given + count)
-        part = 1.0 - costs.guess_share * (1.0 - guess_weight)
-        rows = load.num_known + self._num_looked_up + self._num_drafted + given
-        most = count * max(_LOOK_AHEAD // count, 1)
-        return Prices(
-            rate=self._rate,
-            first_s=[part * seconds for seconds in steps[given : given + count + 1]],
-            later_s=steps,
-            verify_s=costs.verify_from(rows, most, load.num_requests),
-            drafting_s=self._drafting_s,
-            overlapped=load.overlapped,
-        )
-
-    def _close_level(self, *, asked: int, taken: int) -> None:
+    def _close_level(self, *, guessed: int, taken: int) -> None:
         """Adds a level's cost; guesses that were not drafted have cost the exit head's time too."""
         costs, share = self._costs, self._costs.guess_share
-        self._drafting_s += share * costs.step(asked) + (1.0 - share) * costs.step(taken)
+        self._drafting_s += share * costs.step(guessed) + (1.0 - share) * costs.step(taken)
         self._num_drafted += taken
         self._level += 1

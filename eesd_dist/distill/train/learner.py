@@ -10,7 +10,7 @@ learner (`alone` creates one for a single process).
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from eesd_dist.distill.folders import put_in_place
-from eesd_dist.distill.target import FrozenTarget, target_embedding
+from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.distill.train.batches import Batch, PlannedBatch, Position, Row
 from eesd_dist.distill.train.held_out_rows import HeldOutBatch
 from eesd_dist.distill.train.losses import Comparison, DraftVocabulary, KeptTargets, LossOptions
@@ -110,7 +110,6 @@ class _HeadLoss(nn.Module):
     def forward(
         self,
         hidden_BTD: Tensor,
-        embedding_BTD: Tensor | None,
         ids_NK: Tensor,
         logits_NK: Tensor,
         lse_N: Tensor,
@@ -118,7 +117,7 @@ class _HeadLoss(nn.Module):
         wants_figures: bool,
     ) -> tuple[Tensor, Tensor]:
         """Returns sums over positions: the loss, and [loss, agreement, 1 - TV, weight]."""
-        guess_BTV = self.head.training_forward(hidden_BTD, embedding_BTD)
+        guess_BTV = self.head.training_forward(hidden_BTD)
         kept = KeptTargets(ids_NK=ids_NK, logits_NK=logits_NK, lse_N=lse_N)
         comparison = Comparison(guess_BTV.flatten(0, 1), kept, self._vocabulary)
         loss = (comparison.loss(self._loss) * weights_N).sum()
@@ -165,9 +164,6 @@ class DeepSpeedLearner:
             config=_deepspeed_config(request),
         )
         self._head = head
-        self._embed: Callable[[Tensor], Tensor] | None = None
-        if head.reads_embedding:
-            self._embed = target_embedding(request.model, inputs.spec, device=inputs.device)
         self._target: FrozenTarget | None = None
         if options.source == "live":
             self._target = FrozenTarget(
@@ -266,14 +262,12 @@ class DeepSpeedLearner:
     ) -> tuple[Tensor, Tensor]:
         batch = Batch.of(rows, prompt_weight=prompt_weight, device=self._device)
         hidden_BTD, kept = self._features(batch)
-        embedding_BTD = None if self._embed is None else self._embed(batch.tokens_BT)
         if self._is_partitioned and torch.is_grad_enabled():
             # ZeRO-3 releases the parameters when the gradient of an input is computed; without one
             # it would release them before the backward pass.
             hidden_BTD = hidden_BTD.detach().requires_grad_()
         loss, sums = self._engine(
             hidden_BTD,
-            embedding_BTD,
             kept.ids_NK,
             kept.logits_NK,
             kept.lse_N,

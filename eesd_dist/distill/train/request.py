@@ -86,9 +86,6 @@ class TrainRequest:
     exit_layer: Annotated[int, "--exit: the head reads the state after this many layers"] = 1
     head: Annotated[HeadKind, "kind of LM head"] = "truncated"
     draft_vocab: Annotated[int, "tokens of a truncated head"] = 2048
-    reads_embedding: Annotated[
-        bool, "the head also reads each token's embedding (arXiv 2404.19124)"
-    ] = False
     minutes: Annotated[float | None, "minutes of training"] = None
     max_steps: Annotated[int | None, "maximum number of steps"] = None
     workers: Annotated[int, "processes"] = 1
@@ -182,12 +179,12 @@ def first_head(request: TrainRequest, inputs: TrainInputs) -> TrainableExitHead:
     """Returns the head to train further, or one initialized with the target's last layer."""
     if request.start is not None:
         head = TrainableExitHead.read(request.start, target=inputs.spec, target_path=request.model)
-        found = (head.config.kind, head.exit_layer, head.reads_embedding)
-        wanted = (request.head, request.exit_layer, request.reads_embedding)
+        found = (head.config.kind, head.exit_layer)
+        wanted = (request.head, request.exit_layer)
         if found != wanted:
             raise ConfigError(
-                f"{request.start}: found (kind, exit layer, reads the embedding) {found}, asked "
-                f"for {wanted}: start from another head, or from none"
+                f"{request.start}: found (kind, exit layer) {found}, asked for {wanted}: start "
+                "from another head, or from none"
             )
         return head
     draft_vocab = None
@@ -199,7 +196,6 @@ def first_head(request: TrainRequest, inputs: TrainInputs) -> TrainableExitHead:
         request.exit_layer,
         head=request.head,
         draft_vocab=draft_vocab,
-        reads_embedding=request.reads_embedding,
     )
 
 

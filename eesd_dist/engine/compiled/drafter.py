@@ -60,7 +60,7 @@ class RoundDrafter:
     @classmethod
     def of(cls, span: LlamaSpan, head: ExitHead) -> Self | None:
         """Returns None for a stage that has no such kernel: products that are not compiled, parts
-        of a head, a head that reads the embedding or caps its logits, float16."""
+        of a head, a head that caps its logits, float16."""
         layers, head_layer = span.paged.compiled, head.paged.compiled
         lm_head, embedding_VD = head.logits_head.compiled, span.embedding
         if layers is None or head_layer is None or lm_head is None or embedding_VD is None:
@@ -68,7 +68,6 @@ class RoundDrafter:
         fits = (
             layers.is_alone
             and head_layer.is_alone
-            and not head.reads_embedding
             and layers.kind.dtype == head_layer.kind.dtype == lm_head.product.kind
             and embedding_VD.dtype in (torch.float32, torch.bfloat16)
             and lm_head.product.num_out >= 2

@@ -39,12 +39,12 @@ class GraphDrafter:
 
     @classmethod
     def of(cls, span: LlamaSpan, head: ExitHead) -> Self | None:
-        """Returns None for a stage that drafts in other ways: parts of layers or of a head, a head
-        that reads the embedding."""
+        """Returns None for a stage that drafts in other ways: parts of layers or of a
+        head."""
         layers, head_layers = span.paged.on_gpu, head.paged.on_gpu
         if layers is None or head_layers is None or span.embedding is None:
             return None
-        fits = layers.is_alone and head_layers.is_alone and not head.reads_embedding
+        fits = layers.is_alone and head_layers.is_alone
         fits = fits and head.vocab_size >= 2
         return cls(DraftSteps(span, head, layers, head_layers)) if fits else None
 

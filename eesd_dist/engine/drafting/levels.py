@@ -6,12 +6,10 @@ layers, head, logits and choices are calls of their own. For trees,
 alternatives are offered too, each with its ancestors as history and for its noise.
 """
 
-# Shapes: T rows, A frontier tokens, E exit head input.
+# Shapes: T rows, A frontier tokens.
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import torch
 
 from eesd_dist.control.chain_rule import REFUSAL, ChainRule
 from eesd_dist.control.policy import DraftPolicy
@@ -22,7 +20,7 @@ from eesd_dist.engine.drafting.run import Candidate, DraftRun
 from eesd_dist.engine.row_slices import RowSlice, joined
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.layers.paged_layers import LayerRows
-from eesd_dist.types import Evidence, RequestId
+from eesd_dist.types import Evidence
 
 CATCH_UP_ROWS = 32
 """In rounds without drafts the exit head lags behind; it catches up this many rows at a time."""
@@ -40,20 +38,16 @@ class FreshRows(NamedTuple):
 class LevelDrafter:
     """Drafts of any requests, by any rule."""
 
-    def __init__(
-        self, compute: DraftCompute, guesser: Guesser, *, page_size: int, log_evidence: bool
-    ) -> None:
+    def __init__(self, compute: DraftCompute, guesser: Guesser, *, log_evidence: bool) -> None:
         self._compute = compute
         self._guesser = guesser
-        self._page_size = page_size
         self._log_evidence = log_evidence
-        self._ahead_of: set[RequestId] = set()
 
     def draft(
         self, runs: Sequence[DraftRun], drafting: Sequence[DraftRun], policy: DraftPolicy
     ) -> None:
-        """Computes the known rows of all runs, reusing those computed ahead, and drafts for those
-        of `drafting` what the policy chooses."""
+        """Computes the known rows of all runs, and drafts for those of `drafting` what the policy
+        chooses."""
         fresh = list(known_rows(runs))
         active = _worth_guessing(drafting, policy)
         guesses = self._level(fresh, active, policy)
@@ -62,11 +56,8 @@ class LevelDrafter:
             for guess, is_taken in zip(
                 guesses, policy.choose([offer_of(guess) for guess in guesses]), strict=True
             ):
-                if is_taken:
-                    if guess.run.affords(guess.candidate, parent=guess.parent):
-                        taken.append(guess)
-                elif not guess.run.is_tree:  # still the best guess for drafting ahead
-                    guess.run.prefetched.appendleft(guess.candidate)
+                if is_taken and guess.run.affords(guess.candidate, parent=guess.parent):
+                    taken.append(guess)
             fresh = _taken(taken)
             going_on = {id(guess.run) for guess in taken}
             active = _worth_guessing(
@@ -100,39 +91,30 @@ class LevelDrafter:
         """Computes the fresh rows. Returns guesses after each active run's frontier, run by run:
         for a chain one or none, for a tree the best ones of each token, first choices first, up to
         the tree's room."""
-        found: dict[int, list[Guess]] = {}
-        missing: list[DraftRun] = []
-        for run in active:
-            if run.prefetched:
-                (frontier_node,) = run.frontier
-                found[id(run)] = [Guess(run, frontier_node, 0, run.prefetched.popleft())]
-            else:
-                missing.append(run)
-        with_probs = bool(missing) and (
+        with_probs = bool(active) and (
             self._log_evidence
-            or any(run.item.live.tree == "dynamic" for run in missing)
-            or policy.needs_probs([run.request_id for run in missing])
+            or any(run.item.live.tree == "dynamic" for run in active)
+            or policy.needs_probs([run.request_id for run in active])
         )
-        if fresh and self._fits_one_call(fresh, missing, with_probs):
-            guesses = self._in_one_call(fresh, missing)
+        if fresh and self._fits_one_call(fresh, active, with_probs):
+            guesses = self._in_one_call(fresh, active)
         else:
             self._compute_rows(fresh)
-            guesses = self._guess(missing, with_probs=with_probs)
-        found.update((id(run), ours) for run, ours in zip(missing, guesses, strict=True))
-        guessed = {id(run) for run in missing}
-        for run in missing:
+            guesses = self._guess(active, with_probs=with_probs)
+        guessing = {id(run) for run in active}
+        for run in active:
             run.num_guesses += 1
         behind = [
             row.run
             for row in fresh
-            if row.run.state.num_lagging >= CATCH_UP_ROWS and id(row.run) not in guessed
+            if row.run.state.num_lagging >= CATCH_UP_ROWS and id(row.run) not in guessing
         ]
         if behind:
             self.catch_up(behind)
-        return [guess for run in active for guess in found[id(run)]]
+        return [guess for level in guesses for guess in level]
 
     def _fits_one_call(
-        self, fresh: Sequence[FreshRows], missing: Sequence[DraftRun], with_probs: bool
+        self, fresh: Sequence[FreshRows], active: Sequence[DraftRun], with_probs: bool
     ) -> bool:
         drafter, have_rows = self._compute.drafter, {id(row.run) for row in fresh}
         has_masks = drafter is not None and drafter.has_masks
@@ -143,14 +125,14 @@ class LevelDrafter:
                 chooses_plainly(run)
                 and id(run) in have_rows
                 and (has_masks or run.constraint is None)
-                for run in missing
+                for run in active
             )
         )
 
     def _in_one_call(
-        self, fresh: Sequence[FreshRows], missing: Sequence[DraftRun]
+        self, fresh: Sequence[FreshRows], active: Sequence[DraftRun]
     ) -> list[list[Guess]]:
-        drafter, guessing = self._compute.drafter, {id(run) for run in missing}
+        drafter, guessing = self._compute.drafter, {id(run) for run in active}
         assert drafter is not None
         starts = [
             chain_start(row, REFUSAL, most=1, mask=row.run.mask_after(row.run.frontier[0]))
@@ -162,7 +144,7 @@ class LevelDrafter:
         _, chains = drafter.draft(starts)
         for row, (rows_TD, guesses, gaps, _) in zip(fresh, chains, strict=True):
             run = row.run
-            self._note_rows(row, rows_TD, rows_TD)
+            self._note_rows(row, rows_TD)
             if not guesses:
                 continue
             run.note_read()
@@ -172,13 +154,13 @@ class LevelDrafter:
             evidence = Evidence(depth=len(run.tokens), temperature=noise_of(run), gap=gaps[0])
             candidate = Candidate(token=guesses[0], evidence=evidence, probs_V=None)
             found[id(run)] = [Guess(run, run.frontier[0], 0, candidate)]
-        return [found[id(run)] for run in missing]
+        return [found[id(run)] for run in active]
 
     def _compute_rows(self, fresh: Sequence[FreshRows]) -> None:
         if not fresh:
             return
         kept = _rows_to_keep(fresh)
-        hidden_TD, input_TE = self._compute.run_layers(
+        hidden_TD = self._compute.run_layers(
             [token for row in fresh for token in row.tokens],
             [row.segment for row in fresh],
             kept=kept,
@@ -186,17 +168,17 @@ class LevelDrafter:
         end = 0
         for row in fresh:
             first, end = end, end + len(row.tokens)
-            self._note_rows(row, RowSlice(hidden_TD, first, end), RowSlice(input_TE, first, end))
+            self._note_rows(row, RowSlice(hidden_TD, first, end))
             if kept is not None and row.num_known:
                 known = slice(first, first + row.num_known)
                 row.run.kept_TD = {layer: x_TD[known] for layer, x_TD in kept.rows.items()}
 
-    def _note_rows(self, row: FreshRows, hidden: RowSlice, inputs: RowSlice) -> None:
-        """Hands the rows to their run."""
+    def _note_rows(self, row: FreshRows, rows_TD: RowSlice) -> None:
+        """Passes the rows to their run."""
         if not row.num_known:
-            row.run.note_level(hidden, inputs)
+            row.run.note_level(rows_TD)
             return
-        row.run.note_known(hidden, inputs if self._compute.head is not None else None)
+        row.run.note_known(rows_TD, drafts=self._compute.head is not None)
 
     def _guess(self, runs: Sequence[DraftRun], *, with_probs: bool) -> list[list[Guess]]:
         """Draws the exit head's next tokens for each run, with the noise the verifier will use."""
@@ -204,77 +186,6 @@ class LevelDrafter:
         if behind:
             self.catch_up(behind)
         return self._guesser.guess(runs, with_probs=with_probs) if runs else []
-
-    def go_ahead(
-        self, runs: Sequence[DraftRun], policy: DraftPolicy, *, until: Callable[[], bool]
-    ) -> None:
-        """Drafts past the end of the draft until the verdict arrives, for a single request."""
-        while not until():
-            able = self._ahead_room(runs)
-            if len(able) != 1:
-                break
-            (run,) = able
-            if run.is_tree or run.is_lookup:  # a tree's verdict may fall on any branch
-                break
-            if len(run.state.ahead) > run.item.max_draft:
-                break
-            self._guess_ahead(run, with_probs=policy.needs_probs([run.request_id]))
-
-    def ahead_of(self, *, keep: Set[RequestId]) -> Set[RequestId]:
-        """Returns the requests drafted ahead for, except those to keep, and forgets them."""
-        dropped = self._ahead_of - keep
-        self._ahead_of &= keep
-        return dropped
-
-    def _ahead_room(self, runs: Sequence[DraftRun]) -> list[DraftRun]:
-        """Returns the runs that may draft ahead while their verdict is pending: those with room in
-        their pages and in the model's positions."""
-        return [
-            run
-            for run in runs
-            if run.item.max_draft > 0
-            and run.item.is_final
-            and not run.rests
-            and run.constraint is None
-            and (run.prefetched or run.may_guess)
-            and run.next_place + len(run.state.ahead)
-            < min(len(run.item.pages) * self._page_size, run.item.live.max_len)
-        ]
-
-    @torch.inference_mode()
-    def _guess_ahead(self, run: DraftRun, *, with_probs: bool) -> None:
-        """Guesses one more token past the draft; useful if the whole draft is accepted."""
-        assert not run.is_tree, "the accepted branch of a tree is not known yet"
-        ahead = run.state.ahead
-        if not ahead:
-            run.state.ahead_from = run.next_place
-            run.state.ahead_pages = run.item.pages
-            self._ahead_of.add(run.item.live.request.request_id)
-        shadow = DraftRun(item=run.item, state=run.state, exit_AD=run.exit_AD)
-        for at, token in enumerate([*run.tokens, *(c.token for c in ahead)]):
-            shadow.append_token(token, parent=at - 1)
-        shadow.frontier = [len(shadow.tokens) - 1]
-        if run.prefetched:
-            guess = run.prefetched.popleft()
-        else:
-            (((_, _, _, guess),),) = self._guess(
-                [shadow], with_probs=with_probs or self._log_evidence
-            )
-        if guess.hidden_D is None:
-            hidden_1D, input_1E = self._compute.run_layers(
-                [guess.token], [RowSegment(shadow.next_place, 1, run.item.pages)]
-            )
-            run.state.lag(RowSlice.all_of(input_1E))
-            run.exit_AD = None
-            guess = Candidate(
-                token=guess.token,
-                evidence=guess.evidence,
-                probs_V=guess.probs_V,
-                hidden_D=hidden_1D[0],
-            )
-        else:
-            run.exit_AD = shadow.exit_AD
-        ahead.append(guess)
 
 
 def chain_start(row: FreshRows, rule: ChainRule, *, most: int, mask: bytes = b"") -> ChainStart:
@@ -285,7 +196,7 @@ def chain_start(row: FreshRows, rule: ChainRule, *, most: int, mask: bytes = b""
     run = row.run
     seed = run.item.live.request.sampling.seed
     return ChainStart(
-        row.tokens, row.segment, most, rule, run.state.lagging_TE, noise_of(run), seed, mask
+        row.tokens, row.segment, most, rule, run.state.lagging_TD, noise_of(run), seed, mask
     )
 
 
@@ -294,17 +205,12 @@ def _worth_guessing(runs: Sequence[DraftRun], policy: DraftPolicy) -> list[Draft
     if not runs:
         return []
     wanted = policy.worth_a_guess([run.request_id for run in runs])
-    return [run for run in runs if run.request_id in wanted or run.prefetched]
+    return [run for run in runs if run.request_id in wanted]
 
 
 def known_rows(runs: Sequence[DraftRun]) -> Iterator[FreshRows]:
     """Yields the rows before each draft, with those of a lookup."""
     for run in runs:
-        if run.prefetched:
-            known = run.prefetched.popleft()
-            assert known.hidden_D is not None
-            run.rows_TD.append(RowSlice.all_of(known.hidden_D.unsqueeze(0)))
-            continue
         item = run.item
         tokens = [*item.live.tokens[item.start : item.start + item.num_known], *run.tokens]
         segment = RowSegment(item.start, len(tokens), item.pages)
@@ -315,10 +221,7 @@ def _taken(taken: Sequence[Guess]) -> list[FreshRows]:
     """Appends the taken guesses to their drafts. Returns the rows to compute, grouped by run."""
     fresh: dict[int, tuple[DraftRun, list[int]]] = {}
     for run, parent, rank, candidate in taken:
-        if candidate.hidden_D is None:
-            fresh.setdefault(id(run), (run, []))[1].append(candidate.token)
-        else:
-            run.rows_TD.append(RowSlice.all_of(candidate.hidden_D.unsqueeze(0)))
+        fresh.setdefault(id(run), (run, []))[1].append(candidate.token)
         run.append(candidate, parent=parent, rank=rank)
     return [FreshRows(run, tokens, run.last_rows(len(tokens)), 0) for run, tokens in fresh.values()]
 

@@ -6,8 +6,7 @@ their part of layers [0, N) and of the exit head, with the KV pages of both, and
 The order of operations is decided in `stage.py`.
 """
 
-# Shapes: T rows, A frontier tokens, D hidden size, E exit head input, V vocabulary (or the draft
-# vocabulary).
+# Shapes: T rows, A frontier tokens, D hidden size, V vocabulary (or the draft vocabulary).
 
 import threading
 from collections.abc import Callable, Sequence
@@ -62,11 +61,11 @@ class DraftCompute(Protocol):
         segments: Sequence[RowSegment],
         *,
         kept: LayerRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the rows after layer N, and the exit head's input for them."""
+    ) -> Tensor:
+        """Returns the rows after layer N."""
         ...
 
-    def run_head(self, input_TE: Tensor, segments: Sequence[RowSegment]) -> Tensor:
+    def run_head(self, hidden_TD: Tensor, segments: Sequence[RowSegment]) -> Tensor:
         """Runs the exit head's layer; writes its keys and values."""
         ...
 
@@ -133,16 +132,12 @@ class OwnShard:
         segments: Sequence[RowSegment],
         *,
         kept: LayerRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         tokens_T = uploaded(tokens, self._device)
-        embedding_TD = self.span.embed(tokens_T)
-        hidden_TD = self.span.forward(embedding_TD, self._plan(segments), kept=kept)
-        if self.head is None:
-            return hidden_TD, hidden_TD
-        return hidden_TD, self.head.input_rows(hidden_TD, embedding_TD)
+        return self.span.forward(self.span.embed(tokens_T), self._plan(segments), kept=kept)
 
-    def run_head(self, input_TE: Tensor, segments: Sequence[RowSegment]) -> Tensor:
-        return self._own_head.forward(input_TE, self._plan(segments))
+    def run_head(self, hidden_TD: Tensor, segments: Sequence[RowSegment]) -> Tensor:
+        return self._own_head.forward(hidden_TD, self._plan(segments))
 
     def logits(self, exit_AD: Tensor) -> Tensor:
         return self._own_head.logits(exit_AD)
@@ -237,14 +232,14 @@ class LeadingShard:
         segments: Sequence[RowSegment],
         *,
         kept: LayerRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         self._commands.announce(RunLayers(tokens=tokens, segments=segments))
         # Every rank has all channels of a row: this one's copy is enough.
         return self._own.run_layers(tokens, segments, kept=kept)
 
-    def run_head(self, input_TE: Tensor, segments: Sequence[RowSegment]) -> Tensor:
-        self._commands.announce(RunHead(segments=segments, input_TE=input_TE))
-        return self._own.run_head(input_TE, segments)
+    def run_head(self, hidden_TD: Tensor, segments: Sequence[RowSegment]) -> Tensor:
+        self._commands.announce(RunHead(segments=segments, hidden_TD=hidden_TD))
+        return self._own.run_head(hidden_TD, segments)
 
     def logits(self, exit_AD: Tensor) -> Tensor:
         self._commands.announce(RunLogits(exit_AD=exit_AD))
@@ -329,11 +324,10 @@ def _obey(command: Command, shard: OwnShard, heads: HeadShelf) -> None:
             _expect_below("token", max(tokens), shard.span.spec.vocab_size)
             _expect_pages(segments, shard)
             shard.run_layers(tokens, segments)
-        case RunHead(segments=segments, input_TE=input_TE):
-            reads_embedding = shard.head is not None and shard.head.reads_embedding
-            _expect_rows(input_TE, shard.span, width_times=2 if reads_embedding else 1)
+        case RunHead(segments=segments, hidden_TD=hidden_TD):
+            _expect_rows(hidden_TD, shard.span)
             _expect_pages(segments, shard)
-            shard.run_head(input_TE, segments)
+            shard.run_head(hidden_TD, segments)
         case RunLogits(exit_AD=exit_AD):
             _expect_rows(exit_AD, shard.span)
             shard.logits(exit_AD)
@@ -353,9 +347,9 @@ def _expect_pages(segments: Sequence[RowSegment], shard: OwnShard) -> None:
         _expect_below("KV slot", last, len(rows.pages) * shard.page_size)
 
 
-def _expect_rows(x_TD: Tensor, span: LlamaSpan, *, width_times: int = 1) -> None:
+def _expect_rows(x_TD: Tensor, span: LlamaSpan) -> None:
     found = x_TD.shape[-1], x_TD.dtype
-    expected = width_times * span.spec.hidden_size, span.compute_dtype
+    expected = span.spec.hidden_size, span.compute_dtype
     if found != expected:
         raise WireError(
             f"found rows of {found[0]} x {found[1]} with a command, expected "

@@ -4,20 +4,17 @@ Tracks which token follows which, the slots of their rows, and which rows the ex
 Does not depend on models, policies or sampling rules.
 """
 
-# Shapes: T rows, A frontier tokens, D hidden size, E exit head input, V vocabulary.
+# Shapes: T rows, A frontier tokens, D hidden size, V vocabulary.
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
 from torch import Tensor
 
 from eesd_dist.engine.drafting.ngrams import NgramIndex
 from eesd_dist.engine.masks import ConstrainedText
 from eesd_dist.engine.row_slices import RowSlice, joined
 from eesd_dist.model.attention.rows import RowSegment
-from eesd_dist.page_table import NO_PAGES, PageTable
 from eesd_dist.schedule.scheduler import PlanItem
 from eesd_dist.trees import ROOT, is_chain, path_to
 from eesd_dist.types import Evidence, RequestId, Value
@@ -33,12 +30,6 @@ class Candidate(Value, frozen=True, kw_only=True):
     evidence: Evidence
     probs_V: Tensor | None
     """The distribution it was drawn from; only for rejection sampling."""
-    hidden_D: Tensor | None = None
-    """Its row after layer N, if it was computed ahead."""
-
-    def at_depth(self, depth: int) -> "Candidate":
-        """Returns the same guess with `depth` drafted tokens before it."""
-        return replace(self, evidence=replace(self.evidence, depth=depth))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,28 +38,22 @@ class DraftState:
 
     exit_len: int = 0
     """Number of positions with valid keys and values of the exit head."""
-    lagging_TE: list[RowSlice] = field(default_factory=list)
-    """Inputs that the exit head has not read yet, from position exit_len on."""
+    lagging_TD: list[RowSlice] = field(default_factory=list)
+    """Rows that the exit head has not read yet, from position exit_len on."""
     num_lagging: int = 0
     """How many they are."""
     ngrams: NgramIndex = field(default_factory=NgramIndex)
     """Of its tokens."""
-    ahead_from: int = 0
-    ahead_pages: PageTable = NO_PAGES
-    """The page table that `ahead` was computed in; with another one it is invalid."""
-    ahead: deque[Candidate] = field(default_factory=deque)
-    """Candidates drafted while the last verdict was pending: the token at position `ahead_from` and
-    later ones, each with its row computed, except possibly the last."""
 
-    def lag(self, rows_TE: RowSlice) -> None:
-        """Adds inputs to those that the exit head has not read."""
-        self.lagging_TE.append(rows_TE)
-        self.num_lagging += rows_TE.count
+    def lag(self, rows_TD: RowSlice) -> None:
+        """Adds rows to those that the exit head has not read."""
+        self.lagging_TD.append(rows_TD)
+        self.num_lagging += rows_TD.count
 
     def catch_up(self, exit_len: int) -> None:
-        """Notes that the exit head has read all inputs before a position, and none after it."""
+        """Notes that the exit head has read all rows before a position, and none after it."""
         self.exit_len, self.num_lagging = exit_len, 0
-        self.lagging_TE.clear()
+        self.lagging_TD.clear()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +80,6 @@ class DraftRun:
     """Levels at which the exit head guessed, taken or not."""
     evidence: list[Evidence] = field(default_factory=list)
     probs_V: list[Tensor] = field(default_factory=list)
-    prefetched: deque[Candidate] = field(default_factory=deque)
     is_lookup: bool = False
     """Whether its tokens were found by prompt lookup, and are computed with the known rows."""
     rests: bool = False
@@ -104,8 +88,8 @@ class DraftRun:
     """The newest tokens, which the next guesses follow."""
     exit_AD: RowSlice | None = None
     """The exit head's output at the frontier; None until it has seen those rows."""
-    level_TE: list[RowSlice] = field(default_factory=list)
-    """For a tree: the exit head's inputs of its tokens, level by level."""
+    level_TD: list[RowSlice] = field(default_factory=list)
+    """For a tree: the rows of its tokens, level by level."""
     num_seen: int = 0
     """For a tree: number of its tokens that the exit head has seen."""
     constraint: ConstrainedText | None = None
@@ -205,49 +189,43 @@ class DraftRun:
         """Returns the newest `count` drafted tokens as rows to compute."""
         return RowSegment(self.next_place - count, count, self.item.pages, self.branching)
 
-    def note_known(self, hidden_TD: RowSlice, input_TE: RowSlice | None) -> None:
-        """Stores the known rows, and those of a lookup, after they were computed; `input_TE`: None
-        without an exit head."""
+    def note_known(self, rows_TD: RowSlice, *, drafts: bool) -> None:
+        """Stores the known rows, and those of a lookup, after they were computed; `drafts`: there
+        is an exit head that has to read them."""
         state = self.state
-        self.rows_TD.append(hidden_TD)
-        if input_TE is None or self.item.live.request.speculation.mode != "auto":
+        self.rows_TD.append(rows_TD)
+        if not drafts or self.item.live.request.speculation.mode != "auto":
             return
-        if not state.lagging_TE and state.exit_len < self.item.start:
+        if not state.lagging_TD and state.exit_len < self.item.start:
             state.exit_len = self.item.start  # a cached prefix has the exit head's rows
-        state.lag(input_TE)
+        state.lag(rows_TD)
 
-    def note_level(self, hidden_AD: RowSlice, input_AE: RowSlice) -> None:
-        """Stores the newest tokens' rows and exit head inputs after they were computed."""
-        self.rows_TD.append(hidden_AD)
+    def note_level(self, rows_AD: RowSlice) -> None:
+        """Stores the newest tokens' rows after they were computed."""
+        self.rows_TD.append(rows_AD)
         self.exit_AD = None
         if self.is_tree:
-            self.level_TE.append(input_AE)
+            self.level_TD.append(rows_AD)
         else:
-            self.state.lag(input_AE)
+            self.state.lag(rows_AD)
 
     @property
     def is_unseen(self) -> bool:
         """Whether there are rows that the exit head has not read."""
-        return bool(self.state.lagging_TE) or self.num_seen < len(self.tokens) * self.is_tree
-
-    @property
-    def may_guess(self) -> bool:
-        """Whether the exit head's output at the frontier is there or can be computed. A call that
-        drafts a chain keeps none if it refused the last guess: the head has read all rows."""
-        return self.exit_AD is not None or self.is_unseen
+        return bool(self.state.lagging_TD) or self.num_seen < len(self.tokens) * self.is_tree
 
     def unseen(self) -> tuple[list[RowSlice], RowSegment]:
-        """Returns the inputs and rows that the exit head has not read. A tree's first level is
-        drafted after the known rows were read."""
+        """Returns the rows that the exit head has not read, and where they are. A tree's first
+        level is drafted after the known rows were read."""
         state = self.state
-        if state.lagging_TE:
-            return state.lagging_TE, RowSegment(state.exit_len, state.num_lagging, self.item.pages)
-        return self.level_TE[-1:], self.last_rows(self.level_TE[-1].count)
+        if state.lagging_TD:
+            return state.lagging_TD, RowSegment(state.exit_len, state.num_lagging, self.item.pages)
+        return self.level_TD[-1:], self.last_rows(self.level_TD[-1].count)
 
     def note_seen(self, out_TD: RowSlice) -> None:
         """Marks the `unseen` rows as read, with the exit head's output for them."""
         state = self.state
-        if state.lagging_TE:
+        if state.lagging_TD:
             state.catch_up(state.exit_len + out_TD.count)
             self.exit_AD = RowSlice(out_TD.source, out_TD.end - 1, out_TD.end)
             return
@@ -267,8 +245,8 @@ class DraftRun:
         num_seen = sum(node < self.num_seen for node in path)
         state.exit_len += num_seen
         if num_seen < len(path):
-            input_TE = joined(self.level_TE)
-            state.lag(RowSlice.all_of(input_TE[list(path[num_seen:])]))
+            rows_TD = joined(self.level_TD)
+            state.lag(RowSlice.all_of(rows_TD[list(path[num_seen:])]))
 
     def moves(self, path: Sequence[int], *, page_size: int) -> list[tuple[int, int]]:
         """Returns the KV moves, (from, to) slots, of an accepted branch to its KV slots."""
@@ -290,7 +268,7 @@ def roll_back(state: DraftState, keep: int) -> None:
     surplus = state.exit_len + state.num_lagging - keep
     state.num_lagging -= max(surplus, 0)
     while surplus > 0:
-        last = state.lagging_TE.pop()
+        last = state.lagging_TD.pop()
         if last.count > surplus:
-            state.lagging_TE.append(RowSlice(last.source, last.first, last.end - surplus))
+            state.lagging_TD.append(RowSlice(last.source, last.first, last.end - surplus))
         surplus -= last.count

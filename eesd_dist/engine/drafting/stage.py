@@ -8,8 +8,7 @@ the controllers can say in advance how they decide; all others are drafted level
 
 # Shapes: T rows, K drafted tokens, D hidden size, V vocabulary.
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +82,6 @@ class DraftStage:
         self._levels = LevelDrafter(
             compute,
             Guesser(compute, tree=tree or TreeConfig(), rejection=rejection),
-            page_size=page_size,
             log_evidence=log_evidence,
         )
         self._states: dict[RequestId, DraftState] = {}
@@ -118,13 +116,6 @@ class DraftStage:
 
     def forget(self, request_id: RequestId) -> None:
         self._states.pop(request_id, None)
-
-    def drop_ahead(self, *, keep: Set[RequestId]) -> None:
-        """Drops candidates drafted ahead for all requests but these."""
-        for request_id in self._levels.ahead_of(keep=keep):
-            state = self._states.get(request_id)
-            if state is not None:
-                state.ahead = deque()
 
     @torch.inference_mode()
     def forget_all(self) -> None:
@@ -177,15 +168,13 @@ class DraftStage:
         self, runs: Sequence[DraftRun], drafting: Sequence[DraftRun], policy: DraftPolicy
     ) -> Mapping[RequestId, ChainRule] | None:
         """Returns the rule of each drafting request; None if one call cannot draft this round."""
-        fits = self._fits_one_call(runs) and all(map(chooses_plainly, drafting))
-        if not fits or any(run.prefetched for run in runs):
+        if self._log_evidence or not self._levels.fits_one_call(runs):
+            return None
+        if not all(map(chooses_plainly, drafting)):
             return None
         if any(run.constraint is not None for run in drafting):
             return None  # it has to read each token before the next one is guessed
         return policy.chain_rules({run.request_id: noise_of(run) for run in drafting})
-
-    def _fits_one_call(self, runs: Sequence[DraftRun]) -> bool:
-        return not self._log_evidence and self._levels.fits_one_call(runs)
 
     def _draft_in_one_call(
         self, runs: Sequence[DraftRun], rules: Mapping[RequestId, ChainRule], policy: DraftPolicy
@@ -222,7 +211,7 @@ class DraftStage:
         """Takes over one request's rows and draft."""
         rows_TD, tokens, gaps, report = chain
         if not report.means:
-            run.note_known(rows_TD, rows_TD)
+            run.note_known(rows_TD, drafts=True)
             return
         temperature, count = noise_of(run), report.num_drafted
         evidence = [
@@ -233,7 +222,7 @@ class DraftStage:
 
     def _look_up(self, run: DraftRun, policy: DraftPolicy) -> None:
         """Drafts what followed the text's last tokens before, where that promises more."""
-        if run.is_tree or run.prefetched or not self._may_look_up:
+        if run.is_tree or not self._may_look_up:
             return
         found: list[Match] = []
 
@@ -254,31 +243,10 @@ class DraftStage:
     def _open(self, item: PlanItem) -> DraftRun:
         request_id = item.live.request.request_id
         state = self._states.setdefault(request_id, DraftState())
-        run = DraftRun(item=item, state=state, constraint=self.constraints.get(request_id))
-        if (
-            state.ahead
-            and state.ahead_from == item.start
-            and item.num_known == 1
-            and item.pages[: len(state.ahead_pages)] == state.ahead_pages
-        ):
-            run.prefetched = state.ahead
-        else:  # preempted, resumed from a shorter cached prefix, or not drafted ahead
-            roll_back(state, item.start)
-        state.ahead = deque()
-        return run
+        roll_back(state, item.start)
+        return DraftRun(item=item, state=state, constraint=self.constraints.get(request_id))
 
-    def go_ahead(
-        self, drafted: DraftedRound, policy: DraftPolicy, *, until: Callable[[], bool]
-    ) -> None:
-        """Drafts past the end of the draft until the verdict arrives, for a single request."""
-        runs = drafted.runs
-        if self._fits_one_call(runs) and all(map(chooses_plainly, runs)):
-            return  # drafting one token at a time takes longer than the next round's call
-        self._levels.go_ahead(runs, policy, until=until)
-
-    def settle(
-        self, run: DraftRun, *, path: Sequence[int], next_token: int
-    ) -> list[tuple[int, int]]:
+    def settle(self, run: DraftRun, *, path: Sequence[int]) -> list[tuple[int, int]]:
         """Rolls this request's exit-head state back to the accepted part of the draft.
 
         `path`: the accepted drafted tokens. Returns the KV moves, (from, to) each, that put an
@@ -288,18 +256,8 @@ class DraftStage:
         if run.is_tree:
             run.keep_branch(path, drafts=self.head is not None)
             return run.moves(path, page_size=self.page_size)
-        keep = item.start + item.num_known + len(path)
-        ahead = state.ahead
-        # Candidates left over from an earlier round are already computed: keep or drop them all.
-        while ahead and run.prefetched and run.prefetched[0].hidden_D is not None:
-            ahead.append(run.prefetched.popleft())
-        if ahead and len(path) == len(run.tokens) and ahead[0].token == next_token:
-            for depth, candidate in enumerate(list(ahead)[1:]):
-                ahead[depth + 1] = candidate.at_depth(depth)
-            return []
-        state.ahead = deque()
         if self.head is not None and item.live.request.speculation.mode == "auto":
-            roll_back(state, keep)
+            roll_back(state, item.start + item.num_known + len(path))
         return []
 
     @torch.inference_mode()

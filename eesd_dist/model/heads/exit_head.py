@@ -17,14 +17,11 @@ from torch import Tensor
 from eesd_dist.config import DType, Numerics
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.heads.head_config import HeadConfig, HeadIdentity
-from eesd_dist.model.heads.head_parts import EmbeddingFusion, HeadParts
+from eesd_dist.model.heads.head_parts import HeadParts
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.kernels import (
     TORCH_DTYPES,
-    Linear,
     LinearPacker,
-    pad_rows,
-    padded_rows,
 )
 from eesd_dist.model.layers.logits_head import LogitsHead
 from eesd_dist.model.layers.norms import RmsNorm
@@ -35,8 +32,7 @@ from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.group_handles import SingleGroup
 
 
-# Shapes: T rows, D hidden channels, V draft vocabulary, W target vocabulary, B sequences, L length,
-# E a head's input channels: D, or 2 D with the token's embedding.
+# Shapes: T rows, D hidden channels, V draft vocabulary, W target vocabulary, B sequences, L length.
 class ExitHead:
     """A head ready to draft, with its own pages, or one rank's part of such a head. Every rank of
     the group calls `forward` and `logits` with the same rows, and gets the same logits."""
@@ -50,7 +46,6 @@ class ExitHead:
         layers: PagedLayers,
         logits_head: LogitsHead,
         group: TensorGroup,
-        fusion: EmbeddingFusion | None = None,
         identity: HeadIdentity | None = None,
     ) -> None:
         self.exit_layer = exit_layer
@@ -63,11 +58,6 @@ class ExitHead:
         """[V] target token of each draft index; None when the draft vocabulary is the target's."""
         self._layers = layers
         self._logits_head = logits_head
-        self._fusion = fusion
-
-    @property
-    def reads_embedding(self) -> bool:
-        return self._fusion is not None
 
     @classmethod
     def load(
@@ -107,14 +97,12 @@ class ExitHead:
         page_size: int,
     ) -> "ExitHead":
         """Packs a head's present weights for drafting; later training does not reach them."""
-        embedding_DD = head.embedding_DD
         parts = HeadParts(
             config=head.config,
             layer=deepcopy(head.layer),
             norm_D=head.norm_D.detach().clone(),
             lm_head_VD=head.lm_head_VD.detach().clone(),
             vocab_ids_V=head.draft_tokens,
-            embedding_DD=None if embedding_DD is None else embedding_DD.detach().clone(),
         )
         weights = HeadWeights.of(
             parts,
@@ -140,19 +128,10 @@ class ExitHead:
         """Replaces this head's empty keys and values by those of another head."""
         self._layers.take_pages(other._layers)
 
-    def input_rows(self, hidden_TD: Tensor, embedding_TD: Tensor) -> Tensor:
-        """Returns the input of `forward` [T, E]: hidden states after `exit_layer` layers and, if
-        `reads_embedding`, the target's embedding of each row's token in further channels."""
-        if self._fusion is None:
-            return hidden_TD
-        return torch.cat([hidden_TD, embedding_TD.to(hidden_TD.dtype)], dim=-1)
-
-    def forward(self, input_TE: Tensor, rows: RowPlan) -> Tensor:
-        """Computes the head's hidden states from `input_rows`; writes its keys and values."""
-        if self._fusion is None:
-            return self._layers.forward(input_TE, rows)
-        hidden_TD, embedding_TD = input_TE.to(self._layers.compute_dtype).chunk(2, dim=-1)
-        return self._layers.forward(self._fusion(hidden_TD, embedding_TD), rows)
+    def forward(self, hidden_TD: Tensor, rows: RowPlan) -> Tensor:
+        """Computes the head's hidden states from those after `exit_layer` layers; writes its keys
+        and values."""
+        return self._layers.forward(hidden_TD, rows)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copies slots, (from, to) each; reads all sources before it writes any target."""
@@ -173,7 +152,6 @@ class HeadWeights:
     layers: LoadedLayers
     logits_head: LogitsHead
     group: TensorGroup
-    fusion: EmbeddingFusion | None
     identity: HeadIdentity | None
 
     @classmethod
@@ -236,14 +214,6 @@ class HeadWeights:
             dtype=packer.compute_dtype,
             device=device,
         )
-        fusion = None
-        if parts.embedding_DD is not None:
-            fusion = EmbeddingFusion.of(
-                _padded(packer.pack(parts.embedding_DD), numerics),
-                spec,
-                dtype=packer.compute_dtype,
-                device=device,
-            )
         logits_head = LogitsHead(
             norm,
             packer.pack(parts.lm_head_VD),
@@ -258,7 +228,6 @@ class HeadWeights:
             layers=layers,
             logits_head=logits_head,
             group=group,
-            fusion=fusion,
             identity=identity,
         )
 
@@ -271,17 +240,5 @@ class HeadWeights:
             layers=self.layers.with_pages(num_pages=num_pages, page_size=page_size),
             logits_head=self.logits_head,
             group=self.group,
-            fusion=self.fusion,
             identity=self.identity,
         )
-
-
-def _padded(project: Linear, numerics: Numerics) -> Linear:
-    """Pads the product's rows to a count that the self-check covers."""
-
-    def multiply(x_TD: Tensor) -> Tensor:
-        num_rows = x_TD.shape[0]
-        padded = padded_rows(num_rows, numerics=numerics, device=x_TD.device)
-        return project(pad_rows(x_TD, padded))[:num_rows]
-
-    return multiply

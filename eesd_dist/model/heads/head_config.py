@@ -14,11 +14,14 @@ from typing import Literal, Self, get_args
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.spec import ModelSpec, read_json
+from eesd_dist.removed import replacement_of
 
 HeadKind = Literal["shared", "own", "truncated"]
 """LM head: the target's, a trained copy of it, or one over the draft vocabulary only."""
 
 MODEL_TYPE = "early_exit"
+_EMBEDDING = "reads_embedding"
+"""A removed key: true in the configuration of a head that cannot draft any more."""
 LAYOUT_VERSION = "0.3.0"
 """Version of the speculators layout in files written here."""
 
@@ -64,8 +67,6 @@ class HeadConfig:
     layer_config: Mapping[str, object]
     """The one decoder layer, as a Hugging Face config of a model with a single layer."""
     layer: ModelSpec
-    reads_embedding: bool = False
-    """Whether the layer also sees the embedding of each row's own token."""
 
     @classmethod
     def for_target(
@@ -76,7 +77,6 @@ class HeadConfig:
         exit_layer: int,
         kind: HeadKind,
         num_tokens: int,
-        reads_embedding: bool = False,
     ) -> Self:
         file = path / "config.json"
         if not 0 < exit_layer < target.num_layers:
@@ -93,7 +93,6 @@ class HeadConfig:
             verifier=VerifierIdentity.of(path, target),
             layer_config=layer_config,
             layer=ModelSpec.from_config(layer_config, file=file),
-            reads_embedding=reads_embedding,
         )
 
     @classmethod
@@ -126,10 +125,12 @@ class HeadConfig:
             )
         if kind != "truncated":
             _expect(file, "draft_vocab_size", draft_vocab_size, target.vocab_size)
-        reads_embedding = config.get("reads_embedding", False)  # absent in older heads
-        if not isinstance(reads_embedding, bool):
+        if config.get(_EMBEDDING):
             raise CheckpointError(
-                file=file, found=f"reads_embedding {reads_embedding!r}", expected="true or false"
+                file=file,
+                found="a head that reads the embedding",
+                expected="one that reads hidden states alone",
+                advice=replacement_of(_EMBEDDING) or "",
             )
         return cls(
             exit_layer=exit_layer,
@@ -138,7 +139,6 @@ class HeadConfig:
             verifier=identity,
             layer_config=layer_config,
             layer=layer,
-            reads_embedding=reads_embedding,
         )
 
     def to_json(self, *, dtype: str, provenance: Mapping[str, object]) -> dict[str, object]:
@@ -162,7 +162,6 @@ class HeadConfig:
             "head_type": self.kind,
             "tie_lm_head": self.kind == "shared",
             "draft_vocab_size": self.draft_vocab_size,
-            "reads_embedding": self.reads_embedding,
             "hidden_size": self.layer.hidden_size,
             "target_hidden_size": self.verifier.hidden_size,
             "transformer_layer_config": dict(self.layer_config),

@@ -9,11 +9,7 @@ from torch import Tensor
 
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.heads.head_config import HeadConfig
-from eesd_dist.model.kernels import (
-    Linear,
-)
 from eesd_dist.model.layers.layer import LayerWeights
-from eesd_dist.model.layers.norms import RmsNorm
 from eesd_dist.model.parallel import Shard, part_of
 from eesd_dist.model.span import read_lm_head
 from eesd_dist.model.spec import ModelSpec
@@ -22,40 +18,15 @@ from eesd_dist.model.weights import SINGLE_FILE, Checkpoint, Shapes, warn_of_unu
 LAYER_PREFIX = "layers.0."
 NORM = "norm.weight"
 HEAD = "lm_head.weight"
-EMBEDDING_PROJECTION = "embedding_proj.weight"
 _VOCABULARY = ("d2t", "t2d")
 """Offsets of the draft vocabulary's ids, and which of the target's ids it has."""
 
 
-# Shapes: T rows, D hidden channels, V draft vocabulary, W target vocabulary, B sequences, L length,
-# E a head's input channels: D, or 2 D with the token's embedding.
-class EmbeddingFusion:
-    """hidden + F . embedding / rms(embedding), with the embedding of the row's own token.
-
-    After N layers the hidden state represents the row's token less directly. Conditioning a drafter
-    on the sampled token's embedding: arXiv 2404.19124; EAGLE (arXiv 2401.15077) joins the two with
-    one matrix. F starts at zero, so that the head starts equal to one without fusion.
-    """
-
-    def __init__(self, project: Linear, norm: RmsNorm) -> None:
-        self._project = project
-        self._norm = norm
-
-    @classmethod
-    def of(
-        cls, project: Linear, layer: ModelSpec, *, dtype: torch.dtype, device: torch.device
-    ) -> Self:
-        ones_D = torch.ones(layer.hidden_size, device=device)
-        return cls(project, RmsNorm(ones_D, eps=layer.rms_norm_eps, dtype=dtype))
-
-    def __call__(self, hidden_TD: Tensor, embedding_TD: Tensor) -> Tensor:
-        return hidden_TD + self._project(self._norm(embedding_TD))
-
-
+# Shapes: D hidden channels, V draft vocabulary, W target vocabulary.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadParts:
     """One rank's part of a head's weights: heads and channels of its layer, rows of its LM head.
-    Norms and the embedding's projection are on every rank."""
+    Norms are on every rank."""
 
     config: HeadConfig
     layer: LayerWeights
@@ -63,7 +34,6 @@ class HeadParts:
     lm_head_VD: Tensor
     vocab_ids_V: Tensor
     """Covers the whole draft vocabulary on every rank."""
-    embedding_DD: Tensor | None
 
     @classmethod
     def read(
@@ -87,10 +57,6 @@ class HeadParts:
             if config.kind != "shared":
                 shape = (config.draft_vocab_size, width)
                 lm_head_VD = checkpoint.read(HEAD, shape=shape, rows=rows, dtype=dtype)
-            embedding_DD = None
-            if config.reads_embedding:
-                square = (width, width)
-                embedding_DD = checkpoint.read(EMBEDDING_PROJECTION, shape=square, dtype=dtype)
             if rank == 0:
                 _report_stored(checkpoint, config, shard)
         if config.kind == "shared":
@@ -102,7 +68,6 @@ class HeadParts:
             norm_D=norm_D,
             lm_head_VD=lm_head_VD,
             vocab_ids_V=vocab_ids_V,
-            embedding_DD=embedding_DD,
         )
 
 
@@ -113,7 +78,6 @@ def _report_stored(checkpoint: Checkpoint, config: HeadConfig, shard: Shard) -> 
     used = shapes.of.keys() | {NORM}
     used |= set() if config.kind == "shared" else {HEAD}
     used |= set(_VOCABULARY) if config.kind == "truncated" else set()
-    used |= {EMBEDDING_PROJECTION} if config.reads_embedding else set()
     warn_of_unused(checkpoint, used)
 
 

@@ -15,11 +15,9 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.model.elementwise import soft_capped
 from eesd_dist.model.heads.head_config import HeadConfig, HeadKind
 from eesd_dist.model.heads.head_parts import (
-    EMBEDDING_PROJECTION,
     HEAD,
     LAYER_PREFIX,
     NORM,
-    EmbeddingFusion,
     HeadParts,
 )
 from eesd_dist.model.kernels import (
@@ -37,8 +35,7 @@ from eesd_dist.model.weights import SINGLE_FILE, Checkpoint
 from eesd_dist.transport.group_handles import SingleGroup
 
 
-# Shapes: T rows, D hidden channels, V draft vocabulary, W target vocabulary, B sequences, L length,
-# E a head's input channels: D, or 2 D with the token's embedding.
+# Shapes: T rows, D hidden channels, V draft vocabulary, W target vocabulary, B sequences, L length.
 class TrainableExitHead(nn.Module):
     """Parameters of a head. A shared LM head belongs to the target and is never trained."""
 
@@ -53,15 +50,12 @@ class TrainableExitHead(nn.Module):
         norm_D: Tensor,
         lm_head_VD: Tensor,
         vocab_ids_V: Tensor,
-        embedding_DD: Tensor | None = None,
     ) -> None:
         super().__init__()
-        assert config.reads_embedding == (embedding_DD is not None)
         self.config = config
         self.layer = layer
         self.norm_D = nn.Parameter(norm_D)
         self.lm_head_VD = nn.Parameter(lm_head_VD, requires_grad=config.kind != "shared")
-        self.embedding_DD = None if embedding_DD is None else nn.Parameter(embedding_DD)
         self.register_buffer("draft_tokens", vocab_ids_V, persistent=False)
         spec = config.layer
         table = rotation_table(
@@ -72,10 +66,6 @@ class TrainableExitHead(nn.Module):
     @property
     def exit_layer(self) -> int:
         return self.config.exit_layer
-
-    @property
-    def reads_embedding(self) -> bool:
-        return self.config.reads_embedding
 
     @property
     def vocab_ids(self) -> Tensor | None:
@@ -91,7 +81,6 @@ class TrainableExitHead(nn.Module):
         *,
         head: HeadKind = "shared",
         draft_vocab: Sequence[int] | None = None,
-        reads_embedding: bool = False,
         dtype: DType = "float32",
     ) -> Self:
         """Initializes the head with the target's last layer, final norm and LM head."""
@@ -102,7 +91,6 @@ class TrainableExitHead(nn.Module):
             exit_layer=exit_layer,
             kind=head,
             num_tokens=len(vocab_ids_V),
-            reads_embedding=reads_embedding,
         )
         shard = Shard.of(config.layer, rank=0, size=1)
         kind = TORCH_DTYPES[dtype]
@@ -118,7 +106,6 @@ class TrainableExitHead(nn.Module):
             norm_D=norm_D,
             lm_head_VD=lm_head_WD[vocab_ids_V],
             vocab_ids_V=vocab_ids_V,
-            embedding_DD=torch.zeros(width, width, dtype=kind) if reads_embedding else None,
         )
 
     @classmethod
@@ -135,15 +122,11 @@ class TrainableExitHead(nn.Module):
             norm_D=parts.norm_D,
             lm_head_VD=parts.lm_head_VD,
             vocab_ids_V=parts.vocab_ids_V,
-            embedding_DD=parts.embedding_DD,
         )
 
-    def training_forward(self, hidden_BLD: Tensor, embedding_BLD: Tensor | None = None) -> Tensor:
-        """Returns draft logits [B, L, V] of whole causal sequences of the target's hidden states.
-
-        `embedding_BLD`: the target's embedding of the same tokens; needed if `reads_embedding`.
-        """
-        x_BLD = self._input(hidden_BLD.to(self.norm_D.dtype), embedding_BLD)
+    def training_forward(self, hidden_BLD: Tensor) -> Tensor:
+        """Returns draft logits [B, L, V] of whole causal sequences of hidden states."""
+        x_BLD = hidden_BLD.to(self.norm_D.dtype)
         layer = self.layer.layer(plain_linear, SingleGroup(), dtype=x_BLD.dtype)
         spec = self.config.layer
         windows = spec.sliding_windows
@@ -154,24 +137,6 @@ class TrainableExitHead(nn.Module):
         if spec.traits.logit_softcap is not None:
             logits_TV = soft_capped(logits_TV, spec.traits.logit_softcap)
         return logits_TV.view(*hidden_BLD.shape[:2], -1)
-
-    def _input(self, hidden_BLD: Tensor, embedding_BLD: Tensor | None) -> Tensor:
-        if self.embedding_DD is None:
-            return hidden_BLD
-        if embedding_BLD is None:
-            raise ConfigError(
-                "this head reads the embedding of each row's token (reads_embedding), but only "
-                "hidden states were passed: pass both to training_forward"
-            )
-        dtype = hidden_BLD.dtype
-        fuse = EmbeddingFusion.of(
-            plain_linear(self.embedding_DD, None),
-            self.config.layer,
-            dtype=dtype,
-            device=hidden_BLD.device,
-        )
-        fused_TD = fuse(hidden_BLD.flatten(0, 1), embedding_BLD.to(dtype).flatten(0, 1))
-        return fused_TD.view_as(hidden_BLD)
 
     def save(
         self,
@@ -186,8 +151,6 @@ class TrainableExitHead(nn.Module):
         tensors = self.layer.checkpoint_tensors(LAYER_PREFIX) | {NORM: self.norm_D.detach()}
         if self.config.kind != "shared":
             tensors[HEAD] = self.lm_head_VD.detach()
-        if self.embedding_DD is not None:
-            tensors[EMBEDDING_PROJECTION] = self.embedding_DD.detach()
         stored = {name: x.to("cpu", kind).contiguous() for name, x in tensors.items()}
         if self.config.kind == "truncated":
             ids_V = self.draft_tokens.cpu()

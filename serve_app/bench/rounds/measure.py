@@ -56,20 +56,14 @@ Actors = Callable[[Mapping[str, EngineConfig]], AbstractContextManager[Mapping[s
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     overlap: Overlap
-    draft_ahead: bool
 
     @property
     def name(self) -> str:
-        microbatches = {False: "1 microbatch", True: "2 microbatches", "auto": "auto"}[self.overlap]
-        return f"{microbatches}, {'ahead' if self.draft_ahead else 'not ahead'}"
+        return {False: "1 microbatch", True: "2 microbatches", "auto": "auto"}[self.overlap]
 
 
-QUICK_VARIANTS = tuple(Variant(overlap=o, draft_ahead=True) for o in (False, True))
-VARIANTS = (
-    *QUICK_VARIANTS,
-    Variant(overlap="auto", draft_ahead=True),
-    *(Variant(overlap=o, draft_ahead=False) for o in (False, True)),
-)
+QUICK_VARIANTS = tuple(Variant(overlap=o) for o in (False, True))
+VARIANTS = (*QUICK_VARIANTS, Variant(overlap="auto"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +121,8 @@ def split_of(rounds: Sequence[RoundStats]) -> Split:
         on_the_way = min(stats.transfer_s, stats.waited_s)
         seen = stats.waited_s - on_the_way
         waiting = min(stats.collective_s / stats.verify_s, 1.0) if stats.verify_s else 0.0
-        drafting = stats.draft_s + stats.ahead_s
-        for_draft_ranks = min(stats.draft_group.wait_s, drafting)
-        draft += drafting - for_draft_ranks
+        for_draft_ranks = min(stats.draft_group.wait_s, stats.draft_s)
+        draft += stats.draft_s - for_draft_ranks
         transfer += on_the_way
         collectives += seen * waiting + for_draft_ranks
         verify += seen * (1.0 - waiting)
@@ -274,9 +267,7 @@ def engine_config(options: RoundsOptions, variant: Variant) -> EngineConfig:
         model=ModelConfig(path=options.model, head=options.head),
         cache=CacheConfig(num_pages=256),
         scheduler=SchedulerConfig(max_running=max(BATCHES), overlap=variant.overlap),
-        speculation=SpeculationConfig(
-            fixed_length=_FIXED_LENGTH, draft_ahead=variant.draft_ahead, max_draft_tokens=8
-        ),
+        speculation=SpeculationConfig(fixed_length=_FIXED_LENGTH, max_draft_tokens=8),
         parallel=ParallelConfig(
             draft_tensor_parallel_size=options.draft_tp,
             verify_tensor_parallel_size=options.verify_tp,

@@ -25,21 +25,20 @@ def test_every_combination_is_trained_measured_and_not_tried_twice(tmp_path: Pat
     target = write_tiny_target(tmp_path / "target")
     write_tiny_features(tmp_path / "features", target)
     out = tmp_path / "out"
-    plain = Combination(exit_layer=1, head="own", reads_embedding=False)
-    reading = Combination(exit_layer=1, head="truncated", reads_embedding=True)
+    plain = Combination(exit_layer=1, head="own")
+    truncated = Combination(exit_layer=1, head="truncated")
     asked = sweep_request(target, tmp_path / "features", out, plain)
     sweep(asked, executor=LocalExecutor(), say=say_nothing)
     first = (out / plain.name / "evaluation.json").read_text()
 
     report = sweep(
-        replace(asked, combinations=(plain, reading)), executor=LocalExecutor(), say=say_nothing
+        replace(asked, combinations=(plain, truncated)), executor=LocalExecutor(), say=say_nothing
     )
 
     assert (out / plain.name / "evaluation.json").read_text() == first
-    assert {row.name for row in report.rows} == {"exit_1_own", "exit_1_truncated_embedding"}
+    assert {row.name for row in report.rows} == {"exit_1_own", "exit_1_truncated"}
     spec = ModelSpec.from_folder(target)
-    config = HeadConfig.read(out / reading.name, target=spec, target_path=target)
-    assert config.reads_embedding
+    config = HeadConfig.read(out / truncated.name, target=spec, target_path=target)
     assert (config.exit_layer, config.kind, config.draft_vocab_size) == (1, "truncated", 48)
     for row in report.rows:
         assert row.texts_unlike_plain == 0

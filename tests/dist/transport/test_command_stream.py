@@ -22,8 +22,8 @@ LONG = RowSegment(0, 1, PageTable(range(20_000)))
 def test_commands_of_every_size_arrive_with_their_rows_and_without_any() -> None:
     sent: list[Command] = [
         RunLayers(tokens=[5], segments=[LONG]),
-        RunHead(segments=[LONG], input_TE=torch.rand(1, 8)),
-        RunHead(segments=[LONG], input_TE=torch.rand(1, 20_000)),
+        RunHead(segments=[LONG], hidden_TD=torch.rand(1, 8)),
+        RunHead(segments=[LONG], hidden_TD=torch.rand(1, 20_000)),
         RunLayers(tokens=[6], segments=[RowSegment(1, 1, PageTable([0]))]),
     ]
     leading, following = join_threads(2)

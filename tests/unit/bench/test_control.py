@@ -240,6 +240,7 @@ def test_a_round_of_a_batch_costs_what_the_cost_model_says() -> None:
     assert run.seconds == pytest.approx([COST.batch_seconds([2, 1]), COST.batch_seconds([2, 0])])
 
 
+@pytest.mark.usefixtures("documented_controller")
 def test_a_guess_that_is_refused_is_paid_for() -> None:
     dear = replace(COST, guess_s=0.08)
     refused = Variant(label="threshold", controller="threshold")  # 0.5 is below its threshold 0.6

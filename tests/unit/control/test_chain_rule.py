@@ -1,4 +1,4 @@
-"""The rule of one chain: its value against the batch's search, and its forecast."""
+"""The rule of one chain: its value against every length, and its forecast."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ from eesd_dist.control.chain_rule import (
     value_of_longer,
     wants_guess,
 )
-from eesd_dist.control.goodput.allocation import Entry, Prices, best_allocation
 from eesd_dist.types import Evidence
 
 chances = st.floats(0.0, 1.0)
@@ -42,28 +41,16 @@ def _rule(prices: list[float], **changes: object) -> ChainRule:
     return rule._replace(**changes)
 
 
-def _entries(chain: list[float]) -> list[Entry]:
-    return [(-chance, level, 0, -chance) for level, chance in enumerate(chain)]
-
-
-@given(chances, chances, st.floats(0.0, 0.4), steps, st.floats(0.1, 4.0))
-def test_its_value_is_that_of_the_search_over_a_batch_of_one(
-    first: float, theta: float, level: float, rows: list[float], rate: float
+@given(chances, chances, steps)
+def test_its_value_is_that_of_the_best_length(
+    first: float, theta: float, prices: list[float]
 ) -> None:
-    levels = [level * count for count in range(9)]
-    verify = [1.0 + sum(rows[:count]) for count in range(9)]
-    prices = Prices(
-        rate=rate,
-        first_s=levels,
-        later_s=levels,
-        verify_s=verify,
-        drafting_s=0.1,
-        overlapped=False,
-    )
-    slow = best_allocation(_entries([first * theta**i for i in range(8)]), prices)
-    rule = _rule([rate * (level + row) for row in rows], mean=theta)
-    value, by_mean = value_of_longer(rule, 0, first, first, 0.0)
-    assert value == by_mean == pytest.approx(slow.value, abs=1e-9)
+    values = [
+        sum(first * theta**i for i in range(length)) - sum(prices[:length])
+        for length in range(len(prices) + 1)
+    ]
+    value, by_mean = value_of_longer(_rule(prices, mean=theta), 0, first, first, 0.0)
+    assert value == by_mean == pytest.approx(max(values), abs=1e-9)
 
 
 def test_a_token_is_drafted_for_what_lies_behind_a_step_of_the_prices() -> None:

@@ -3,16 +3,14 @@
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eesd_dist.control import CostModel
-from eesd_dist.control.stopping import OptimalStop, SteadyStop
+from eesd_dist.control.stopping import OptimalStop
 from eesd_dist.errors import ConfigError
-from tests.unit.control.worlds import outcome
 
 thetas = st.floats(0.0, 1.0)
 drafts = st.floats(0.01, 1.0)
@@ -24,7 +22,7 @@ def _linear(draft_step_s: float, slope: float) -> CostModel:
     return CostModel(draft_step_s=draft_step_s, verify_s=verify_s, round_s=0.1)
 
 
-def _length(stop: OptimalStop | SteadyStop, theta: float) -> int:
+def _length(stop: OptimalStop, theta: float) -> int:
     stop.begin_round()
     return next((k for k in range(8) if not stop.goes_on(theta)), 8)
 
@@ -68,19 +66,6 @@ def test_a_step_in_verify_time_does_not_hide_the_longer_drafts_behind_it() -> No
 def test_when_drafting_never_pays_nothing_is_drafted() -> None:
     cost = _linear(1.2, 0.2)
     assert _length(OptimalStop(cost=cost, max_draft_tokens=8), 0.95) == 0
-    assert _length(SteadyStop(cost=cost, max_draft_tokens=8, theta=0.95), 0.95) == 0
-
-
-def test_the_steady_rule_settles_on_the_best_length_of_a_steady_world() -> None:
-    cost, rng, theta = _linear(0.1, 0.03), Random(5), 0.8
-    stop = SteadyStop(cost=cost, max_draft_tokens=8, theta=0.2)
-    lengths = []
-    for _ in range(300):
-        lengths.append(_length(stop, theta))
-        accepted = next((i for i in range(lengths[-1]) if rng.random() >= theta), lengths[-1])
-        stop.observe(outcome(lengths[-1], accepted))
-    best = cost.best_length(list(accumulate([theta] * 8, mul)))
-    assert abs(sum(lengths[100:]) / 200 - best) <= 1
 
 
 def test_beyond_the_table_the_last_slope_goes_on() -> None:

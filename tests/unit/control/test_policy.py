@@ -44,13 +44,13 @@ def test_a_controller_that_needs_no_evidence_spares_the_exit_head_its_last_guess
 
 def test_every_request_of_a_round_is_answered_by_the_controller_it_names() -> None:
     made = policy("goodput", fixed_length=0)
-    ids = {name: RequestId(name) for name in ("fixed", "goodput", "threshold")}
+    ids = {name: RequestId(name) for name in ("fixed", "goodput", "calibration")}
     for name, request_id in ids.items():
         made.admit(request_id, name, Belief())
     made.begin_round(ids.values())
     offers = [Offer(request_id=i, evidence=evidence(0.95)) for i in ids.values()]
     assert made.choose(offers) == [False, True, True]
-    assert made.needs_probs([ids["threshold"]])
+    assert made.needs_probs([ids["calibration"]])
     assert not made.needs_probs([ids["fixed"]])
     assert made.needs_probs(ids.values())
 

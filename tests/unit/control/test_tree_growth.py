@@ -61,8 +61,9 @@ def test_a_static_tree_goes_as_deep_as_a_chain_and_as_wide_as_it_was_offered() -
         assert made.choose(offers) == [depth < 2] * len(offers)
 
 
+@pytest.mark.usefixtures("documented_controller")
 def test_a_controller_is_asked_once_a_level_and_about_the_likeliest_token() -> None:
-    made = policy("threshold", threshold=0.5)
+    made = policy("threshold")
     level = [
         offer(0, probability=0.6, shape="static"),
         offer(0, parent=1, probability=0.2, shape="static"),

@@ -168,7 +168,7 @@ def test_the_whole_command_with_a_ring_ends_with_an_evaluated_head(ring: RunRequ
     run(ring, executor=again, say=said.append)
     assert not again.sizes
     assert sum("done before" in line for line in said) == 3
-    with pytest.raises(ConfigError, match="was begun with ring True, now asked for None"):
+    with pytest.raises(ConfigError, match="was begun with ring True, now asked for False"):
         run(replace(ring, ring=False), executor=again, say=said.append)
 
 

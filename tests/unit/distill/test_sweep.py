@@ -25,7 +25,7 @@ def test_a_layer_that_was_not_collected_is_missed_before_anything_is_trained(
 ) -> None:
     target = write_tiny_target(tmp_path / "target")
     write_tiny_features(tmp_path / "features", target)
-    deep = Combination(exit_layer=2, head="own", reads_embedding=False)
+    deep = Combination(exit_layer=2, head="own")
     asked = sweep_request(target, tmp_path / "features", tmp_path / "out", deep)
     with pytest.raises(ConfigError, match=r"layers \[1\], none after \[2\].*--exits 2"):
         sweep(asked, executor=LocalExecutor(), say=lambda _: None)
@@ -33,32 +33,26 @@ def test_a_layer_that_was_not_collected_is_missed_before_anything_is_trained(
 
 
 def test_what_an_earlier_command_measured_stays_in_the_report(tmp_path: Path) -> None:
-    for name in ("exit_1_own", "exit_2_truncated_embedding", "exit_12_shared"):
+    for name in ("exit_1_own", "exit_2_truncated", "exit_12_shared"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "evaluation.json").write_text("{}")
     (tmp_path / "exit_4_own").mkdir()  # trained, but not measured yet
     (tmp_path / "exit_notes").mkdir()
     assert {one.name for one in _measured(tmp_path)} == {
         "exit_1_own",
-        "exit_2_truncated_embedding",
+        "exit_2_truncated",
         "exit_12_shared",
     }
 
 
 def test_combinations_are_each_exit_with_each_head_once() -> None:
-    tried = Tries(exits=(4, 1, 1), heads=("shared", "own"), embedding="both").combinations()
+    tried = Tries(exits=(4, 1, 1), heads=("shared", "own")).combinations()
     assert [one.name for one in tried] == [
         "exit_1_shared",
-        "exit_1_shared_embedding",
         "exit_1_own",
-        "exit_1_own_embedding",
         "exit_4_shared",
-        "exit_4_shared_embedding",
         "exit_4_own",
-        "exit_4_own_embedding",
     ]
-    reading = Tries(exits=(2,), heads=("own",), embedding="with")
-    assert all(one.reads_embedding for one in reading.combinations())
 
 
 def row(name: str, *, acceptance: float, over_plain: float, step_ms: float = 1.0) -> SweepRow:
@@ -66,7 +60,6 @@ def row(name: str, *, acceptance: float, over_plain: float, step_ms: float = 1.0
         name=name,
         exit_layer=1,
         head="own",
-        reads_embedding=False,
         num_parameters=1000,
         agreement=acceptance,
         one_minus_tv=acceptance,

@@ -34,7 +34,7 @@ SAMPLING = {
         temperature=0.9, logit_bias=((7, 3.0), (11, -100.0)), max_tokens=24, top_logprobs=3
     ),
 }
-CONTROLLERS = ("fixed", "threshold", "beta", "calibration", "goodput")
+CONTROLLERS = ("fixed", "smartspec", "beta", "calibration", "goodput")
 
 
 def prompts(count: int, *, seed: int = 0) -> list[tuple[TokenId, ...]]:

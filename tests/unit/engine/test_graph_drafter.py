@@ -90,9 +90,9 @@ def by_steps(shard: OwnShard, chain: ChainStart) -> DraftedChain:
     unread = [piece.tensor for piece in chain.lagging]
     newest, start, pages = list(chain.tokens), chain.segment.start, chain.segment.pages
     while True:
-        hidden_TD, input_TE = shard.run_layers(newest, [RowSegment(start, len(newest), pages)])
+        hidden_TD = shard.run_layers(newest, [RowSegment(start, len(newest), pages)])
         rows.append(hidden_TD.clone())
-        unread.append(input_TE.clone())
+        unread.append(hidden_TD.clone())
         start += len(newest)
         report = follow(chain.rule, gaps[: chain.most])
         if report.num_drafted < len(gaps) or len(gaps) == chain.most:
@@ -127,11 +127,11 @@ def starts(shard: OwnShard, *, num: int, seed: int, most: int = 3) -> list[Chain
         if before:
             with torch.inference_mode():
                 segment = RowSegment(0, before, pages)
-                _, input_TE = shard.run_layers(range(5, 5 + before), [segment])
-                input_TE = input_TE.clone()
+                hidden_TD = shard.run_layers(range(5, 5 + before), [segment])
+                hidden_TD = hidden_TD.clone()
                 num_read = before if number % 2 else 2
-                shard.run_head(input_TE[:num_read], [RowSegment(0, num_read, pages)])
-            lagging = (RowSlice(input_TE, num_read, before),) if num_read < before else ()
+                shard.run_head(hidden_TD[:num_read], [RowSegment(0, num_read, pages)])
+            lagging = (RowSlice(hidden_TD, num_read, before),) if num_read < before else ()
         tokens = [rng.randrange(3, 96) for _ in range(rng.choice([1, 1, 3]))]
         made.append(
             ChainStart(

@@ -73,7 +73,7 @@ def _config(make_config: MakeConfig, *, tree: TreeConfig | None = None) -> Engin
         page_size=PAGE,
         scheduler=SchedulerConfig(prefill_chunk=24, overlap=False),
         speculation=SpeculationConfig(
-            max_draft_tokens=4, controller="fixed", tree=tree or TreeConfig(), draft_ahead=False
+            max_draft_tokens=4, controller="fixed", tree=tree or TreeConfig()
         ),
     )
 

@@ -1,22 +1,18 @@
-"""Two microbatches, and drafting ahead of a verdict: the work in another order, the same text."""
+"""Two microbatches: the work in another order, the same text."""
 
 import dataclasses
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from eesd_dist.config import EngineConfig, SchedulerConfig, SpeculationConfig
-from eesd_dist.control.chain_rule import REFUSAL
+from eesd_dist.config import EngineConfig, SchedulerConfig
 from eesd_dist.control.overlap_policy import OverlapPolicy
-from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import PeerLost, RequestError
-from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import Request, RequestId, SpeculationParams, TokenId
@@ -24,11 +20,11 @@ from tests.unit.engine.conftest import MakeConfig
 from tests.unit.engine.test_exactness import SAMPLING, requests
 
 
-def late_engine(config: EngineConfig, *, late_by_polls: int) -> EngineCore:
-    """Builds an engine in which replies are announced the given number of polls late."""
+def memory_engine(config: EngineConfig) -> EngineCore:
+    """Builds an engine with its verify stage in the same process."""
     torch.set_num_threads(1)
     stage = build_verify_stage(config, SingleGroup())
-    return build_draft_engine(config, MemoryChannel(stage.verify, late_by_polls=late_by_polls))
+    return build_draft_engine(config, MemoryChannel(stage.verify))
 
 
 def drain(engine: EngineCore, batch: list[Request]) -> dict[RequestId, list[TokenId]]:
@@ -41,64 +37,9 @@ def drain(engine: EngineCore, batch: list[Request]) -> dict[RequestId, list[Toke
     return found
 
 
-@pytest.mark.parametrize("head", ["always", "sometimes", "never"])
-@pytest.mark.parametrize("late_by_polls", [1, 3, 9])
-def test_drafting_ahead_of_the_verdict_changes_no_token(
-    head: str, late_by_polls: int, make_config: MakeConfig
-) -> None:
-    config = make_config(head, speculation=SpeculationConfig(max_draft_tokens=4))
-    engine = late_engine(config, late_by_polls=late_by_polls)
-    plain = LocalEngine(make_config(head))
-    for name, sampling in SAMPLING.items():
-        for controller in ("fixed", "calibration"):
-            speculation = SpeculationParams(controller=controller)  # type: ignore[arg-type]
-            batch = requests(2, sampling, speculation, f"{name}-{controller}")
-            wanted = plain.generate(
-                requests(2, sampling, SpeculationParams(mode="off"), f"{name}-{controller}")
-            )
-            for request, generation in zip(batch, wanted, strict=True):
-                found = drain(engine, [request])
-                assert found[request.request_id] == generation.tokens, (name, controller)
-
-
-def test_a_chain_that_ended_with_a_refused_guess_is_not_drafted_ahead(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One call keeps nothing of a guess that its rule refuses. Another request, which drafts
-    nothing and is drawn from fewer tokens, makes drafting ahead worth a try."""
-    monkeypatch.setattr(DraftPolicy, "chain_rules", lambda _, asked: dict.fromkeys(asked, REFUSAL))
-    config = make_config("never")
-    engine = late_engine(config, late_by_polls=9)
-    off = SpeculationParams(mode="off")
-    filtered = dataclasses.replace(SAMPLING["filtered"], top_p=0.5)
-    batch = [
-        *requests(1, SAMPLING["greedy"], SpeculationParams(controller="fixed"), "greedy"),
-        *requests(1, filtered, off, "filtered"),
-    ]
-    found = drain(engine, batch)
-    alone = [dataclasses.replace(request, speculation=off) for request in batch]
-    for request, generation in zip(batch, LocalEngine(config).generate(alone), strict=True):
-        assert found[request.request_id] == generation.tokens
-
-
-def test_drafting_ahead_stops_where_the_model_has_no_positions_left(
-    make_config: MakeConfig,
-) -> None:
-    """The last page covers more positions than the model has."""
-    config = make_config("always", page_size=24)
-    engine = late_engine(config, late_by_polls=20)
-    prompt = tuple(TokenId(3 + i % 90) for i in range(226))
-    sampling = dataclasses.replace(SAMPLING["greedy"], max_tokens=30)
-    request = Request(request_id=RequestId("long"), prompt=prompt, sampling=sampling)
-    off = dataclasses.replace(request, speculation=SpeculationParams(mode="off"))
-    (wanted,) = LocalEngine(make_config("always")).generate([off])
-    assert drain(engine, [request])[request.request_id] == wanted.tokens
-    assert len(wanted.tokens) == 30
-
-
 def test_two_microbatches_overlap_and_change_no_token(make_config: MakeConfig) -> None:
     config = make_config(scheduler=SchedulerConfig(prefill_chunk=16, overlap=True))
-    engine = late_engine(config, late_by_polls=0)
+    engine = memory_engine(config)
     plain = LocalEngine(make_config())
     for name, sampling in SAMPLING.items():
         batch = requests(5, sampling, SpeculationParams(controller="beta"), name)
@@ -111,7 +52,7 @@ def test_changing_between_one_batch_and_two_microbatches_changes_no_token(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(scheduler=SchedulerConfig(prefill_chunk=16, overlap="auto"))
-    engine = late_engine(config, late_by_polls=0)
+    engine = memory_engine(config)
     rng = random.Random(5)
     answers: list[bool] = []
 
@@ -200,7 +141,7 @@ def test_a_request_dropped_in_flight_may_come_back_at_once(
     turns_before: int, make_config: MakeConfig
 ) -> None:
     config = make_config(scheduler=SchedulerConfig(prefill_chunk=16, overlap=True))
-    engine = late_engine(config, late_by_polls=2)
+    engine = memory_engine(config)
     batch = requests(3, SAMPLING["warm"], SpeculationParams(controller="beta"), "back")
     wanted = LocalEngine(make_config()).generate(batch)
     for request in batch:
@@ -219,54 +160,6 @@ def test_a_request_dropped_in_flight_may_come_back_at_once(
     assert [found[r.request_id] for r in batch] == [g.tokens for g in wanted]
     load = engine.load()
     assert load.free_pages == load.num_pages
-
-
-def test_work_done_ahead_is_used_with_overlap_on(make_config: MakeConfig) -> None:
-    config = make_config(
-        "always",
-        scheduler=SchedulerConfig(overlap=True),
-        speculation=SpeculationConfig(max_draft_tokens=4),
-    )
-    stage = build_verify_stage(config, SingleGroup())
-    asked: list[int] = []
-
-    def forward(span_forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def counted(hidden_td: torch.Tensor, rows: RowPlan, **kept: Any) -> torch.Tensor:
-            asked.append(rows.num_rows)
-            return span_forward(hidden_td, rows, **kept)
-
-        return counted
-
-    engine = build_draft_engine(config, MemoryChannel(stage.verify, late_by_polls=6))
-    engine._draft.span.forward = forward(engine._draft.span.forward)  # type: ignore[method-assign]
-    (request,) = requests(1, SAMPLING["greedy"], SpeculationParams(controller="fixed"), "used")
-    found = drain(engine, [request])
-    # If discarded, every row would be computed about twice; if used, about once.
-    num_rows = len(request.prompt) + len(found[request.request_id])
-    assert sum(asked) < 1.4 * num_rows
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_replies_at_odd_times_never_upset_the_exit_head(seed: int, make_config: MakeConfig) -> None:
-    config = make_config(
-        "sometimes",
-        scheduler=SchedulerConfig(overlap=bool(seed % 2)),
-        speculation=SpeculationConfig(max_draft_tokens=6, stop_rule="bernoulli"),
-    )
-    stage = build_verify_stage(config, SingleGroup())
-    rng = random.Random(seed)
-
-    class Irregular(MemoryChannel):
-        def reply_is_here(self) -> bool:
-            return rng.random() < 0.35
-
-    engine = build_draft_engine(config, Irregular(stage.verify))
-    plain = LocalEngine(make_config())
-    for name in ("greedy", "warm", "penalised"):
-        batch = requests(4, SAMPLING[name], SpeculationParams(controller="beta"), name)
-        wanted = plain.generate(requests(4, SAMPLING[name], SpeculationParams(mode="off"), name))
-        for request, generation in zip(batch, wanted, strict=True):
-            assert drain(engine, [request])[request.request_id] == generation.tokens
 
 
 def test_a_refused_request_leaves_nothing_behind(make_config: MakeConfig) -> None:

@@ -91,9 +91,9 @@ def make(targets: dict[str, tuple[Path, Path]]) -> Make:
     return config
 
 
-def engine_of(config: EngineConfig, verify: Verify | None = None, *, late: int = 0) -> EngineCore:
+def engine_of(config: EngineConfig, verify: Verify | None = None) -> EngineCore:
     verify = verify or build_verify_stage(config, SingleGroup()).verify
-    return build_draft_engine(config, MemoryChannel(verify, late_by_polls=late), cost=COST)
+    return build_draft_engine(config, MemoryChannel(verify), cost=COST)
 
 
 @dataclasses.dataclass
@@ -170,7 +170,7 @@ def test_trees_chains_and_plain_requests_share_their_rounds(count: int, make: Ma
         tree("static", "calibration"),
         SpeculationParams(controller="fixed"),
         tree("dynamic", "goodput"),
-        tree("static", "threshold"),
+        tree("static", "smartspec"),
         PLAIN,
         tree("static", "beta"),
     ]
@@ -229,9 +229,8 @@ def test_a_prefix_that_a_tree_has_left_in_the_cache_is_the_text(
     assert again.in_order(longer) == run(alone, plain).in_order(plain)
 
 
-@pytest.mark.parametrize("late", [0, 2])
-def test_two_microbatches_of_trees_overlap_and_change_no_token(late: int, make: Make) -> None:
-    engine = engine_of(make(overlap=True), late=late)
+def test_two_microbatches_of_trees_overlap_and_change_no_token(make: Make) -> None:
+    engine = engine_of(make(overlap=True))
     for name in ("greedy", "penalised"):
         wanted_batch = requests(5, SAMPLING[name], PLAIN, f"p-{name}")
         wanted = run(engine, wanted_batch).in_order(wanted_batch)

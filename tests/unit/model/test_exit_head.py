@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eesd_dist.config import Numerics
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
@@ -42,26 +41,14 @@ def load_span(target: Path, last: int) -> LlamaSpan:
     )
 
 
-def make_head(
-    target: Path, kind: HeadKind = "shared", *, reads_embedding: bool = False
-) -> TrainableExitHead:
+def make_head(target: Path, kind: HeadKind = "shared") -> TrainableExitHead:
     return TrainableExitHead.from_target(
         target,
         ModelSpec.from_folder(target),
         EXIT_LAYER,
         head=kind,
         draft_vocab=DRAFT_VOCAB if kind == "truncated" else None,
-        reads_embedding=reads_embedding,
     )
-
-
-def make_reading_head(target: Path, kind: HeadKind = "own") -> TrainableExitHead:
-    """Returns a head that reads the embedding, with a random matrix."""
-    head = make_head(target, kind, reads_embedding=True)
-    assert head.embedding_DD is not None
-    with torch.no_grad():
-        head.embedding_DD.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(3))
-    return head
 
 
 def load_head(folder: Path, target: Path) -> ExitHead:
@@ -90,13 +77,6 @@ def draft_logits(head: ExitHead, hidden_LD: Tensor, pieces: tuple[int, ...]) -> 
         logits.append(head.logits(head.forward(hidden_LD[start : start + count], rows)))
         start += count
     return torch.cat(logits)
-
-
-def states_of(target: Path) -> tuple[Tensor, Tensor]:
-    """Hidden states after the exit layer, and embeddings, of the same tokens."""
-    span = load_span(target, EXIT_LAYER)
-    embedding_BLD = span.embed(random_tokens())
-    return span.forward_full(embedding_BLD), embedding_BLD
 
 
 def random_tokens() -> Tensor:
@@ -131,13 +111,12 @@ def test_a_new_head_on_the_last_but_one_layer_is_the_target(
     assert float((drafted_LV - expected_BLV[0]).abs().max()) <= 1e-4
 
 
-@pytest.mark.parametrize("reads_embedding", [False, True])
 @pytest.mark.parametrize("kind", ["shared", "own", "truncated"])
 def test_stored_tensors_that_a_head_does_not_use_are_listed(
-    tmp_path: Path, kind: HeadKind, reads_embedding: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: HeadKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny_model(tmp_path / "target")
-    head = make_head(tmp_path / "target", kind, reads_embedding=reads_embedding)
+    head = make_head(tmp_path / "target", kind)
     head.save(tmp_path / "head", dtype="float32")
     load_head(tmp_path / "head", tmp_path / "target")
     assert "not used" not in caplog.text
@@ -188,108 +167,6 @@ def test_a_head_in_training_can_draft_at_once(tmp_path: Path) -> None:
     assert torch.allclose(draft_logits(ready, hidden_BLD[0], (40,)), expected_LV, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["shared", "own", "truncated"])
-def test_a_head_that_reads_the_embedding_begins_as_the_plain_one(
-    tmp_path: Path, kind: HeadKind
-) -> None:
-    save_tiny_model(tmp_path)
-    hidden_BLD, embedding_BLD = states_of(tmp_path)
-    plain = make_head(tmp_path, kind)
-    reading = make_head(tmp_path, kind, reads_embedding=True)
-    assert reading.reads_embedding
-    assert not plain.reads_embedding
-    logits_BLV = reading.training_forward(hidden_BLD, embedding_BLD)
-    assert torch.equal(logits_BLV, plain.training_forward(hidden_BLD))
-
-
-def test_the_embedding_enters_as_the_formula_says_and_its_matrix_learns(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
-    hidden_BLD, embedding_BLD = states_of(tmp_path)
-    reading, plain = make_reading_head(tmp_path), make_head(tmp_path, "own")
-    assert reading.embedding_DD is not None
-    eps = reading.config.layer.rms_norm_eps
-    unit_BLD = embedding_BLD * (embedding_BLD.square().mean(-1, keepdim=True) + eps).rsqrt()
-    fused_BLD = hidden_BLD + unit_BLD @ reading.embedding_DD.detach().T
-    logits_BLV = reading.training_forward(hidden_BLD, embedding_BLD)
-    assert torch.allclose(logits_BLV, plain.training_forward(fused_BLD), atol=1e-4)
-    assert not torch.allclose(logits_BLV, plain.training_forward(hidden_BLD), atol=0.1)
-    logits_BLV.logsumexp(-1).mean().backward()
-    assert reading.embedding_DD.grad is not None
-    assert float(reading.embedding_DD.grad.abs().max()) > 0.0
-
-
-@pytest.mark.parametrize("numerics", ["invariant", "fast"])
-@pytest.mark.parametrize("family", ["llama", "qwen3, biases"])
-def test_drafting_sees_the_same_fusion_of_hidden_and_embedding_as_training(
-    tmp_path: Path, family: str, numerics: Numerics
-) -> None:
-    save_tiny_model(tmp_path, family)
-    hidden_BLD, embedding_BLD = states_of(tmp_path)
-    made = make_reading_head(tmp_path, "truncated")
-    ready = ExitHead.ready(
-        made, dtype="float32", numerics=numerics, device=CPU, num_pages=4, page_size=16
-    )
-    input_LE = ready.input_rows(hidden_BLD[0], embedding_BLD[0])
-    expected_LV = made.training_forward(hidden_BLD, embedding_BLD)[0].detach()
-    drafted_LV = draft_logits(ready, input_LE, (20, 1, 1, 7, 11))
-    assert torch.allclose(drafted_LV, expected_LV, atol=1e-4)
-
-
-def test_a_plain_head_is_handed_hidden_states_alone(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
-    hidden_BLD, embedding_BLD = states_of(tmp_path)
-    ready = ExitHead.ready(
-        make_head(tmp_path), dtype="float32", numerics="fast", device=CPU, num_pages=4, page_size=16
-    )
-    assert torch.equal(ready.input_rows(hidden_BLD[0], embedding_BLD[0]), hidden_BLD[0])
-
-
-def test_a_head_that_reads_the_embedding_says_so_when_it_is_given_none(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
-    hidden_BLD, _ = states_of(tmp_path)
-    with pytest.raises(ConfigError, match="pass both to training_forward"):
-        make_head(tmp_path, reads_embedding=True).training_forward(hidden_BLD)
-
-
-def test_a_head_that_reads_the_embedding_survives_its_folder(tmp_path: Path) -> None:
-    target, folder = tmp_path / "target", tmp_path / "head"
-    save_tiny_model(target)
-    made = make_reading_head(target)
-    made.save(folder, dtype="float32")
-    read = TrainableExitHead.read(folder, target=ModelSpec.from_folder(target), target_path=target)
-    assert read.embedding_DD is not None
-    assert made.embedding_DD is not None
-    assert torch.equal(read.embedding_DD, made.embedding_DD)
-    assert load_head(folder, target).reads_embedding
-
-
-def test_a_head_from_before_the_embedding_could_be_read_reads_unchanged(tmp_path: Path) -> None:
-    target, folder = tmp_path / "target", tmp_path / "head"
-    save_tiny_model(target)
-    make_head(target).save(folder)
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    del config["reads_embedding"]
-    file.write_text(json.dumps(config))
-    assert not load_head(folder, target).reads_embedding
-
-
-def test_a_head_keeps_its_trained_values_through_its_folder(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path / "target", "qwen2")
-    made = make_head(tmp_path / "target", "truncated")
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.normal_()
-    made.save(tmp_path / "head", dtype="float32", provenance={"command": "eesd distill"})
-    spec = ModelSpec.from_folder(tmp_path / "target")
-    read = TrainableExitHead.read(tmp_path / "head", target=spec, target_path=tmp_path / "target")
-    for name, parameter in made.named_parameters():
-        assert torch.equal(read.get_parameter(name), parameter), name
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
-    assert config["speculators_model_type"] == "early_exit"
-    assert config["provenance"] == {"command": "eesd distill"}
-
-
 def edited_config(**changes: object) -> Callable[[Path, Path], None]:
     def spoil(head: Path, target: Path) -> None:
         file = head / "config.json"
@@ -324,8 +201,7 @@ def disagreeing_maps(head: Path, target: Path) -> None:
         (edited_config(draft_vocab_size=97), "draft_vocab_size 97"),
         (edited_config(draft_vocab_size=8), "shape"),
         (edited_config(transformer_layer_config=None), "layer config"),
-        (edited_config(reads_embedding="yes"), "reads_embedding 'yes'"),
-        (edited_config(reads_embedding=True), "embedding_proj"),
+        (edited_config(reads_embedding=True), "it was removed: train the head again"),
         (disagreeing_maps, "d2t and t2d"),
     ],
 )

@@ -115,7 +115,7 @@ def test_an_exit_head_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         hidden_TD = torch.zeros(3, spec.hidden_size, device=GPU, dtype=torch.bfloat16)
         with HostCopies() as copies, torch.inference_mode():
             rows = plan_of(RowSegment(20, 3, (1, 2)))
-            logits_TV = head.logits(head.forward(head.input_rows(hidden_TD, hidden_TD), rows))
+            logits_TV = head.logits(head.forward(hidden_TD, rows))
         assert logits_TV.device == GPU
         assert copies.to_the_host == []
 

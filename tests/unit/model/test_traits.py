@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from eesd_dist.config import Numerics
-from eesd_dist.distill.target import target_embedding
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model import families
 from eesd_dist.model.config_fields import ConfigFields
@@ -254,15 +253,6 @@ def test_an_exit_head_has_the_traits_of_its_target(
     stored = head.layer.checkpoint_tensors(f"model.layers.{LAYERS - 1}.")
     assert {x for x in tensors if f".{LAYERS - 1}." in x} == set(stored)
     assert all(torch.equal(stored[name], tensors[name]) for name in stored)
-
-
-def test_heads_are_trained_on_the_scaled_embedding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register(TOYS["scaled embedding"], monkeypatch)
-    tensors = write(tmp_path, TOYS["scaled embedding"])
-    embed = target_embedding(tmp_path, ModelSpec.from_folder(tmp_path))
-    assert torch.equal(embed(tokens()), tensors["model.embed_tokens.weight"][tokens()] * 2.5)
 
 
 def test_a_norm_adds_its_offset_in_float32() -> None:

@@ -195,15 +195,6 @@ def test_a_caller_is_no_other_after_a_restart_and_unknown_requests_are_of_no_cal
     assert twin.prior("code", caller="a").mean > twin.prior("code", caller="b").mean
 
 
-def test_a_snapshot_without_callers_is_read() -> None:
-    book = BeliefBook()
-    serve(book, 1, "code", accepted=8)
-    old = {name: part for name, part in book.snapshot().items() if name != "by_caller"}
-    twin = BeliefBook()
-    twin.restore(old)
-    assert twin.prior("code", caller="any") == book.prior("code")
-
-
 def test_pinned_pools_stay_as_they_are_and_a_requests_own_rounds_still_count() -> None:
     book = BeliefBook()
     serve(book, 1, "code", accepted=8)

@@ -55,7 +55,7 @@ def test_the_home_of_an_unknown_user_is_refused_in_one_line() -> None:
 
 
 def test_a_controller_that_does_not_exist_is_refused_with_the_names_of_those_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"controller is 'magic', expected one of fixed, .*ucb"):
+    with pytest.raises(ConfigError, match=r"controller is 'magic', expected one of fixed, .*spec"):
         _config(engine={"model": {"path": "/m"}, "speculation": {"controller": "magic"}})
 
 

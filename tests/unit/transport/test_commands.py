@@ -43,7 +43,7 @@ def commands(draw: st.DrawFn) -> Command:
     x = torch.arange(num_rows * 3, dtype=torch.float32).view(num_rows, 3)
     choices: list[Command] = [
         RunLayers(tokens=list(range(num_rows)), segments=segments),
-        RunHead(segments=segments, input_TE=x),
+        RunHead(segments=segments, hidden_TD=x),
         RunLogits(exit_AD=x.bfloat16()),
         MoveSlots(moves=[(num_rows, 4), (5, 6)]),
         TakeHead(folder=draw(st.text(max_size=30)), sha256="ab" * 32),
@@ -121,7 +121,7 @@ def test_rows_that_cannot_be_are_refused(segment: RowSegment, said: str) -> None
     ("command", "said"),
     [
         (RunLayers(tokens=(), segments=()), "Expected `array` of length >= 1"),
-        (RunHead(segments=(), input_TE=torch.zeros(0, 3)), "Expected `array` of length >= 1"),
+        (RunHead(segments=(), hidden_TD=torch.zeros(0, 3)), "Expected `array` of length >= 1"),
         (RunLogits(exit_AD=torch.zeros(0, 3)), "found 0 rows to draft from"),
         (MoveSlots(moves=()), "Expected `array` of length >= 1"),
     ],
@@ -133,7 +133,7 @@ def test_a_command_that_asks_for_nothing_is_refused(command: Command, said: str)
 
 def test_rows_without_their_tensor_are_refused() -> None:
     message = encode_command(
-        RunHead(segments=(GOOD,), input_TE=torch.zeros(2, 3)), epoch=4, number=1
+        RunHead(segments=(GOOD,), hidden_TD=torch.zeros(2, 3)), epoch=4, number=1
     )
     prefix = wire.decode_prefix(message.frame, epoch=4)
     with pytest.raises(WireError, match="no rows with command 1"):

@@ -37,15 +37,6 @@ def test_nothing_is_verified_before_a_wait_for_it() -> None:
     assert verified == [1]
 
 
-def test_a_late_reply_is_announced_after_the_same_number_of_polls_every_time() -> None:
-    channel = MemoryChannel(answer, late_by_polls=2)
-    for round_id in (1, 2):
-        channel.send(header(round_id), hidden())
-        assert [channel.reply_is_here() for _ in range(4)] == [False, False, True, True]
-        channel.receive()
-    assert not channel.reply_is_here()
-
-
 def test_receiving_without_a_round_and_sending_after_close_are_refused() -> None:
     channel = MemoryChannel(answer)
     with pytest.raises(EngineError, match="no round is outstanding"):

@@ -99,7 +99,6 @@ def _speculation(rng: Random, *, max_draft_tokens: int, is_plain: bool) -> Specu
         # Alone with prompt lookup: the others never draft what they find.
         controller=rng.choice((*CONTROLLER_NAMES, *["goodput"] * 4)),
         max_draft_tokens=max_draft_tokens,
-        draft_ahead=rng.random() < 0.7,
         tree=TreeConfig(
             shape="none" if is_plain else rng.choice(SHAPES),
             widths=tuple(rng.randint(1, 3) for _ in range(rng.randint(1, 4))),
@@ -107,12 +106,10 @@ def _speculation(rng: Random, *, max_draft_tokens: int, is_plain: bool) -> Specu
             max_nodes=rng.choice((1, 3, 6, 10, 16, 20)),
         ),
         fixed_length=rng.randint(0, 8),
-        threshold=rng.choice((0.0, 0.3, 0.6, 1.0)),
         redraw=rng.choice(("token", "round")),
         discount=rng.choice((0.5, 0.9, 0.98, 1.0)),
-        calibration_form=rng.choice(("gaussian", "beta")),
         calibration_strength=rng.choice((0.0, 16.0, 256.0)),
-        stop_rule=rng.choice(("auto", "bernoulli", "optimal", "steady")),
+        stop_rule=rng.choice(("auto", "bernoulli", "optimal")),
         log_evidence=not is_plain and rng.random() < 0.3,
         seed=rng.randrange(1000),
         learn=rng.random() < 0.8,
@@ -139,7 +136,6 @@ def _cost(rng: Random, *, max_draft_tokens: int) -> CostModel:
 def _link(rng: Random, *, is_on_cpu: bool) -> Link:
     return Link(
         kind=rng.choice(("inline", "inline", "thread")),
-        announced=rng.choice((1.0, 0.7, 0.35, 0.15)),
         encoded=is_on_cpu and rng.random() < 0.3,
         seed=rng.randrange(1000),
         late_masks=rng.choice((0.0, 0.1, 0.4)),

@@ -148,9 +148,7 @@ def _head_logits(folder: Path, dtype: DType, device: torch.device, hidden_TD: Te
         device=device,
         numerics="fast",
     )
-    hidden_TD = hidden_TD.to(device)
-    input_TE = head.input_rows(hidden_TD, torch.zeros_like(hidden_TD))
-    return head.logits(head.forward(input_TE, plan)).cpu()
+    return head.logits(head.forward(hidden_TD.to(device), plan)).cpu()
 
 
 def _tokens(folder: Path, length: int) -> Tensor:

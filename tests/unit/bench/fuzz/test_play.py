@@ -100,7 +100,7 @@ def test_a_lost_part_costs_rounds_and_no_token(
         Loss(turn=turn, engine=0, part=part, after=1, fresh=turn > 5)  # type: ignore[arg-type]
         for turn in (2, 8)
     ]
-    links = Link(kind=kind, encoded=link == "encoded", announced=0.4)  # type: ignore[arg-type]
+    links = Link(kind=kind, encoded=link == "encoded")  # type: ignore[arg-type]
     case = case_of(shared_model, *losses, ranks=(2, 2), link=links)
     checked = sound(case, shelf)
     assert checked.counts["lost stages"] == 2

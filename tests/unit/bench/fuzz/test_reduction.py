@@ -44,7 +44,6 @@ def test_only_what_the_failure_needs_is_left(make_source: MakeSource) -> None:
     assert len(entry.request.prompt) == 1
     assert [trouble.kind for trouble in small.troubles] == ["loss"]
     assert small.engines[0].speculation.tree.shape == "dynamic"
-    assert not small.engines[0].speculation.draft_ahead
     assert small.engines[0].scheduler.overlap is False
     assert (small.world.draft_ranks, small.world.verify_ranks) == (1, 1)
     assert len(tried) < 400

@@ -118,7 +118,6 @@ def test_the_saved_head_is_as_good_on_held_out_text_as_the_log_says(
     [
         {"head": "shared"},
         {"head": "truncated", "draft_vocab": 60},
-        {"reads_embedding": True},
         {"options": replace(OPTIONS, source="live")},
         {"options": replace(OPTIONS, accumulation=2)},
         {"options": replace(OPTIONS, loss=LossOptions(divergence="tv"))},
@@ -137,7 +136,6 @@ def test_every_kind_of_head_source_and_loss_learns(
     assert judged[-1] < judged[0]
     head = read_head(request)
     assert head.config.kind == request.head
-    assert head.reads_embedding == request.reads_embedding
     if request.head == "truncated":
         assert len(head.draft_tokens) == 60
 

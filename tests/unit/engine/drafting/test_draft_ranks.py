@@ -83,8 +83,8 @@ def drafted(compute: DraftCompute) -> list[Tensor]:
     results: list[Tensor] = []
 
     def step(tokens: list[int], segment: RowSegment) -> None:
-        hidden_TD, input_TE = compute.run_layers(tokens, [segment])
-        exit_TD = compute.run_head(input_TE, [segment])
+        hidden_TD = compute.run_layers(tokens, [segment])
+        exit_TD = compute.run_head(hidden_TD, [segment])
         results.extend((hidden_TD, exit_TD, compute.logits(exit_TD[-2:])))
 
     step(list(range(5, 18)), RowSegment(0, 13, PAGES))
@@ -124,9 +124,9 @@ def test_a_row_has_the_same_bits_with_any_others(make_config: MakeConfig) -> Non
     tokens = list(range(3, 33))
 
     def in_pieces(compute: DraftCompute) -> tuple[Tensor, Tensor]:
-        whole_TD, _ = compute.run_layers(tokens, [RowSegment(0, 30, (0, 1))])
+        whole_TD = compute.run_layers(tokens, [RowSegment(0, 30, (0, 1))])
         singles = [
-            compute.run_layers([token], [RowSegment(at, 1, (5, 7))])[0]
+            compute.run_layers([token], [RowSegment(at, 1, (5, 7))])
             for at, token in enumerate(tokens)
         ]
         return whole_TD, torch.cat(singles)
@@ -141,10 +141,10 @@ def test_a_swapped_head_is_the_same_on_every_rank(
     def swapped(compute: DraftCompute) -> Tensor:
         config = make_config("never")
         segment = RowSegment(0, 3, (0,))
-        _, input_TE = compute.run_layers([5, 6, 7], [segment])
+        hidden_TD = compute.run_layers([5, 6, 7], [segment])
         layout = layout_of(config)
         compute.take_head(load_next_head(config, layout, heads["never"], group=compute.group))
-        return compute.logits(compute.run_head(input_TE, [segment]))
+        return compute.logits(compute.run_head(hidden_TD, [segment]))
 
     config = make_config("sometimes")
     assert torch.allclose(together(config, swapped), alone(config, swapped), atol=2e-4)
@@ -192,7 +192,7 @@ def told(config: EngineConfig, command: Command) -> None:
         ),
         (MoveSlots(moves=((0, 96 * 16),)), "found slot 1536 in a command"),
         (
-            RunHead(segments=(ROW,), input_TE=torch.zeros(1, 3)),
+            RunHead(segments=(ROW,), hidden_TD=torch.zeros(1, 3)),
             "found rows of 3 x torch.float32 with a command, expected",
         ),
         (

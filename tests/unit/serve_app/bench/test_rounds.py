@@ -33,12 +33,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class LocalRunner:
-    """Both stages in this process, microbatches and drafting ahead as they were asked for."""
+    """Both stages in this process, microbatches as they were asked for."""
 
     def __init__(self, config: EngineConfig) -> None:
         torch.set_num_threads(1)
         stage = build_verify_stage(config, SingleGroup())
-        self._engine = build_draft_engine(config, MemoryChannel(stage.verify, late_by_polls=2))
+        self._engine = build_draft_engine(config, MemoryChannel(stage.verify))
         self._rounds: list[RoundStats] = []
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -88,8 +88,7 @@ def report(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
 def test_the_parts_of_a_round_add_up_to_its_wall_clock() -> None:
     stats = a_round(
         plan_s=0.001,
-        draft_s=0.010,
-        ahead_s=0.002,
+        draft_s=0.012,
         transfer_s=0.003,
         verify_s=0.020,
         waited_s=0.015,
@@ -126,12 +125,12 @@ def test_two_microbatches_are_held_against_one_run_by_run() -> None:
         return split_of([a_round(plan_s=wall_s, draft_s=0.0, commit_s=0.0, num_emitted=6)])
 
     splits = {
-        (setting, Variant(overlap=False, draft_ahead=True)): [ran(1.0), ran(4.0), ran(2.0)],
-        (setting, Variant(overlap=True, draft_ahead=True)): [ran(0.5), ran(4.0), ran(4.0)],
-        (setting, Variant(overlap="auto", draft_ahead=True)): [ran(0.5), ran(2.0), ran(4.0)],
+        (setting, Variant(overlap=False)): [ran(1.0), ran(4.0), ran(2.0)],
+        (setting, Variant(overlap=True)): [ran(0.5), ran(4.0), ran(4.0)],
+        (setting, Variant(overlap="auto")): [ran(0.5), ran(2.0), ran(4.0)],
     }
     for overlap, ratio in {True: 1.0, "auto": 2.0}.items():
-        variant = Variant(overlap=overlap, draft_ahead=True)
+        variant = Variant(overlap=overlap)
         assert over_one_microbatch(splits, setting, variant) == ratio
 
 

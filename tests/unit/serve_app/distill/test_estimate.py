@@ -76,10 +76,7 @@ def test_disk_is_what_a_real_run_writes(request_of: RunRequest) -> None:
 
 
 @pytest.mark.parametrize("kind", ["own", "shared", "truncated"])
-@pytest.mark.parametrize("embedding", [False, True])
-def test_parameters_are_counted_from_the_shapes_alone(
-    target: Path, kind: HeadKind, embedding: bool
-) -> None:
+def test_parameters_are_counted_from_the_shapes_alone(target: Path, kind: HeadKind) -> None:
     spec = ModelSpec.from_folder(target)
     head = TrainableExitHead.from_target(
         target,
@@ -87,9 +84,8 @@ def test_parameters_are_counted_from_the_shapes_alone(
         2,
         head=kind,
         draft_vocab=list(range(0, 200, 2)) if kind == "truncated" else None,
-        reads_embedding=embedding,
     )
-    counted = HeadSize.of(spec, kind=kind, draft_vocab=100, embedding=embedding)
+    counted = HeadSize.of(spec, kind=kind, draft_vocab=100)
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     assert counted.trained == trained
     assert counted.total == sum(p.numel() for p in head.parameters())
@@ -110,7 +106,7 @@ def test_a_70b_target_takes_what_the_documentation_says() -> None:
     for num_exits, expected in ((1, 16.6e9), (3, 49.4e9)):
         size = row_bytes(spec.hidden_size, num_exits=num_exits, top_k=32)
         assert size * 1_000_000 == pytest.approx(expected, rel=0.005)
-    head = HeadSize.of(spec, kind="truncated", draft_vocab=32_768, embedding=False)
+    head = HeadSize.of(spec, kind="truncated", draft_vocab=32_768)
     assert head.layer == pytest.approx(856e6, rel=0.002)
     assert head.lm_head == pytest.approx(268e6, rel=0.002)
 
@@ -122,7 +118,7 @@ def test_partitioning_divides_what_it_partitions(request_of: RunRequest) -> None
         estimate(replace(four, zero_stage=stage), Rates()).training_bytes for stage in range(4)
     ]
     trained = HeadSize.of(
-        ModelSpec.from_folder(request_of.collect.model), kind="own", draft_vocab=0, embedding=False
+        ModelSpec.from_folder(request_of.collect.model), kind="own", draft_vocab=0
     ).trained
     saved = [sizes[stage] - sizes[stage + 1] for stage in range(3)]
     assert saved == pytest.approx([6 * trained, 3 * trained, 3 * trained], rel=1e-6)

@@ -1,0 +1,38 @@
+"""What runs on a GPU without Ray runs without Numba too."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU_MODULES = sorted(
+    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for pattern in ("model/cuda", "engine/cuda", "bench/gpu_check")
+    for file in (ROOT / "eesd_dist" / pattern).rglob("*.py")
+    if file.name not in ("__init__.py", "__main__.py")
+)
+_BLOCKED = f"""
+import importlib
+import sys
+
+class _Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("numba", "llvmlite", "ray"):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, _Absent())
+for module in {GPU_MODULES!r} + [
+    "eesd_dist.model.attention.cuda_attention",
+    "eesd_dist.model.layers.cuda_layers",
+    "eesd_dist.sampling.gpu_rule",
+    "eesd_dist.engine.build",
+    "eesd_dist.engine.local",
+]:
+    importlib.import_module(module)
+"""
+
+
+def test_no_module_of_a_gpu_imports_numba() -> None:
+    assert len(GPU_MODULES) > 20
+    done = subprocess.run([sys.executable, "-c", _BLOCKED], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
