@@ -28,13 +28,13 @@ class Pass:
     seconds: float = 0.0
     tokens: int = 0
     texts: list[tuple[TokenId, ...]] = field(default_factory=list)
-    rounds: int = 0
+    rounds: list[RoundStats] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
     largest_batch: int = 0
 
     def count(self, stats: RoundStats) -> None:
-        self.rounds += 1
+        self.rounds.append(stats)
         self.drafted += stats.num_drafted
         self.accepted += stats.num_accepted
         self.largest_batch = max(self.largest_batch, stats.num_requests)

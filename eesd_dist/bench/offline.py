@@ -1,6 +1,5 @@
 """`eesd bench offline`: times every controller, plain decoding and transformers in alternation."""
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from eesd_dist.bench.best_fixed import (
 )
 from eesd_dist.bench.options import OfflineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
+from eesd_dist.bench.rounds import decoding, ms_per_round
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,
@@ -226,13 +226,10 @@ def row_of(score: Score, plain: Score, cost: CostModel | None) -> dict[str, Any]
         "tokens": score.tokens,
         "texts_unlike_plain": score.different,
     }
-    decoding = [r for r in score.rounds if not r.num_prefill_rows]
-    if decoding:
-        row["tokens_per_round"] = round(sum(r.num_emitted for r in decoding) / len(decoding), 3)
-        row["ms_per_round"] = {
-            stage: round(1e3 * statistics.median(getattr(r, f"{stage}_s") for r in decoding), 3)
-            for stage in ("plan", "draft", "transfer", "verify", "commit", "other")
-        }
+    rounds = decoding(score.rounds)
+    if rounds:
+        row["tokens_per_round"] = round(sum(r.num_emitted for r in rounds) / len(rounds), 3)
+        row["ms_per_round"] = ms_per_round(rounds)
     if score.kernels_s:
         count = len(score.rounds)
         row["ms_per_round_with_prefill"] = {

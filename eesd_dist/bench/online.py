@@ -11,17 +11,20 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from eesd_dist.bench.options import OnlineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
+from eesd_dist.bench.rounds import ms_per_round
 from eesd_dist.bench.streamed import Listener, stream
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.provenance import collect_provenance
+from eesd_dist.types import RoundStats
 
 MODES = ("off", "auto")
 
@@ -138,10 +141,12 @@ async def run(
             await ask(client, model, body, mode="off", max_tokens=max_tokens) for body in bodies[:6]
         ]
         alone_s = statistics.median(s.total_s for s in alone)
-        by_mode: dict[str, dict[str, Any]] = {"off": overhead_of(await _rounds(client, len(alone)))}
+        by_mode: dict[str, dict[str, Any]] = {
+            "off": ms_per_round(await _rounds(client, len(alone)))
+        }
         for body in bodies[:6]:
             await ask(client, model, body, mode="auto", max_tokens=max_tokens)
-        by_mode["auto"] = overhead_of(await _rounds(client, len(alone)))
+        by_mode["auto"] = ms_per_round(await _rounds(client, len(alone)))
         rows: list[dict[str, Any]] = []
         for load in loads:
             chosen = [bodies[i % len(bodies)] for i in range(max(per_load, 2 * load))]
@@ -163,34 +168,19 @@ async def run(
                     f"  ttft p50 {row['ttft_ms']['p50']:8.1f} ms"
                     f"  per token p50 {row['time_per_token_ms']['p50']:7.2f} ms"
                 )
-        rounds = overhead_of(await _rounds(client, None))
+        rounds = ms_per_round(await _rounds(client, None))
     return {"alone_s": round(alone_s, 4), "rows": rows, "alone": by_mode, "rounds": rounds}
 
 
-async def _rounds(client: httpx.AsyncClient, last_requests: int | None) -> list[dict[str, Any]]:
+async def _rounds(client: httpx.AsyncClient, last_requests: int | None) -> list[RoundStats]:
     """Returns the service's latest rounds, of the last `last_requests` requests if given."""
-    rounds: list[dict[str, Any]] = (await client.get("/debug/rounds")).json()["rounds"]
+    page = (await client.get("/debug/rounds")).json()
+    rounds = msgspec.convert(page["rounds"], list[RoundStats])
     if last_requests is None:
         return rounds
-    seen: list[str] = []
-    for row in reversed(rounds):
-        seen += [name for name in row["request_ids"] if name not in seen]
-    wanted = set(seen[:last_requests])
-    return [row for row in rounds if wanted & set(row["request_ids"])]
-
-
-def overhead_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns medians per round in ms; `overhead` is everything but drafting and verifying."""
-    if not rounds:
-        return {}
-    stages = ("plan_s", "draft_s", "transfer_s", "verify_s", "commit_s")
-    row: dict[str, Any] = {
-        stage[:-2]: round(1e3 * statistics.median(r[stage] for r in rounds), 3) for stage in stages
-    }
-    row["overhead"] = round(
-        1e3 * statistics.median(r["plan_s"] + r["transfer_s"] + r["commit_s"] for r in rounds), 3
-    )
-    return row
+    request_ids = dict.fromkeys(name for row in reversed(rounds) for name in row.request_ids)
+    latest = set(islice(request_ids, last_requests))
+    return [row for row in rounds if latest & set(row.request_ids)]
 
 
 def summarise(report: dict[str, Any]) -> dict[str, Any]:

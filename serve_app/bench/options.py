@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from eesd_dist.bench.options import ExactOptions, Head, Json, Model, Prompts, Quick
+from eesd_dist.bench.options import ExactOptions, Json, Model, Prompts, Quick
 from eesd_dist.bench.prompts import BUNDLED_MODEL, SHIPPED_PROMPTS
 from eesd_dist.checks import require_positive
 
@@ -122,31 +122,6 @@ class EndureOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MigrationOptions:
-    """Pauses of streams that move to another pipeline.
-
-    Streams with long prompts run in one of two pipelines and are migrated to the other, with their
-    pages and, next, to be computed again, in turns. The pause of a stream is its longest wait
-    between two arrivals of tokens from the beginning of the KV migration on, the copying included.
-    An undisturbed run of the same requests has such waits too, and its texts are the right ones.
-    `order` lists the streams in the order in which their pages were copied. Exit status 1 when a
-    stream was broken or changed.
-    """
-
-    model: Model = BUNDLED_MODEL
-    requests: Annotated[int, "streams migrated at once"] = 6
-    prompt_tokens: Annotated[int, "length of each prompt"] = 800
-    tokens: Annotated[int, "length of each answer"] = 300
-    repeats: Annotated[int, "KV migrations of each kind"] = 3
-    verify_tp: Annotated[int, "verify ranks of each pipeline"] = 1
-    seed: Annotated[int, "of the prompts"] = 0
-    json: Json = False
-
-    def __post_init__(self) -> None:
-        require_positive(self, "requests", "prompt_tokens", "tokens", "repeats", "verify_tp")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalingOptions:
     """Pipelines and nodes that follow a load.
 
@@ -173,73 +148,6 @@ class AutoscalingOptions:
 
     def __post_init__(self) -> None:
         require_positive(self, "tokens", "hold_s", "noise_s", "idle_s", "timeout_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterOptions:
-    """Cost of the router's planning.
-
-    The belief book is filled with 1, 100 and 10,000 live requests, and then asked for the plans of
-    a few: per request, per round, and while a checkpoint is written. With --actor the same
-    questions go to the router's own actor, over Ray.
-    """
-
-    quick: Quick = False
-    actor: Annotated[bool, "also over Ray, which is started for it"] = False
-    json: Json = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundsOptions:
-    """Where the time of a round goes.
-
-    Over real actors and without HTTP: batches of 1, 4 and 8 requests, plain and drafting, with and
-    without two microbatches (overlap) and drafting ahead, and with one or two microbatches as
-    measured costs say (auto). The services of all variants take turns with the same requests. The
-    wall clock of a round is split as the drafting loop sees it: plan, draft, transfer, verify,
-    collectives, commit, other. `verify` and `collectives` are what the loop waited for; what was
-    verified while it drafted is `hidden`. Overhead is everything except draft and verify. Exit
-    status 1 when a text differs.
-    """
-
-    model: Model = BUNDLED_MODEL
-    head: Head = None
-    prompts: Prompts = SHIPPED_PROMPTS
-    verify_tp: Annotated[int, "ranks of the verify stage"] = 1
-    draft_tp: Annotated[int, "ranks of the draft stage"] = 1
-    controller: Annotated[str, "fixed drafts 4 tokens"] = "fixed"
-    max_tokens: Annotated[int | None, "length of each text (64; 24 with --quick)"] = None
-    repeats: Annotated[int | None, "runs of every variant (5; 1 with --quick)"] = None
-    quick: Annotated[bool, "two variants, batches of 1 and 4"] = False
-    json: Json = False
-
-    def __post_init__(self) -> None:
-        require_positive(self, "verify_tp", "draft_tp", "max_tokens", "repeats")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracingBenchOptions:
-    """What traces cost a running service.
-
-    Three services that differ in tracing alone answer the same requests over HTTP in turns: off, as
-    by default (kept in memory, at most one request in a second on a busy service), and sent over
-    OTLP/HTTP to a receiver in this process, of one request in a hundred and of all. Each block of
-    requests is compared with that of the same turn without tracing: tokens per second, and the
-    processor time of all processes, spans that are sent afterwards included. Exit status 1 when a
-    text differs.
-    """
-
-    model: Model = BUNDLED_MODEL
-    prompts: Prompts = SHIPPED_PROMPTS
-    concurrency: Annotated[int, "requests of a block, all at once"] = 16
-    max_tokens: Annotated[int, "length of each text"] = 128
-    repeats: Annotated[int | None, "turns (20; 1 with --quick)"] = None
-    verify_tp: Annotated[int, "ranks of the verify stage"] = 1
-    quick: Quick = False
-    json: Json = False
-
-    def __post_init__(self) -> None:
-        require_positive(self, "concurrency", "max_tokens", "repeats", "verify_tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from serve_app.cli.main import main
 from tests.support.drafters import save_target
 from tests.support.tiny_service import write_tiny_service
 from tests.support.tiny_tokenizer import write_byte_level
+from tests.unit.telemetry.rounds import a_round
 
 COST = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.0, 1.1, 1.2, 1.3), round_s=0.05)
 
@@ -282,7 +283,7 @@ def test_the_change_of_class_goes_from_the_easiest_to_the_hardest_and_back() -> 
 def passes(**seconds: float) -> dict[str, Pass]:
     text = [(TokenId(1), TokenId(2))]
     return {
-        label: Pass(seconds=took, tokens=2, texts=list(text), rounds=1)
+        label: Pass(seconds=took, tokens=2, texts=list(text), rounds=[a_round()])
         for label, took in seconds.items()
     }
 

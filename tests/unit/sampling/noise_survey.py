@@ -1,4 +1,4 @@
-"""`eesd bench noise`: tests the independence of the sampling noise of two tokens.
+"""Survey of the sampling noise of two tokens: z values of their independence.
 
 The probability of a token depends on pairs of draws: the noise of two ids under one key. Every
 count becomes a z value; for independent draws all of them stay below 5.5.
@@ -7,7 +7,6 @@ Shapes: S keys, X differences.
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -16,10 +15,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from eesd_dist.bench.options import NoiseOptions
-from eesd_dist.bench.output import print_report, say_unless
-from eesd_dist.provenance import collect_provenance
-from eesd_dist.sampling.noise import exponential, gumbel, hash_ids, noise_key
+from eesd_dist.sampling.noise import exponential, hash_ids, noise_key
 
 LIMIT = 5.5
 """Limit of |z|: with independent draws 1 in 4,000 runs of some 7,000 counts exceeds it."""
@@ -130,44 +126,3 @@ def _probability_of(name: str) -> float:
         return float(name.removeprefix("wins at "))
     tail = -math.expm1(-_TAIL)
     return {"lowest bit": 1 / 2, "lowest 4 bits": 1 / 16, "both in the tail": tail * tail}[name]
-
-
-def row_cost_us(*, num_ids: int = 4096, repeats: int = 200) -> float:
-    """Returns the microseconds for the noise of one row, the minimum of several runs."""
-    ids, keys = torch.arange(num_ids, dtype=torch.int32), [noise_key(3, 5)]
-
-    def run_s() -> float:
-        began_s = time.perf_counter()
-        for _ in range(repeats):
-            gumbel(keys, ids)
-        return (time.perf_counter() - began_s) / repeats
-
-    return 1e6 * min(run_s() for _ in range(9))
-
-
-def main(options: NoiseOptions) -> int:
-    say = say_unless(options.json)
-    torch.set_num_threads(1)
-    cost_us = row_cost_us()
-    surveys = {
-        "xor": survey(XORS, num_draws=options.draws, seed=options.seed),
-        "lag": survey(LAGS, num_draws=options.draws, seed=options.seed + 1, is_lag=True),
-    }
-    for kind, found in surveys.items():
-        say(f"{kind}: {len(found.differences)} x {found.num_draws} pairs")
-        for name, told in found.as_json().items():
-            say(f"  {name:18} {told}")
-    say(f"4,096 tokens of one row: {cost_us:.0f} us")
-    worst = max(found.worst for found in surveys.values())
-    report = {
-        "worst": round(worst, 2),
-        "limit": LIMIT,
-        "row_of_4096_us": round(cost_us, 1),
-        "surveys": {
-            kind: {"num_draws": found.num_draws, "statistics": found.as_json()}
-            for kind, found in surveys.items()
-        },
-        "provenance": collect_provenance(seed=options.seed).as_json(),
-    }
-    print_report(report)
-    return 1 if worst > LIMIT else 0
