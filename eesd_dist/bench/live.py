@@ -10,10 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from random import Random
+
+import numpy as np
 
 from eesd_dist.bench.crowds import Crowd, Guest
 from eesd_dist.bench.replay import Variant
+from eesd_dist.bench.statistics import Interval, Rows, bootstrap
 from eesd_dist.bench.traces import Text
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.types import Request, RequestId, RoundStats, TokenId
@@ -41,12 +43,6 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
     """Results of a race: for each block, each variant's pass."""
 
@@ -68,16 +64,18 @@ class Race:
             _rate([block[label]]) / _rate([block[over]]) for block in self.blocks
         )
 
-    def interval(self, label: str, over: str, *, share: float = 0.9, draws: int = 1000) -> Interval:
-        """Returns a bootstrap interval over blocks (Efron 1979); seeded, so that it repeats."""
-        rng = Random(f"{label}/{over}/{len(self.blocks)}")
-        ratios = []
-        for _ in range(draws):
-            drawn = rng.choices(self.blocks, k=len(self.blocks))
-            ratios.append(_rate([b[label] for b in drawn]) / _rate([b[over] for b in drawn]))
-        ratios.sort()
-        tail = round((1.0 - share) / 2 * (draws - 1))
-        return Interval(low=ratios[tail], high=ratios[-1 - tail])
+    def interval(self, label: str, over: str, *, share: float = 0.9) -> Interval:
+        """Returns a bootstrap interval over blocks."""
+        columns = [
+            np.array([[block[name].tokens, block[name].seconds] for block in self.blocks])
+            for name in (label, over)
+        ]
+
+        def ratio(rows_of: Sequence[Rows]) -> float:
+            ours, theirs = (column[rows_of[0]].sum(axis=0) for column in columns)
+            return float(ours[0] / ours[1] * theirs[1] / theirs[0])
+
+        return bootstrap(ratio, [len(self.blocks)], share=share)
 
     @property
     def fixed(self) -> tuple[str, ...]:

@@ -31,7 +31,6 @@ from eesd_dist.control.regret import hindsight, position_rates
 from eesd_dist.engine.build import build_local_engine, layout_of
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.model.cpu.calls import kernel_clock
-from eesd_dist.provenance import collect_provenance
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
@@ -353,6 +352,5 @@ def main(options: OfflineOptions) -> None:
             "exit_layer": layout.split,
             "num_layers": layout.spec.num_layers,
         },
-        "provenance": collect_provenance(seed=0).as_json(),
     }
-    print_report(report)
+    print_report(report, seed=0)

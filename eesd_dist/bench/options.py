@@ -116,23 +116,6 @@ class BatchedOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarsOptions:
-    """Structured output: 200 schemas, 40 expressions.
-
-    Every text that ends is checked by another library than the one that constrained it, every
-    other one has to be the beginning of a text that matches, and all are compared with speculation
-    off. Then acceptance and speed with and without grammars, and the time of a round's masks. Exit
-    status 1 if a text does not match or differs.
-    """
-
-    model: Model = BUNDLED_MODEL
-    prompts: Prompts = SHIPPED_PROMPTS
-    device: Annotated[Device, "where to compute"] = "auto"
-    max_tokens: Annotated[int, "length of a text that does not end before"] = 300
-    json: Json = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlOptions:
     """Controllers against the best fixed draft length.
 
@@ -159,6 +142,5 @@ class ControlOptions:
     record: Annotated[Path | None, "write the recorded traces to this file"] = None
     traces: Annotated[Path | None, "replay the traces of this file"] = None
     cost: Annotated[Path | None, "cost model, JSON; measured if not given"] = None
-    plots: Annotated[Path | None, "folder for PNG pictures"] = None
     quick: Annotated[bool, "under four minutes on two cores"] = False
     json: Json = False

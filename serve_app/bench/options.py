@@ -4,7 +4,6 @@ Imports nothing heavy.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from eesd_dist.bench.options import ExactOptions, Json, Model, Prompts, Quick
@@ -61,93 +60,6 @@ class ChaosOptions:
     def __post_init__(self) -> None:
         require_positive(self, "requests", "max_tokens", "concurrency", "kills", "port")
         require_positive(self, "verify_tp", "pipelines", "deadline_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndureOptions:
-    """Finds what grows while a service is busy.
-
-    A real service is started on this machine. Clients stream, leave in the middle of streams (15 %
-    of the requests), ask for three choices and send bad requests, while a seeded schedule kills
-    verify ranks, drafting actors, pipeline replicas and the router; every answer is compared with
-    that of the same request before. Memory, file handles, sockets and threads of every role of
-    process, /dev/shm, actors and processes are read every two seconds, and the KV pages in use
-    whenever the clients pause, every thirty.
-
-    After the warm-up each figure gets a slope with a 95 % confidence interval that allows for
-    correlated noise (means of blocks, first-order autoregression); a replaced process starts at
-    another level and does not count until it is --settle-s old. A figure passes if its interval
-    contains zero or lies below 1 MiB (memory) or 4 (counts) in an hour.
-
-    Exit status 1 when a figure grows, an answer is wrong, pages are in use without a request, or a
-    fault was not recovered from. What grows in processes without code of this project (Serve's
-    controller, raylet, GCS, Ray's agents and log monitor) is reported apart.
-    """
-
-    minutes: Annotated[float | None, "of load, the warm-up included (20; 2 with --quick)"] = None
-    warmup: Annotated[float | None, "minutes left out (a quarter of them)"] = None
-    settle_s: Annotated[float, "age from which on a process counts"] = 60.0
-    quick: Annotated[bool, "two minutes, in which a service still warms up"] = False
-    json: Json = False
-    seed: Annotated[int, "of requests and schedule"] = 0
-    requests: Annotated[int, "different streamed requests"] = 24
-    max_tokens: Annotated[int, "of the longest requests"] = 192
-    concurrency: Annotated[int, "requests at the same time"] = 8
-    prompts: Prompts = SHIPPED_PROMPTS
-    kinds: Annotated[tuple[str, ...], "kinds of faults, as in `eesd bench chaos`"] = (
-        "verify rank",
-        "drafting actor",
-        "pipeline",
-        "router",
-    )
-    gap_s: Annotated[float, "mean time between recovery and the next fault"] = 60.0
-    model: Model = BUNDLED_MODEL
-    verify_tp: Annotated[int, "ranks of the verify stage"] = 2
-    pipelines: Annotated[int, "number of pipelines"] = 1
-    port: Annotated[int | None, "of the service (a free one)"] = None
-    set: Annotated[tuple[str, ...], "--set KEY=VALUE: any configuration key; may be repeated"] = ()
-    readings: Annotated[Path | None, "file for all readings, as JSON lines"] = None
-
-    def __post_init__(self) -> None:
-        require_positive(self, "minutes", "requests", "max_tokens", "concurrency", "gap_s")
-        require_positive(self, "verify_tp", "pipelines", "port")
-
-    @property
-    def run_s(self) -> float:
-        return 60.0 * (self.minutes or (2.0 if self.quick else 20.0))
-
-    @property
-    def warmup_s(self) -> float:
-        return self.run_s / 4.0 if self.warmup is None else 60.0 * self.warmup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutoscalingOptions:
-    """Pipelines and nodes that follow a load.
-
-    A service of at most two pipelines runs on a cluster of this machine, with nodes added and
-    removed by Ray's autoscaler, one for each pipeline. The load begins with two streams while there
-    is no pipeline, rises to eight, varies by 17 % up and down, falls to two, ends, and begins
-    again; each phase lasts until the fleet has followed it. Every text is compared with plain
-    decoding in one process. Exit status 1 when a stream was broken or changed, when the number of
-    pipelines was changed under noise, and when the fleet did not follow in time.
-    """
-
-    model: Model = BUNDLED_MODEL
-    tokens: Annotated[int, "length of every second text; the others are four times as long"] = 96
-    hold_s: Annotated[float, "seconds that a phase goes on after the fleet has followed"] = 5.0
-    noise_s: Annotated[float, "seconds of the load that varies"] = 30.0
-    idle_s: Annotated[float, "seconds without work after which a node goes"] = 5.0
-    timeout_s: Annotated[float, "longest wait for the fleet to follow, and for the last texts"] = (
-        180.0
-    )
-    seed: Annotated[int, "of the prompts"] = 0
-    picture: Annotated[Path | None, "PNG file for the timeline"] = None
-    quick: Annotated[bool, "without the second start from zero"] = False
-    json: Json = False
-
-    def __post_init__(self) -> None:
-        require_positive(self, "tokens", "hold_s", "noise_s", "idle_s", "timeout_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from cluster.planning.accuracy_options import AccuracyOptions
 from eesd_dist.bench import options as engine
 from eesd_dist.bench.costs.options import CostsOptions
 from eesd_dist.bench.fuzz.options import FuzzOptions
@@ -16,11 +15,15 @@ from serve_app.bench import options as service
 _FUZZ = "exact --random"
 _PYTEST = "python -m pytest"
 REMOVED = {
+    "autoscaling": "`make test-autoscaling` in the repository",
+    "endure": "`make test-endurance` in the repository",
     "filters": f"`{_PYTEST} -m slow tests/unit/sampling/test_filters.py`",
+    "grammars": f"`{_PYTEST} -m slow tests/unit/text/test_grammar_corpus.py`",
     "host": "`eesd bench control` or `offline`, whose ms_per_round has plan, draft and commit",
     "memory": "`eesd bench offline`, which compares plain decoding with transformers",
     "migration": f"`{_PYTEST} tests/serve/test_kv_migration.py`",
     "noise": f"`{_PYTEST} -m slow tests/unit/sampling/test_noise.py`",
+    "plan": "`make test-plan` in the repository",
     "rounds": "`eesd bench control`, or `make bench-online` for a service with and without overlap",
     "router": f"`{_PYTEST} tests/unit/routing/test_beliefs.py`",
     "tracing": "`eesd bench online` against services that differ in `telemetry` alone",
@@ -61,9 +64,5 @@ add_module(
 )
 add_module(app, "batch", engine.BatchedOptions, "eesd_dist.bench.batched")
 add_module(app, "costs", CostsOptions, "eesd_dist.bench.costs.command")
-add_module(app, "plan", AccuracyOptions, "cluster.planning.accuracy")
-add_module(app, "grammars", engine.GrammarsOptions, "eesd_dist.bench.grammars.command")
 add_module(app, "control", engine.ControlOptions, "eesd_dist.bench.control")
 add_module(app, "chaos", service.ChaosOptions, "serve_app.bench.chaos.command")
-add_module(app, "endure", service.EndureOptions, "serve_app.bench.endure.command")
-add_module(app, "autoscaling", service.AutoscalingOptions, "serve_app.bench.autoscaling.command")

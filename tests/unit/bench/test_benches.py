@@ -134,8 +134,8 @@ def test_online_figures_are_taken_from_what_clients_saw() -> None:
         (["costs", "--lengths", "-1"], "drafts of -1 tokens"),
         (["costs", "--verify-tp", "3"], "choose one of"),
         (["costs", "--repeats", "0"], "repeats is 0"),
-        (["plan", "--verify-tp", "0"], "at least"),
-        (["plan", "--max-tokens", "0"], "max_tokens is 0"),
+        (["costs", "--verify-tp", "0"], "at least"),
+        (["costs", "--max-tokens", "0"], "max_tokens is 0"),
     ],
 )
 def test_costs_that_cannot_be_measured_are_refused_before_a_rank_starts(

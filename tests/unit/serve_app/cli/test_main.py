@@ -23,10 +23,7 @@ GROUPS = {
     ),
     ("controllers",): ("show", "save", "load", "pin", "unpin", "promote"),
     ("pipelines",): ("list", "drain", "undrain"),
-    ("bench",): (
-        *("offline", "online", "exact", "batch", "costs", "plan", "grammars", "control", "chaos"),
-        *("endure", "autoscaling"),
-    ),
+    ("bench",): ("offline", "online", "exact", "batch", "costs", "control", "chaos"),
     ("distill",): ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh"),
 }
 COMMANDS = [(*group, name) for group, names in GROUPS.items() for name in names]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from serve_app.bench.chaos.schedule import bodies_of
-from serve_app.bench.endure.load import Load, References, not_streamed
-from serve_app.bench.endure.run import references_of
+from tests.endurance.load import Load, References, not_streamed
+from tests.endurance.run import references_of
 from tests.support.gated_server import gated_server, num_live
 from tests.support.running import until
 

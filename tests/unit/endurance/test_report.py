@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Mapping
 from random import Random
 
-from serve_app.bench.endure.load import Answers
-from serve_app.bench.endure.processes import OTHER, Holdings, Pid
-from serve_app.bench.endure.report import (
+from tests.endurance.load import Answers
+from tests.endurance.processes import OTHER, Holdings, Pid
+from tests.endurance.report import (
     Figure,
     IdleReading,
     Outcome,

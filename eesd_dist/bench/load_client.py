@@ -1,4 +1,4 @@
-"""Client side of one streamed request: its tokens, their times, and its end.
+"""The load client of all benchmarks: streamed requests, their tokens, times and ends.
 
 Speaks HTTP and server-sent events, and reports broken streams instead of raising, since callers
 count them. On request it resumes them, as a client with patience does. Does not check the text.
@@ -7,13 +7,18 @@ count them. On request it resumes them, as a client with patience does. Does not
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
 
+from eesd_dist.errors import ConfigError
+
+_TIMEOUT_S = 300.0
 _RESUME_PAUSE_S = 0.25
 _STATUS_TO_REPEAT = frozenset({404, 429, 500, 502, 503, 504})
 """Answers of a front that is being replaced; 404: its routes are not known yet."""
@@ -166,10 +171,9 @@ async def _trouble(
     client: httpx.AsyncClient, listener: Listener, body: Mapping[str, object], *, repeats: bool
 ) -> str:
     """Reads one connection to its end; returns what broke it."""
-    route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     try:
         async with client.stream(
-            "POST", route, json=dict(body), headers=listener.headers
+            "POST", route_of(body), json=dict(body), headers=listener.headers
         ) as response:
             if response.status_code == 200:
                 listener.answered()
@@ -194,3 +198,75 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             yield line.decode()
+
+
+def client_of(url: str, *, concurrency: int | None = None) -> httpx.AsyncClient:
+    """Returns a client of a service, with at most `concurrency` connections."""
+    limits = httpx.Limits(max_connections=concurrency)
+    return httpx.AsyncClient(base_url=url, limits=limits, timeout=httpx.Timeout(_TIMEOUT_S))
+
+
+def route_of(body: Mapping[str, object]) -> str:
+    """Returns the path that takes the request."""
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
+
+
+async def ask(
+    client: httpx.AsyncClient, body: Mapping[str, object], *, max_attempts: int = 1
+) -> Streamed:
+    """Sends one request and returns its stream, named by its `request_id`."""
+    listener = Listener(str(body.get("request_id", "")))
+    await stream(client, listener, body, max_attempts=max_attempts)
+    return listener.heard()
+
+
+async def ask_all(
+    url: str,
+    bodies: Sequence[Mapping[str, object]],
+    *,
+    concurrency: int,
+    max_attempts: int = 1,
+) -> list[Streamed]:
+    """Closed loop: `concurrency` requests at a time; returns their streams in the same order."""
+    streams: dict[int, Streamed] = {}
+    waiting = iter(enumerate(bodies))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for index, body in waiting:
+            streams[index] = await ask(client, body, max_attempts=max_attempts)
+
+    async with client_of(url, concurrency=concurrency) as client:
+        await asyncio.gather(*[work(client) for _ in range(concurrency)])
+    return [streams[index] for index in range(len(bodies))]
+
+
+async def offer(
+    client: httpx.AsyncClient,
+    bodies: Sequence[Mapping[str, object]],
+    *,
+    rate_per_s: float,
+    seed: int,
+) -> list[Streamed]:
+    """Open loop: sends each request at its time of a seeded Poisson process."""
+    rng = Random(seed)
+    tasks: list[asyncio.Task[Streamed]] = []
+    for body in bodies:
+        tasks.append(asyncio.create_task(ask(client, body)))
+        await asyncio.sleep(rng.expovariate(rate_per_s))
+    return list(await asyncio.gather(*tasks))
+
+
+def read_bodies(path: Path) -> list[dict[str, Any]]:
+    """Reads a file of prompts as request bodies. Raises ConfigError for a row without one."""
+    bodies: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        if "question" in row:
+            bodies.append({"messages": [{"role": "user", "content": row["question"]}]})
+        elif "messages" in row or "prompt" in row:
+            bodies.append({key: row[key] for key in ("messages", "prompt") if key in row})
+        else:
+            raise ConfigError(f"{path}:{number}: found {sorted(row)}, expected messages or prompt")
+    return bodies

@@ -1,4 +1,4 @@
-"""`eesd bench endure` on a service of its own, for two minutes: all that it reads is there."""
+"""What grows in a service of its own: for two minutes, and for twenty (`make test-endurance`)."""
 
 import json
 import subprocess
@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.bench.endure.processes import ROLES
+from tests.endurance.processes import ROLES
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_short_run_reads_every_role_and_finds_no_page_in_use(tmp_path: Path) -> None:
     file = tmp_path / "readings.jsonl"
-    words = ["--quick", "--json", "--requests", "6", "--max-tokens", "60", "--gap-s", "10"]
+    words = ["--minutes", "2", "--json", "--requests", "6", "--max-tokens", "60", "--gap-s", "10"]
     words += ["--settle-s", "20", "--readings", str(file)]
     done = subprocess.run(
-        [sys.executable, "-m", "serve_app.cli.main", "bench", "endure", *words],
+        [sys.executable, "-m", "tests.endurance", *words],
         capture_output=True,
         text=True,
         timeout=580,
@@ -41,3 +41,10 @@ def test_a_short_run_reads_every_role_and_finds_no_page_in_use(tmp_path: Path) -
     roles = {process["role"] for reading in readings for process in reading["processes"]}
     assert roles >= set(ROLES)
     assert report["provenance"]["seed"] == 0
+
+
+@pytest.mark.endurance
+@pytest.mark.timeout(2400)
+def test_nothing_grows_in_twenty_minutes() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.endurance"], check=False)
+    assert done.returncode == 0

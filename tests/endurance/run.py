@@ -11,13 +11,15 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from cluster.ray_compat import num_live_actors
+from eesd_dist.bench.load_client import ask_all, client_of
+from eesd_dist.bench.output import Say
 from eesd_dist.errors import EngineError
 from eesd_dist.workers.messages import DraftStats
 from serve_app.bench.chaos.faults import PlannedFault
-from serve_app.bench.chaos.run import FaultInjector, Say, ask_all
-from serve_app.bench.endure.load import Body, Load, References, choices_of, connected
-from serve_app.bench.endure.processes import Family, shared_memory_bytes
-from serve_app.bench.endure.report import IdleReading, Reading
+from serve_app.bench.chaos.run import FaultInjector
+from tests.endurance.load import Body, Load, References, choices_of
+from tests.endurance.processes import Family, shared_memory_bytes
+from tests.endurance.report import IdleReading, Reading
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ _EMPTY_WITHIN_S = 10.0
 """How long it may take until the requests of clients that left are gone."""
 _ANSWER_TIMEOUT_S = 5.0
 _POLL_S = 0.1
+_ATTEMPTS = 200
 
 
 class ServiceReader:
@@ -117,11 +120,11 @@ async def references_of(
     url: str, streams: Sequence[Body], choices: Sequence[Body], *, concurrency: int
 ) -> References:
     """Sends every request once. Raises EngineError when one does not succeed."""
-    heard = await ask_all(url, streams, concurrency=concurrency)
+    heard = await ask_all(url, streams, concurrency=concurrency, max_attempts=_ATTEMPTS)
     broken = [stream for stream in heard if not stream.is_complete]
     if broken:
         raise EngineError(f"the undisturbed stream {broken[0].name} broke: {broken[0].error}")
-    async with connected(url, concurrency) as client:
+    async with client_of(url, concurrency=concurrency) as client:
         answers = await asyncio.gather(*[choices_of(client, body) for body in choices])
     for _, error in answers:
         if error is not None:

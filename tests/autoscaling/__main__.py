@@ -1,4 +1,6 @@
-"""`eesd bench autoscaling`: a load rises and falls, and pipelines and nodes follow.
+"""A load rises and falls, and pipelines and nodes follow.
+
+    python -m tests.autoscaling [options]
 
 A service from zero to two pipelines on a cluster of this machine with nodes that come and go. Every
 text is compared with plain decoding in one process.
@@ -7,28 +9,29 @@ text is compared with plain decoding in one process.
 import asyncio
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from eesd_dist.bench.output import Say, print_report, say_unless
+from eesd_dist.bench.prompts import BUNDLED_MODEL
+from eesd_dist.command_line import run_command
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from eesd_dist.engine.build import layout_of
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import EesdError, EngineError
-from eesd_dist.provenance import collect_provenance
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
-from serve_app.bench.autoscaling.load import Clients, Prompt, Texts
-from serve_app.bench.autoscaling.timeline import PhaseEnd, Sample, Timeline
-from serve_app.bench.options import AutoscalingOptions
 from serve_app.config import PipelinesConfig, PlacementConfig, ServiceConfig
 from serve_app.session.environment import prepare_for_local_ray
+from tests.autoscaling.load import Clients, Prompt, Texts
+from tests.autoscaling.timeline import PhaseEnd, Sample, Timeline
 
 if TYPE_CHECKING:  # these import Ray, which reads the environment then
     from serve_app.ingress.load_balancing import LoadBalancer
@@ -49,6 +52,31 @@ Reached = Callable[[Sample], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Pipelines and nodes that follow a load.
+
+    A service of at most two pipelines runs on a cluster of this machine, with nodes added and
+    removed by Ray's autoscaler, one for each pipeline. The load begins with two streams while there
+    is no pipeline, rises to eight, varies by 17 % up and down, falls to two, ends, and begins
+    again; each phase lasts until the fleet has followed it. Every text is compared with plain
+    decoding in one process. Exit status 1 when a stream was broken or changed, when the number of
+    pipelines was changed under noise, and when the fleet did not follow in time.
+    """
+
+    model: Annotated[Path, "folder of the target model (the bundled one)"] = BUNDLED_MODEL
+    tokens: Annotated[int, "length of every second text; the others are four times as long"] = 96
+    hold_s: Annotated[float, "seconds that a phase goes on after the fleet has followed"] = 5.0
+    noise_s: Annotated[float, "seconds of the load that varies"] = 30.0
+    idle_s: Annotated[float, "seconds without work after which a node goes"] = 5.0
+    timeout_s: Annotated[float, "longest wait for the fleet to follow, and for the last texts"] = (
+        180.0
+    )
+    seed: Annotated[int, "of the prompts"] = 0
+    quick: Annotated[bool, "without the second start from zero"] = False
+    json: Annotated[bool, "print only the last line, one JSON object"] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Phase:
     """Part of the load: so many streams, in turns, until the fleet has answered to it."""
 
@@ -59,7 +87,7 @@ class _Phase:
     """Goes on for so long after that."""
 
 
-def _phases(options: AutoscalingOptions) -> list[_Phase]:
+def _phases(options: Options) -> list[_Phase]:
     def one(sample: Sample) -> bool:
         return sample.ready == sample.count == sample.nodes == 1
 
@@ -81,8 +109,8 @@ def _phases(options: AutoscalingOptions) -> list[_Phase]:
     ]
 
 
-def _service(options: AutoscalingOptions) -> ServiceConfig:
-    from serve_app.bench.autoscaling.nodes import HEAD_RESOURCE
+def _service(options: Options) -> ServiceConfig:
+    from tests.autoscaling.nodes import HEAD_RESOURCE
 
     engine = EngineConfig(
         model=ModelConfig(path=options.model),
@@ -113,7 +141,7 @@ def _service(options: AutoscalingOptions) -> ServiceConfig:
     )
 
 
-def _prompts(config: ServiceConfig, options: AutoscalingOptions) -> list[Prompt]:
+def _prompts(config: ServiceConfig, options: Options) -> list[Prompt]:
     """Returns requests, with the texts that plain decoding makes of them in this process."""
     rng = Random(options.seed)
     vocab_size = layout_of(config.engine).spec.vocab_size
@@ -153,8 +181,8 @@ def _client(config: ServiceConfig) -> "tuple[ServiceClient, LoadBalancer, Any]":
 
 
 async def _watch(timeline: Timeline, clients: Clients, router: Any, *, app: str) -> None:
-    from serve_app.bench.autoscaling.nodes import num_nodes
     from serve_app.router import fleet_of
+    from tests.autoscaling.nodes import num_nodes
 
     while True:
         try:
@@ -198,7 +226,7 @@ async def _run_phase(
 
 
 async def _measure(
-    config: ServiceConfig, prompts: Sequence[Prompt], options: AutoscalingOptions, *, say: Say
+    config: ServiceConfig, prompts: Sequence[Prompt], options: Options, *, say: Say
 ) -> tuple[Timeline, Texts]:
     client, balancer, router = _client(config)
     began_s = time.monotonic()
@@ -241,19 +269,16 @@ def _num_flaps(timeline: Timeline) -> int:
     return len(timeline.decisions_in("noise"))
 
 
-def main(options: AutoscalingOptions) -> int:
+def main(options: Options) -> int:
     say = say_unless(options.json)
     prepare_for_local_ray()
-    from serve_app.bench.autoscaling.nodes import ENVIRONMENT, fake_nodes
+    from tests.autoscaling.nodes import ENVIRONMENT, fake_nodes
 
     os.environ.update(ENVIRONMENT)
     from ray import serve
 
     from serve_app.app import build_app
 
-    provenance = collect_provenance(seed=options.seed)
-    for line in provenance.lines():
-        say(line)
     config = _service(options)
     prompts = _prompts(config, options)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -273,16 +298,10 @@ def main(options: AutoscalingOptions) -> int:
         },
         "timeline": timeline.as_json(),
         "targets": config.pipelines.model_dump(mode="json"),
-        "provenance": provenance.as_json(),
     }
-    _tell(report, timeline, picture=options.picture)
+    print_report(report, seed=options.seed)
     return int(bool(texts.broken or texts.changed or _num_flaps(timeline)))
 
 
-def _tell(report: Mapping[str, object], timeline: Timeline, *, picture: Path | None) -> None:
-    """Prints the report, then draws: a picture needs matplotlib, which is in an extra."""
-    print_report(report)
-    if picture is not None:
-        from serve_app.bench.autoscaling.chart import draw_timeline
-
-        draw_timeline(picture, timeline)
+if __name__ == "__main__":
+    raise SystemExit(run_command(main, sys.argv[1:], program="python -m tests.autoscaling"))

@@ -1,9 +1,7 @@
 """The autoscaling bench notices every stream that breaks, and a watch that has failed."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +9,9 @@ import pytest
 
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.types import Request, SamplingParams, TokenId
-from serve_app.bench.autoscaling.command import _Phase, _run_phase, _tell
-from serve_app.bench.autoscaling.load import Clients, Prompt
-from serve_app.bench.autoscaling.timeline import Timeline
+from tests.autoscaling.__main__ import _Phase, _run_phase
+from tests.autoscaling.load import Clients, Prompt
+from tests.autoscaling.timeline import Timeline
 
 TEXT = (TokenId(5), TokenId(6))
 PROMPT = Prompt(tokens=(TokenId(3),), sampling=SamplingParams(max_tokens=2), text=TEXT)
@@ -104,14 +102,3 @@ def test_a_watch_that_has_failed_ends_the_phase_with_its_error() -> None:
 
     with pytest.raises(LookupError, match="no such node"):
         asyncio.run(run())
-
-
-def test_the_report_is_printed_where_no_picture_can_be_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    timeline = Timeline(clock=lambda: 0.0)
-    with pytest.raises(ImportError):
-        _tell({"bench": "autoscaling"}, timeline, picture=tmp_path / "timeline.png")
-    assert capsys.readouterr().out == '{"bench": "autoscaling"}\n'

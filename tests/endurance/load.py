@@ -15,11 +15,9 @@ from random import Random
 
 import httpx
 
-from eesd_dist.bench.streamed import Listener, Streamed, stream
+from eesd_dist.bench.load_client import Listener, Streamed, ask, client_of, route_of
 from serve_app.bench.chaos.report import fate_of, same_until
 
-TIMEOUT_S = 300.0
-"""Longest a request may take; a longer one is stuck."""
 _MAX_EXAMPLES = 20
 
 Body = Mapping[str, object]
@@ -82,7 +80,7 @@ class Load:
     async def run(self, until: asyncio.Event) -> None:
         """Sends requests until the event is set; returns when all have been answered."""
         self._may_ask.set()
-        async with connected(self._url, self._concurrency) as client:
+        async with client_of(self._url, concurrency=self._concurrency) as client:
             await asyncio.gather(*[self._work(client, until) for _ in range(self._concurrency)])
 
     @asynccontextmanager
@@ -115,9 +113,7 @@ class Load:
     async def whole_stream(self, client: httpx.AsyncClient) -> None:
         body, reference = self._rng.choice(self._references.streams)
         name = self._name()
-        listener = Listener(name)
-        await stream(client, listener, {**body, "request_id": name})
-        heard = listener.heard()
+        heard = await ask(client, {**body, "request_id": name})
         self.answers.num_tokens += len(heard.tokens)
         fate = fate_of(reference, heard)
         problem = None if fate == "same" else f"{fate}: {heard.error or 'no error'}"
@@ -175,15 +171,6 @@ _KINDS: Mapping[str, tuple[int, Kind]] = {
     "bad": (10, Load.bad_request),
 }
 """Of each kind so many among a hundred."""
-
-
-def connected(url: str, concurrency: int) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=concurrency)
-    return httpx.AsyncClient(base_url=url, limits=limits, timeout=httpx.Timeout(TIMEOUT_S))
-
-
-def route_of(body: Body) -> str:
-    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
 
 
 async def choices_of(client: httpx.AsyncClient, body: Body) -> tuple[Texts, str | None]:

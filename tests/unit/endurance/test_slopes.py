@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from serve_app.bench.endure.slopes import Sample, Slope, slope_of
+from tests.endurance.slopes import Sample, Slope, slope_of
 
 _EVERY_S = 2.0
 _HOUR_S = 3600.0

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from serve_app.bench.endure.load import Answers
-from serve_app.bench.endure.processes import OTHER, RAYS_OWN, Holdings, Pid
-from serve_app.bench.endure.slopes import Sample, Slope, slope_of
+from tests.endurance.load import Answers
+from tests.endurance.processes import OTHER, RAYS_OWN, Holdings, Pid
+from tests.endurance.slopes import Sample, Slope, slope_of
 
 _MIB = 2**20
 _MEMORY_LIMIT_MIB_PER_H = 1.0

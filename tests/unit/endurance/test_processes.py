@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.bench.endure.processes import (
+from tests.endurance.processes import (
     OTHER,
     Family,
     role_of,
