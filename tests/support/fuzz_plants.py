@@ -4,6 +4,7 @@ A plant wraps the inputs of a stage: the rounds it verifies, its pages, or its g
 its checks are unchanged. Plants affect the engine under test, never the plain reference.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Protocol
@@ -12,10 +13,14 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from eesd_dist.bench.fuzz.cases import Case
+from eesd_dist.bench.fuzz.pipeline import Pipeline
+from eesd_dist.bench.fuzz.ranks import VerifyRanks
+from eesd_dist.config import EngineConfig
 from eesd_dist.engine.verify import VerifyStage
-from eesd_dist.errors import ConfigError
 from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import RoundHeader, Segment, TensorGroup, VerifyReply
+from eesd_dist.transport.group_handles import GroupHandle
 from eesd_dist.transport.memory import Verify
 
 # Shapes: T rows, D hidden size, K drafted rows, V vocabulary, B bytes of a page, S slots of a page.
@@ -31,16 +36,6 @@ class Plant(Protocol):
     def verify(self, stage: VerifyStage, *, rank: int) -> Verify:
         """Returns the function with which a rank verifies rounds."""
         ...
-
-
-class NoPlant:
-    """No error."""
-
-    def group(self, group: TensorGroup) -> TensorGroup:
-        return group
-
-    def verify(self, stage: VerifyStage, *, rank: int) -> Verify:
-        return stage.verify
 
 
 class ChangedRound:
@@ -199,10 +194,31 @@ MIN_VERIFY_RANKS: Mapping[str, int] = {"sum": 3}
 """The sum of two numbers is the same in both orders."""
 
 
-def make_plant(name: str | None, *, seed: str, page_size: int, num_pages: int) -> Plant:
-    """Builds a plant by name. Raises ConfigError for an unknown name."""
-    if name is None:
-        return NoPlant()
-    if name not in _PLANTS:
-        raise ConfigError(f"{name}: expected one of {', '.join(PLANTS)}")
-    return _PLANTS[name](Random(seed), page_size, num_pages)
+def planted(name: str, *, seed: int = 0) -> type[Pipeline]:
+    """Returns a pipeline with this error in its verify stage, the same one in every engine."""
+
+    class PlantedRanks(VerifyRanks):
+        def __init__(self, config: EngineConfig) -> None:
+            cache = config.cache
+            assert cache.num_pages is not None, "an engine of the fuzz has so many pages"
+            self._plant = _PLANTS[name](Random(f"{name} {seed}"), cache.page_size, cache.num_pages)
+            super().__init__(config)
+
+        def group_of(self, handle: GroupHandle) -> TensorGroup:
+            return self._plant.group(handle)
+
+        def verifier(self, stage: VerifyStage, *, rank: int) -> Verify:
+            return self._plant.verify(stage, rank=rank)
+
+    class PlantedPipeline(Pipeline):
+        verify_ranks = PlantedRanks
+
+    return PlantedPipeline
+
+
+def with_a_spare_page(case: Case) -> Case:
+    """Returns the case with one page more in each engine, to confuse with another."""
+    engines = tuple(
+        dataclasses.replace(setup, num_pages=setup.num_pages + 1) for setup in case.engines
+    )
+    return dataclasses.replace(case, engines=engines)

@@ -1,17 +1,35 @@
-"""Reduces a failing case while it still fails and there is time.
+"""Reduces a failing case of the fuzz while it still fails and there is time.
+
+    python -m tests.support.fuzz_reduction --case FILE [--limit-s SECONDS]
 
 Delta debugging (Zeller and Hildebrandt 2002), coarse steps first: fewer requests, fewer troubles,
 features off one by one, fewer tokens, shorter prompts, simpler sampling. The result need not be the
 smallest failing case; every step was run and failed.
 """
 
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TypeVar
+from pathlib import Path
+from typing import Annotated, TypeVar
 
-from eesd_dist.bench.fuzz.cases import Abort, Case, EngineSetup, Entry, Migration, Trouble
+from eesd_dist.bench.fuzz.cases import (
+    Abort,
+    Case,
+    EngineSetup,
+    Entry,
+    Migration,
+    Trouble,
+    load_case,
+    save_case,
+)
+from eesd_dist.bench.fuzz.check import Checked, check
+from eesd_dist.bench.fuzz.models import ModelShelf
+from eesd_dist.bench.fuzz.reference import PlainTexts
+from eesd_dist.command_line import run_command
 from eesd_dist.config import Section
 from eesd_dist.types import SamplingParams, SpeculationParams
 
@@ -210,4 +228,50 @@ def _with_entry(case: Case, changed: Entry) -> Case:
     return replace(
         case,
         entries=tuple(changed if entry.name == changed.name else entry for entry in case.entries),
+    )
+
+
+def reduced(
+    case: Case, checked: Checked, shelf: ModelShelf, plain: PlainTexts, *, limit_s: float
+) -> Case:
+    """Returns the smallest case found within the limit that fails in the same way: an engine that
+    failed, or a text that differs."""
+    first = checked.failures[0]
+
+    def fails(candidate: Case) -> bool:
+        try:
+            failures = check(candidate, shelf, plain).failures
+        except Exception:  # a case that cannot be built is not a reduction
+            return False
+        return any(failure.is_of_a_text == first.is_of_a_text for failure in failures)
+
+    culprit = first.entry if first.is_of_a_text else None
+    return reduce_case(case, fails, culprit=culprit, limit_s=limit_s)
+
+
+def main(
+    case: Annotated[Path, "file of the case"], limit_s: Annotated[float, "seconds"] = 60.0
+) -> int:
+    """Reduces a case file; writes the result next to it, as NAME-smaller.json."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
+        shelf = ModelShelf(Path(scratch))
+        plain = PlainTexts(shelf)
+        drawn = load_case(case)
+        checked = check(drawn, shelf, plain)
+        if checked.failures:
+            smaller = reduced(drawn, checked, shelf, plain, limit_s=limit_s)
+            save_case(smaller, case.with_name(f"{case.stem}-smaller.json"))
+            sys.stdout.write(
+                f"{len(drawn.entries)} requests and {len(drawn.troubles)} troubles became "
+                f"{len(smaller.entries)} and {len(smaller.troubles)}\n"
+            )
+        else:
+            sys.stdout.write(f"{case}: nothing fails\n")
+        plain.close()
+    return 1 if checked.failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        run_command(main, sys.argv[1:], program="python -m tests.support.fuzz_reduction")
     )
