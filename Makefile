@@ -36,8 +36,8 @@ serve: install-serving
 
 # Tests without a service in two processes, one core each; those of a service one after the other.
 test: install
-	$(BIN)/python -m pytest -m 'not slow and not endurance and not gpu' --numprocesses 2 --dist loadfile $(DURATIONS) tests/unit tests/dist
-	$(BIN)/python -m pytest -m 'not slow and not endurance and not gpu' $(DURATIONS) tests/serve tests/hosts
+	$(BIN)/python -m pytest -m 'not slow and not gpu' --numprocesses 2 --dist loadfile $(DURATIONS) tests/unit tests/dist
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $(DURATIONS) tests/serve tests/hosts
 
 # Needs Linux, root, iproute2, openssh-server and rsync; skipped with a reason elsewhere.
 test-hosts: install

@@ -7,9 +7,9 @@ length that is fastest on all other prompts of its class. Independent of engines
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eesd_dist.bench.statistics import Rows, bootstrap
 
@@ -61,16 +61,17 @@ def mean_over_best_fixed(classes: Sequence[Sequence[PromptTimes]]) -> Ratio:
     ours_s = [np.array([times.ours_s for times in prompts]) for prompts in classes]
     fixed_s = [np.array([times.best_fixed_s for times in prompts]) for prompts in classes]
 
-    def mean_speed_up(rows_of: Sequence[Rows]) -> float:
-        return fmean(
-            float(fixed[rows].sum() / ours[rows].sum())
+    def mean_speed_up(rows_of: Sequence[Rows]) -> NDArray[np.float64]:
+        ratios = [
+            fixed[rows].sum(axis=-1) / ours[rows].sum(axis=-1)
             for fixed, ours, rows in zip(fixed_s, ours_s, rows_of, strict=True)
-        )
+        ]
+        return np.asarray(np.mean(ratios, axis=0))
 
     sizes = [len(prompts) for prompts in classes]
     interval = bootstrap(mean_speed_up, sizes)
     return Ratio(
-        value=mean_speed_up([np.arange(size) for size in sizes]),
+        value=float(mean_speed_up([np.arange(size) for size in sizes])),
         low=interval.low,
         high=interval.high,
     )

@@ -15,6 +15,7 @@ from eesd_dist.bench.control_report import (
     class_line,
     live_over_replay,
     load_line,
+    rounds_lines,
     say_replay,
     say_summary,
     summary_of,
@@ -187,6 +188,8 @@ def race_live(
         rates = findings.by_load[load] if findings is not None else None
         races.by_load[load] = track.race(blocks, _load_variants(bench.ceiling, rates))
         say(load_line(f"load {load}", races.by_load[load]))
+        for line in rounds_lines(races.by_load[load]):
+            say(line)
     for name, blocks in _tree_blocks(bench, rng).items():
         races.trees[name] = track.race(blocks, [PLAIN, *tree_variants()])
         say(load_line(f"trees, {name}", races.trees[name]))

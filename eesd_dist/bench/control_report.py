@@ -9,7 +9,7 @@ from typing import Any
 
 from eesd_dist.bench.judging import Findings, Rates, tree_variants
 from eesd_dist.bench.live import PLAIN, Race
-from eesd_dist.bench.rounds import decoding, ms_per_round
+from eesd_dist.bench.rounds import STAGES, ms_per_round, without_prefill
 
 CONTENDERS = ("goodput", "beta", "calibration")
 """Controllers in the summary; the first one is this project's."""
@@ -54,7 +54,7 @@ def _race_row(race: Race) -> dict[str, object]:
     rows: dict[str, object] = {}
     for label in race.labels:
         passes = [block[label] for block in race.blocks]
-        rounds = [stats for run in passes for stats in run.rounds]
+        rounds = race.rounds(label)
         drafted = sum(run.drafted for run in passes)
         plain, fixed = race.interval(label, PLAIN.label), race.interval(label, best)
         rows[label] = {
@@ -70,7 +70,7 @@ def _race_row(race: Race) -> dict[str, object]:
             "acceptance": round(sum(run.accepted for run in passes) / drafted, 3)
             if drafted
             else None,
-            "ms_per_round": ms_per_round(decoding(rounds)),
+            "ms_per_round": ms_per_round(without_prefill(rounds)),
         }
     return {
         "best_fixed": best,
@@ -184,6 +184,16 @@ def load_line(name: str, race: Race) -> str:
         for i in [race.interval(label, PLAIN.label)]
     )
     return f"{name:20} over plain: {shares}"
+
+
+def rounds_lines(race: Race) -> list[str]:
+    """Returns where the time of a round goes, for plain decoding and `goodput`."""
+    lines: list[str] = []
+    for label in (PLAIN.label, CONTENDERS[0]):
+        times_ms = ms_per_round(without_prefill(race.rounds(label)))
+        parts = ", ".join(f"{stage} {times_ms[stage]:.2f}" for stage in STAGES if times_ms)
+        lines.append(f"{'':20} {label}, ms a round: {parts}")
+    return lines
 
 
 def say_replay(findings: Findings, say: Callable[[str], None]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eesd_dist.bench.crowds import Crowd, Guest
 from eesd_dist.bench.replay import Variant
@@ -55,6 +56,9 @@ class Race:
     def rate(self, label: str) -> float:
         return _rate([block[label] for block in self.blocks])
 
+    def rounds(self, label: str) -> list[RoundStats]:
+        return [stats for block in self.blocks for stats in block[label].rounds]
+
     def ratio(self, label: str, over: str) -> float:
         return self.rate(label) / self.rate(over)
 
@@ -66,14 +70,15 @@ class Race:
 
     def interval(self, label: str, over: str, *, share: float = 0.9) -> Interval:
         """Returns a bootstrap interval over blocks."""
-        columns = [
-            np.array([[block[name].tokens, block[name].seconds] for block in self.blocks])
-            for name in (label, over)
-        ]
+        passes = [[block[name] for block in self.blocks] for name in (label, over)]
+        tokens, other_tokens = (np.array([run.tokens for run in runs]) for runs in passes)
+        seconds, other_seconds = (np.array([run.seconds for run in runs]) for runs in passes)
 
-        def ratio(rows_of: Sequence[Rows]) -> float:
-            ours, theirs = (column[rows_of[0]].sum(axis=0) for column in columns)
-            return float(ours[0] / ours[1] * theirs[1] / theirs[0])
+        def ratio(rows_of: Sequence[Rows]) -> NDArray[np.float64]:
+            (rows,) = rows_of
+            rate = tokens[rows].sum(axis=-1) / seconds[rows].sum(axis=-1)
+            other_rate = other_tokens[rows].sum(axis=-1) / other_seconds[rows].sum(axis=-1)
+            return np.asarray(rate / other_rate)
 
         return bootstrap(ratio, [len(self.blocks)], share=share)
 

@@ -18,7 +18,7 @@ from eesd_dist.bench.best_fixed import (
 )
 from eesd_dist.bench.options import OfflineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
-from eesd_dist.bench.rounds import decoding, ms_per_round
+from eesd_dist.bench.rounds import ms_per_round, without_prefill
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,
@@ -225,7 +225,7 @@ def row_of(score: Score, plain: Score, cost: CostModel | None) -> dict[str, Any]
         "tokens": score.tokens,
         "texts_unlike_plain": score.different,
     }
-    rounds = decoding(score.rounds)
+    rounds = without_prefill(score.rounds)
     if rounds:
         row["tokens_per_round"] = round(sum(r.num_emitted for r in rounds) / len(rounds), 3)
         row["ms_per_round"] = ms_per_round(rounds)

@@ -57,6 +57,6 @@ def ms_per_round(rounds: Sequence[RoundStats]) -> dict[str, float]:
     return {name: round(1e3 * statistics.median(column), 3) for name, column in columns.items()}
 
 
-def decoding(rounds: Sequence[RoundStats]) -> list[RoundStats]:
+def without_prefill(rounds: Sequence[RoundStats]) -> list[RoundStats]:
     """Returns the rounds without prefill."""
     return [stats for stats in rounds if stats.num_prefill_rows == 0]

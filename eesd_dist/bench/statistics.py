@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.intp]
-"""Indices of measurements of one group, with repetitions."""
+"""Indices of measurements of one group, with repetitions; the last axis is one resample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ def usual_s(times: Sequence[float]) -> float:
 
 
 def bootstrap(
-    statistic: Callable[[list[Rows]], float],
+    statistic: Callable[[list[Rows]], NDArray[np.float64]],
     sizes: Sequence[int],
     *,
     share: float = 0.95,
@@ -45,10 +45,10 @@ def bootstrap(
     """Returns the percentile bootstrap interval of a statistic (Efron and Tibshirani 1993, chapter
     13).
 
-    Each group of `sizes` measurements is drawn from on its own; equal arguments give equal
-    intervals.
+    Each group of `sizes` measurements is drawn from on its own; `statistic` gets the rows of all
+    resamples at once. Equal arguments give equal intervals.
     """
     rng = np.random.default_rng(seed)
-    resamples = [statistic([rng.integers(size, size=size) for size in sizes]) for _ in range(draws)]
+    values = statistic([rng.integers(size, size=(draws, size)) for size in sizes]).tolist()
     tail = (1.0 - share) / 2
-    return Interval(low=percentile(resamples, tail), high=percentile(resamples, 1.0 - tail))
+    return Interval(low=percentile(values, tail), high=percentile(values, 1.0 - tail))

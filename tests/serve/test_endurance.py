@@ -44,6 +44,7 @@ def test_a_short_run_reads_every_role_and_finds_no_page_in_use(tmp_path: Path) -
 
 
 @pytest.mark.endurance
+@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_nothing_grows_in_twenty_minutes() -> None:
     done = subprocess.run([sys.executable, "-m", "tests.endurance"], check=False)

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import msgspec
 import pytest
 
-from eesd_dist.bench.rounds import STAGES, decoding, ms_per_round, round_s, split_of
+from eesd_dist.bench.rounds import STAGES, ms_per_round, round_s, split_of, without_prefill
 from eesd_dist.types import RoundStats, Traffic
 from tests.unit.telemetry.rounds import a_round
 
@@ -45,7 +45,7 @@ def test_a_round_is_reported_by_the_median_of_each_stage() -> None:
 
 def test_rounds_with_prefill_are_left_out() -> None:
     prefill = a_round(num_prefill_rows=9)
-    assert decoding([prefill, STATS, prefill]) == [STATS]
+    assert without_prefill([prefill, STATS, prefill]) == [STATS]
 
 
 def test_the_rounds_of_a_service_are_read_back() -> None:

@@ -5,8 +5,11 @@ from random import Random
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from eesd_dist.bench.statistics import Rows, bootstrap, percentile, usual_s
+
+Floats = NDArray[np.float64]
 
 
 def test_a_percentile_is_the_smallest_value_that_enough_others_do_not_exceed() -> None:
@@ -35,8 +38,8 @@ def test_nine_in_ten_intervals_contain_the_mean() -> None:
     for _ in range(200):
         values = rng.normal(size=40)
 
-        def mean(chosen: list[Rows]) -> float:
-            return float(values[chosen[0]].mean())  # noqa: B023
+        def mean(rows_of: list[Rows]) -> Floats:
+            return np.asarray(values[rows_of[0]].mean(axis=-1))  # noqa: B023
 
         interval = bootstrap(mean, [40], share=0.9, draws=300)
         num_containing += interval.low <= 0.0 <= interval.high
@@ -46,16 +49,16 @@ def test_nine_in_ten_intervals_contain_the_mean() -> None:
 def test_groups_are_drawn_apart_and_equal_arguments_give_equal_intervals() -> None:
     low, high = np.zeros(5), np.ones(7)
 
-    def sum_of_means(chosen: list[Rows]) -> float:
-        assert [len(rows) for rows in chosen] == [5, 7]
-        return float(low[chosen[0]].mean() + high[chosen[1]].mean())
+    def sum_of_means(rows_of: list[Rows]) -> Floats:
+        assert [rows.shape[-1] for rows in rows_of] == [5, 7]
+        return np.asarray(low[rows_of[0]].mean(axis=-1) + high[rows_of[1]].mean(axis=-1))
 
     interval = bootstrap(sum_of_means, [5, 7])
     assert (interval.low, interval.high) == (1.0, 1.0)
     values = np.arange(9.0)
 
-    def mean(chosen: list[Rows]) -> float:
-        return float(values[chosen[0]].mean())
+    def mean(rows_of: list[Rows]) -> Floats:
+        return np.asarray(values[rows_of[0]].mean(axis=-1))
 
     assert bootstrap(mean, [9]) == bootstrap(mean, [9])
     assert bootstrap(mean, [9]) != bootstrap(mean, [9], seed=1)
