@@ -7,7 +7,7 @@ PINNED := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c in
 DURATIONS := --durations=25 --durations-min=2
 SOURCES := eesd_launcher.py eesd_dist serve_app cluster tests infra
 
-.PHONY: install install-serving pins serve test test-fuzz test-hosts test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
+.PHONY: install install-serving pins serve test fuzz-reduce test-fuzz test-hosts test-autoscaling test-endurance test-plan test-planted-errors test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 
 # Everything, for developers.
 install: $(VENV)/.installed
@@ -47,6 +47,26 @@ test-hosts: install
 test-fuzz: install
 	$(BIN)/python -m pytest tests/serve/test_schemathesis.py tests/serve/test_fuzz.py -k 'twenty_thousand or document'
 
+# A load from zero to eight streams and back, and the pipelines and nodes that follow; five minutes.
+test-autoscaling: install
+	$(BIN)/python -m pytest -m autoscaling tests/serve
+
+# The slopes of memory, handles, pages and actors over twenty minutes of load, kills and left streams.
+test-endurance: install
+	$(BIN)/python -m pytest -s -m endurance tests/serve
+
+# The planner's forecast against measured rounds of this machine, which has to be quiet; ten minutes.
+test-plan: install
+	$(BIN)/python -m tests.support.plan_accuracy
+
+# Errors planted in the verify stage, each of which the fuzz must find from ten seeds; an hour and a half at most.
+test-planted-errors: install
+	$(BIN)/python -m pytest tests/unit/bench/fuzz/test_planted_errors.py tests/unit/bench/fuzz/test_reduction.py
+
+# CASE=FILE: makes a failing case of `eesd bench exact --random` smaller.
+fuzz-reduce: install
+	$(BIN)/python -m tests.support.fuzz_reduction --case $(CASE)
+
 test-slow: install
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m 'hypothesis and not slow and not gpu' --hypothesis-profile search tests/unit tests/dist
@@ -85,7 +105,7 @@ bench-chaos: install
 
 # Controllers against each other, replayed and live; under fifteen minutes on two quiet cores.
 bench-control: install
-	$(BIN)/eesd bench control --plots bench-control
+	$(BIN)/eesd bench control
 
 # Three hosts of network namespaces on this machine: Linux, root and iproute2.
 bench-hosts: install

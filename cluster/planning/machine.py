@@ -48,7 +48,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTimes:
-    """Host time that no stage hides: CPU seconds of `eesd bench host`, from
+    """Host time that no stage hides: CPU seconds of rounds without a model, from
     docs/benchmarks/2026-11-25-host-2cpu.json, at 1 and 64 requests."""
 
     step_s: float = 0.13e-3

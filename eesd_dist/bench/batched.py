@@ -18,7 +18,6 @@ from eesd_dist.bench.output import print_report, say_unless
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from eesd_dist.engine.build import device_named
 from eesd_dist.engine.local import LocalEngine
-from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
@@ -58,7 +57,7 @@ def main(options: BatchedOptions) -> None:
         }
         rates = (found[str(batch)][name]["tokens_per_s"] for name in variants)
         say(f"{batch:>9}" + "".join(f"{rate:>16.1f}" for rate in rates))
-    print_report({"batches": found, "provenance": collect_provenance().as_json()})
+    print_report({"batches": found})
 
 
 def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate]:

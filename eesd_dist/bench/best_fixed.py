@@ -5,18 +5,18 @@ lengths and a few prompts the best of them is the luckiest. Here each prompt is 
 length that is fastest on all other prompts of its class. Independent of engines and controllers.
 """
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
-_RESAMPLES = 2000
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd_dist.bench.statistics import Rows, bootstrap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """`low` and `high`: 95 % percentile bootstrap over prompts (Efron and Tibshirani 1993, chapter
-    13)."""
+    """`low` and `high`: 95 % bootstrap interval over prompts."""
 
     value: float
     low: float
@@ -58,17 +58,20 @@ def over_best_fixed(times: Sequence[PromptTimes]) -> Ratio:
 
 def mean_over_best_fixed(classes: Sequence[Sequence[PromptTimes]]) -> Ratio:
     """Returns the mean over classes; prompts are drawn within their class."""
-    rng = random.Random("bootstrap")
-    drawn = sorted(
-        fmean(_speed_up(rng.choices(times, k=len(times))) for times in classes)
-        for _ in range(_RESAMPLES)
-    )
+    ours_s = [np.array([times.ours_s for times in prompts]) for prompts in classes]
+    fixed_s = [np.array([times.best_fixed_s for times in prompts]) for prompts in classes]
+
+    def mean_speed_up(rows_of: Sequence[Rows]) -> NDArray[np.float64]:
+        ratios = [
+            fixed[rows].sum(axis=-1) / ours[rows].sum(axis=-1)
+            for fixed, ours, rows in zip(fixed_s, ours_s, rows_of, strict=True)
+        ]
+        return np.asarray(np.mean(ratios, axis=0))
+
+    sizes = [len(prompts) for prompts in classes]
+    interval = bootstrap(mean_speed_up, sizes)
     return Ratio(
-        value=fmean(map(_speed_up, classes)),
-        low=drawn[int(0.025 * _RESAMPLES)],
-        high=drawn[int(0.975 * _RESAMPLES)],
+        value=float(mean_speed_up([np.arange(size) for size in sizes])),
+        low=interval.low,
+        high=interval.high,
     )
-
-
-def _speed_up(times: Sequence[PromptTimes]) -> float:
-    return sum(one.best_fixed_s for one in times) / sum(one.ours_s for one in times)

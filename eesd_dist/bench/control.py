@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from eesd_dist.bench.charts.pictures import draw_all
 from eesd_dist.bench.control_report import (
     CONTENDERS,
     LiveRaces,
     class_line,
     live_over_replay,
     load_line,
+    rounds_lines,
     say_replay,
     say_summary,
     summary_of,
@@ -47,7 +47,6 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.build import build_local_engine, layout_of
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.errors import ConfigError
-from eesd_dist.provenance import collect_provenance
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
@@ -189,6 +188,8 @@ def race_live(
         rates = findings.by_load[load] if findings is not None else None
         races.by_load[load] = track.race(blocks, _load_variants(bench.ceiling, rates))
         say(load_line(f"load {load}", races.by_load[load]))
+        for line in rounds_lines(races.by_load[load]):
+            say(line)
     for name, blocks in _tree_blocks(bench, rng).items():
         races.trees[name] = track.race(blocks, [PLAIN, *tree_variants()])
         say(load_line(f"trees, {name}", races.trees[name]))
@@ -249,7 +250,7 @@ def main(options: ControlOptions) -> None:
     bench = _bench(options, QUICK if options.quick else FULL)
     if bench.cost is None:
         bench = replace(bench, cost=bench.learn_cost())
-    traces, findings, judge = None, None, None
+    traces, findings = None, None
     if options.only != "live":
         traces = _traces(options, bench, say)
         judge = Judge(traces, _setting(bench, traces), seed=options.seed)
@@ -271,10 +272,6 @@ def main(options: ControlOptions) -> None:
             engine.close()
     summary = summary_of(findings, races)
     say_summary(summary, say)
-    if options.plots is not None and judge is not None and findings is not None:
-        live = races.by_load if races is not None else {}
-        for file in draw_all(options.plots, judge, findings, live):
-            say(f"drew {file}")
     report = {
         "summary": summary,
         "live": races.as_json() if races is not None else None,
@@ -282,9 +279,8 @@ def main(options: ControlOptions) -> None:
         "live_over_replay": live_over_replay(races, findings),
         "cost_model": cost.to_json() if cost is not None else None,
         "settings": _settings(options, bench, traces),
-        "provenance": collect_provenance(seed=options.seed).as_json(),
     }
-    print_report(report)
+    print_report(report, seed=options.seed)
 
 
 def _traces(options: ControlOptions, bench: Bench, say: Say) -> TraceSet:

@@ -9,6 +9,7 @@ from typing import Any
 
 from eesd_dist.bench.judging import Findings, Rates, tree_variants
 from eesd_dist.bench.live import PLAIN, Race
+from eesd_dist.bench.rounds import STAGES, ms_per_round, without_prefill
 
 CONTENDERS = ("goodput", "beta", "calibration")
 """Controllers in the summary; the first one is this project's."""
@@ -53,7 +54,7 @@ def _race_row(race: Race) -> dict[str, object]:
     rows: dict[str, object] = {}
     for label in race.labels:
         passes = [block[label] for block in race.blocks]
-        rounds = sum(run.rounds for run in passes)
+        rounds = race.rounds(label)
         drafted = sum(run.drafted for run in passes)
         plain, fixed = race.interval(label, PLAIN.label), race.interval(label, best)
         rows[label] = {
@@ -64,11 +65,12 @@ def _race_row(race: Race) -> dict[str, object]:
             "over_best_fixed": round(race.ratio(label, best), 3),
             "over_best_fixed_median": round(race.median_ratio(label, best), 3),
             "over_best_fixed_90": [round(fixed.low, 3), round(fixed.high, 3)],
-            "tokens_per_round": round(sum(run.tokens for run in passes) / rounds, 2),
+            "tokens_per_round": round(sum(run.tokens for run in passes) / len(rounds), 2),
             "drafted_per_token": round(drafted / sum(run.tokens for run in passes), 2),
             "acceptance": round(sum(run.accepted for run in passes) / drafted, 3)
             if drafted
             else None,
+            "ms_per_round": ms_per_round(without_prefill(rounds)),
         }
     return {
         "best_fixed": best,
@@ -182,6 +184,16 @@ def load_line(name: str, race: Race) -> str:
         for i in [race.interval(label, PLAIN.label)]
     )
     return f"{name:20} over plain: {shares}"
+
+
+def rounds_lines(race: Race) -> list[str]:
+    """Returns where the time of a round goes, for plain decoding and `goodput`."""
+    lines: list[str] = []
+    for label in (PLAIN.label, CONTENDERS[0]):
+        times_ms = ms_per_round(without_prefill(race.rounds(label)))
+        parts = ", ".join(f"{stage} {times_ms[stage]:.2f}" for stage in STAGES if times_ms)
+        lines.append(f"{'':20} {label}, ms a round: {parts}")
+    return lines
 
 
 def say_replay(findings: Findings, say: Callable[[str], None]) -> None:

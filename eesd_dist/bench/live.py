@@ -10,10 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
 
 from eesd_dist.bench.crowds import Crowd, Guest
 from eesd_dist.bench.replay import Variant
+from eesd_dist.bench.statistics import Interval, Rows, bootstrap
 from eesd_dist.bench.traces import Text
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.types import Request, RequestId, RoundStats, TokenId
@@ -28,22 +31,16 @@ class Pass:
     seconds: float = 0.0
     tokens: int = 0
     texts: list[tuple[TokenId, ...]] = field(default_factory=list)
-    rounds: int = 0
+    rounds: list[RoundStats] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
     largest_batch: int = 0
 
     def count(self, stats: RoundStats) -> None:
-        self.rounds += 1
+        self.rounds.append(stats)
         self.drafted += stats.num_drafted
         self.accepted += stats.num_accepted
         self.largest_batch = max(self.largest_batch, stats.num_requests)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +56,9 @@ class Race:
     def rate(self, label: str) -> float:
         return _rate([block[label] for block in self.blocks])
 
+    def rounds(self, label: str) -> list[RoundStats]:
+        return [stats for block in self.blocks for stats in block[label].rounds]
+
     def ratio(self, label: str, over: str) -> float:
         return self.rate(label) / self.rate(over)
 
@@ -68,16 +68,19 @@ class Race:
             _rate([block[label]]) / _rate([block[over]]) for block in self.blocks
         )
 
-    def interval(self, label: str, over: str, *, share: float = 0.9, draws: int = 1000) -> Interval:
-        """Returns a bootstrap interval over blocks (Efron 1979); seeded, so that it repeats."""
-        rng = Random(f"{label}/{over}/{len(self.blocks)}")
-        ratios = []
-        for _ in range(draws):
-            drawn = rng.choices(self.blocks, k=len(self.blocks))
-            ratios.append(_rate([b[label] for b in drawn]) / _rate([b[over] for b in drawn]))
-        ratios.sort()
-        tail = round((1.0 - share) / 2 * (draws - 1))
-        return Interval(low=ratios[tail], high=ratios[-1 - tail])
+    def interval(self, label: str, over: str, *, share: float = 0.9) -> Interval:
+        """Returns a bootstrap interval over blocks."""
+        passes = [[block[name] for block in self.blocks] for name in (label, over)]
+        tokens, other_tokens = (np.array([run.tokens for run in runs]) for runs in passes)
+        seconds, other_seconds = (np.array([run.seconds for run in runs]) for runs in passes)
+
+        def ratio(rows_of: Sequence[Rows]) -> NDArray[np.float64]:
+            (rows,) = rows_of
+            rate = tokens[rows].sum(axis=-1) / seconds[rows].sum(axis=-1)
+            other_rate = other_tokens[rows].sum(axis=-1) / other_seconds[rows].sum(axis=-1)
+            return np.asarray(rate / other_rate)
+
+        return bootstrap(ratio, [len(self.blocks)], share=share)
 
     @property
     def fixed(self) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """`eesd bench offline`: times every controller, plain decoding and transformers in alternation."""
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from eesd_dist.bench.best_fixed import (
 )
 from eesd_dist.bench.options import OfflineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
+from eesd_dist.bench.rounds import ms_per_round, without_prefill
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,
@@ -31,7 +31,6 @@ from eesd_dist.control.regret import hindsight, position_rates
 from eesd_dist.engine.build import build_local_engine, layout_of
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.model.cpu.calls import kernel_clock
-from eesd_dist.provenance import collect_provenance
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
@@ -226,13 +225,10 @@ def row_of(score: Score, plain: Score, cost: CostModel | None) -> dict[str, Any]
         "tokens": score.tokens,
         "texts_unlike_plain": score.different,
     }
-    decoding = [r for r in score.rounds if not r.num_prefill_rows]
-    if decoding:
-        row["tokens_per_round"] = round(sum(r.num_emitted for r in decoding) / len(decoding), 3)
-        row["ms_per_round"] = {
-            stage: round(1e3 * statistics.median(getattr(r, f"{stage}_s") for r in decoding), 3)
-            for stage in ("plan", "draft", "transfer", "verify", "commit", "other")
-        }
+    rounds = without_prefill(score.rounds)
+    if rounds:
+        row["tokens_per_round"] = round(sum(r.num_emitted for r in rounds) / len(rounds), 3)
+        row["ms_per_round"] = ms_per_round(rounds)
     if score.kernels_s:
         count = len(score.rounds)
         row["ms_per_round_with_prefill"] = {
@@ -356,6 +352,5 @@ def main(options: OfflineOptions) -> None:
             "exit_layer": layout.split,
             "num_layers": layout.spec.num_layers,
         },
-        "provenance": collect_provenance(seed=0).as_json(),
     }
-    print_report(report)
+    print_report(report, seed=0)

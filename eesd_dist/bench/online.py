@@ -5,23 +5,23 @@ Overlap is a setting of the service, so that comparing on and off takes two runs
 """
 
 import asyncio
-import json
-import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import httpx
+import msgspec
 
+from eesd_dist.bench.load_client import Streamed, ask, client_of, offer, read_bodies
 from eesd_dist.bench.options import OnlineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
-from eesd_dist.bench.streamed import Listener, stream
-from eesd_dist.errors import ConfigError, EngineError
-from eesd_dist.provenance import collect_provenance
+from eesd_dist.bench.rounds import ms_per_round
+from eesd_dist.bench.statistics import percentile
+from eesd_dist.errors import EngineError
+from eesd_dist.types import RoundStats
 
 MODES = ("off", "auto")
 
@@ -39,68 +39,28 @@ class Sample:
     num_accepted: int
 
 
-async def ask(
-    client: httpx.AsyncClient, model: str, body: dict[str, Any], *, mode: str, max_tokens: int
-) -> Sample:
-    """Sends one streamed request. Raises EngineError with the service's message if it fails."""
-    listener = Listener(mode)
-    options = {
-        "model": model,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-        "speculation": {"mode": mode},
-    }
-    await stream(client, listener, body | options)
-    answer = listener.heard()
-    if not answer.is_complete or answer.num_tokens is None:
-        raise EngineError(answer.error or "the stream ended before its text")
-    arrivals = answer.arrivals_s or (answer.ended_s,)
-    draft = answer.metrics.get("speculative_decoding") or {}
+def sample_of(stream: Streamed) -> Sample:
+    """Returns a request's measurements. Raises EngineError with the service's message if it
+    failed."""
+    if not stream.is_complete or stream.num_tokens is None:
+        raise EngineError(stream.error or "the stream ended before its text")
+    arrivals = stream.arrivals_s or (stream.ended_s,)
+    draft = stream.metrics.get("speculative_decoding") or {}
     return Sample(
-        first_token_s=arrivals[0] - answer.asked_s,
+        first_token_s=arrivals[0] - stream.asked_s,
         gaps_s=tuple(b - a for a, b in pairwise(arrivals)),
-        total_s=answer.ended_s - answer.asked_s,
-        num_tokens=answer.num_tokens,
+        total_s=stream.ended_s - stream.asked_s,
+        num_tokens=stream.num_tokens,
         num_drafted=draft.get("num_draft_tokens", 0),
         num_accepted=draft.get("num_accepted_draft_tokens", 0),
     )
-
-
-async def offer(
-    client: httpx.AsyncClient,
-    model: str,
-    bodies: Sequence[dict[str, Any]],
-    *,
-    mode: str,
-    rate_per_s: float,
-    max_tokens: int,
-    seed: int,
-) -> tuple[list[Sample], float]:
-    """Sends `bodies` at Poisson times; returns the samples and the seconds from first to last."""
-    rng = random.Random(seed)
-    started = time.perf_counter()
-    tasks: list[asyncio.Task[Sample]] = []
-    for body in bodies:
-        tasks.append(
-            asyncio.create_task(ask(client, model, body, mode=mode, max_tokens=max_tokens))
-        )
-        await asyncio.sleep(rng.expovariate(rate_per_s))
-    samples = await asyncio.gather(*tasks)
-    return samples, time.perf_counter() - started
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Returns p50, p95 and p99 in milliseconds."""
     if not values:
         return {}
-    ordered = sorted(values)
-    return {
-        f"p{p}": round(1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))], 2)
-        for p in (50, 95, 99)
-    }
+    return {f"p{p}": round(1e3 * percentile(values, p / 100), 2) for p in (50, 95, 99)}
 
 
 def row_of(samples: Sequence[Sample], wall_s: float) -> dict[str, Any]:
@@ -129,68 +89,60 @@ async def run(
     seed: int,
     say: Say,
 ) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
+    async with client_of(url) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
-        for mode in MODES:
-            for body in bodies[:3]:
-                await ask(client, model, body, mode=mode, max_tokens=max_tokens)
-        alone = [
-            await ask(client, model, body, mode="off", max_tokens=max_tokens) for body in bodies[:6]
-        ]
-        alone_s = statistics.median(s.total_s for s in alone)
-        by_mode: dict[str, dict[str, Any]] = {"off": overhead_of(await _rounds(client, len(alone)))}
-        for body in bodies[:6]:
-            await ask(client, model, body, mode="auto", max_tokens=max_tokens)
-        by_mode["auto"] = overhead_of(await _rounds(client, len(alone)))
+        options = {
+            "model": model,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        by_mode = {
+            mode: [body | options | {"speculation": {"mode": mode}} for body in bodies]
+            for mode in MODES
+        }
+        for requests in by_mode.values():
+            await _in_turn(client, requests[:3])
+        alone_s = statistics.median(s.total_s for s in await _in_turn(client, by_mode["off"][:6]))
+        alone = {"off": ms_per_round(await _rounds(client, 6))}
+        await _in_turn(client, by_mode["auto"][:6])
+        alone["auto"] = ms_per_round(await _rounds(client, 6))
         rows: list[dict[str, Any]] = []
         for load in loads:
-            chosen = [bodies[i % len(bodies)] for i in range(max(per_load, 2 * load))]
-            for mode in MODES:
-                samples, wall_s = await offer(
-                    client,
-                    model,
-                    chosen,
-                    mode=mode,
-                    rate_per_s=load / alone_s,
-                    max_tokens=max_tokens,
-                    seed=seed + load,
-                )
+            for mode, requests in by_mode.items():
+                offered = list(islice(cycle(requests), max(per_load, 2 * load)))
+                began_s = time.perf_counter()
+                streams = await offer(client, offered, rate_per_s=load / alone_s, seed=seed + load)
+                wall_s = time.perf_counter() - began_s
                 row: dict[str, Any] = {"load": load, "speculation": mode}
-                row |= row_of(samples, wall_s)
+                row |= row_of([sample_of(stream) for stream in streams], wall_s)
                 rows.append(row)
                 say(
                     f"load {load:3} {mode:5} {row['tokens_per_s']:8.1f} tok/s"
                     f"  ttft p50 {row['ttft_ms']['p50']:8.1f} ms"
                     f"  per token p50 {row['time_per_token_ms']['p50']:7.2f} ms"
                 )
-        rounds = overhead_of(await _rounds(client, None))
-    return {"alone_s": round(alone_s, 4), "rows": rows, "alone": by_mode, "rounds": rounds}
+        rounds = ms_per_round(await _rounds(client, None))
+    return {"alone_s": round(alone_s, 4), "rows": rows, "alone": alone, "rounds": rounds}
 
 
-async def _rounds(client: httpx.AsyncClient, last_requests: int | None) -> list[dict[str, Any]]:
+async def _in_turn(
+    client: httpx.AsyncClient, bodies: Sequence[Mapping[str, object]]
+) -> list[Sample]:
+    return [sample_of(await ask(client, body)) for body in bodies]
+
+
+async def _rounds(client: httpx.AsyncClient, last_requests: int | None) -> list[RoundStats]:
     """Returns the service's latest rounds, of the last `last_requests` requests if given."""
-    rounds: list[dict[str, Any]] = (await client.get("/debug/rounds")).json()["rounds"]
+    page = (await client.get("/debug/rounds")).json()
+    rounds = msgspec.convert(page["rounds"], list[RoundStats])
     if last_requests is None:
         return rounds
-    seen: list[str] = []
-    for row in reversed(rounds):
-        seen += [name for name in row["request_ids"] if name not in seen]
-    wanted = set(seen[:last_requests])
-    return [row for row in rounds if wanted & set(row["request_ids"])]
-
-
-def overhead_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns medians per round in ms; `overhead` is everything but drafting and verifying."""
-    if not rounds:
-        return {}
-    stages = ("plan_s", "draft_s", "transfer_s", "verify_s", "commit_s")
-    row: dict[str, Any] = {
-        stage[:-2]: round(1e3 * statistics.median(r[stage] for r in rounds), 3) for stage in stages
-    }
-    row["overhead"] = round(
-        1e3 * statistics.median(r["plan_s"] + r["transfer_s"] + r["commit_s"] for r in rounds), 3
-    )
-    return row
+    request_ids = dict.fromkeys(name for row in reversed(rounds) for name in row.request_ids)
+    latest = set(islice(request_ids, last_requests))
+    return [row for row in rounds if latest & set(row.request_ids)]
 
 
 def summarise(report: dict[str, Any]) -> dict[str, Any]:
@@ -215,21 +167,6 @@ def summarise(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_bodies(path: Path) -> list[dict[str, Any]]:
-    bodies: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        row = json.loads(line)
-        if "question" in row:
-            bodies.append({"messages": [{"role": "user", "content": row["question"]}]})
-        elif "messages" in row or "prompt" in row:
-            bodies.append({key: row[key] for key in ("messages", "prompt") if key in row})
-        else:
-            raise ConfigError(f"{path}:{number}: found {sorted(row)}, expected messages or prompt")
-    return bodies
-
-
 def main(options: OnlineOptions) -> None:
     report = asyncio.run(
         run(
@@ -243,5 +180,4 @@ def main(options: OnlineOptions) -> None:
         )
     )
     report = {"summary": summarise(report)} | report
-    report["provenance"] = collect_provenance(seed=options.seed).as_json()
-    print_report(report)
+    print_report(report, seed=options.seed)

@@ -116,69 +116,6 @@ class BatchedOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostOptions:
-    """The host's time in a round, by batch, without a model.
-
-    The real round loop of a 70B-shaped pipeline, from the plan to the commit, with layers that
-    compute nothing. `decode`, `rows` and `rules` are a verify rank's.
-    """
-
-    batches: Annotated[tuple[int, ...], "requests in a round"] = (1, 8, 64, 256)
-    context: Annotated[int, "tokens of each request"] = 4096
-    controllers: Annotated[tuple[str, ...], "draft-length controllers"] = ("fixed", "goodput")
-    rounds: Annotated[int, "rounds to average"] = 100
-    json: Json = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseOptions:
-    """Independence of the sampling noise of two tokens.
-
-    For every difference of one to three bits below 2^17, and for ids that are a few apart, N pairs
-    are drawn, each with another key. The statistics are how often a token of probability 0.01, 0.2,
-    0.5 or 0.8 wins, as in sampling, and typical faults of weak hashes (correlation, low bits, joint
-    tails). Exit status 1 if a z value is above 5.5.
-    """
-
-    draws: Annotated[int, "pairs per difference"] = 10_000_000
-    seed: Annotated[int, "seed of the keys"] = 0
-    json: Json = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FiltersOptions:
-    """Filters on shards against filters on sorted rows.
-
-    Sharp, flat, uniform, tied and masked rows of 1,000 to 131,072 tokens, random top_k, top_p and
-    min_p, on one to eight ranks that are threads, with shards of random widths. Then the bytes that
-    a round of 320 rows exchanges, and the time of a choice in one rank. Exit status 1 if a row
-    differs.
-    """
-
-    rows: Annotated[int, "rows to compare"] = 100_000
-    seed: Annotated[int, "seed of rows, filters and shards"] = 0
-    quick: Annotated[bool, "compare only"] = False
-    json: Json = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarsOptions:
-    """Structured output: 200 schemas, 40 expressions.
-
-    Every text that ends is checked by another library than the one that constrained it, every
-    other one has to be the beginning of a text that matches, and all are compared with speculation
-    off. Then acceptance and speed with and without grammars, and the time of a round's masks. Exit
-    status 1 if a text does not match or differs.
-    """
-
-    model: Model = BUNDLED_MODEL
-    prompts: Prompts = SHIPPED_PROMPTS
-    device: Annotated[Device, "where to compute"] = "auto"
-    max_tokens: Annotated[int, "length of a text that does not end before"] = 300
-    json: Json = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlOptions:
     """Controllers against the best fixed draft length.
 
@@ -205,6 +142,5 @@ class ControlOptions:
     record: Annotated[Path | None, "write the recorded traces to this file"] = None
     traces: Annotated[Path | None, "replay the traces of this file"] = None
     cost: Annotated[Path | None, "cost model, JSON; measured if not given"] = None
-    plots: Annotated[Path | None, "folder for PNG pictures"] = None
     quick: Annotated[bool, "under four minutes on two cores"] = False
     json: Json = False

@@ -9,7 +9,7 @@ Shapes: S rows, V tokens.
 
 Two tokens of one row have ids of a fixed difference, so the hash must decorrelate ids of every
 difference: two multiplication rounds do not (docs/exactness.md has the figures), three with a key
-word before each do. `eesd bench noise` measures this.
+word before each do. `tests/unit/sampling/test_noise.py` measures this.
 
 Sources: keys by the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014; constants of
 Stafford's variant 13); tokens by triple32 (Wellons, "hash-prospector", 2018), keyed.

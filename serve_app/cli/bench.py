@@ -4,21 +4,42 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from cluster.planning.accuracy_options import AccuracyOptions
 from eesd_dist.bench import options as engine
-from eesd_dist.bench.costs.options import CostsOptions, MemoryOptions
+from eesd_dist.bench.costs.options import CostsOptions
 from eesd_dist.bench.fuzz.options import FuzzOptions
 from eesd_dist.bench.prompts import BUNDLED_MODEL
 from eesd_dist.command_line import add_callback, add_module, group
+from eesd_dist.errors import ConfigError
 from serve_app.bench import options as service
 
 _FUZZ = "exact --random"
+_PYTEST = "python -m pytest"
+REMOVED = {
+    "autoscaling": "`make test-autoscaling` in the repository",
+    "endure": "`make test-endurance` in the repository",
+    "filters": f"`{_PYTEST} -m slow tests/unit/sampling/test_filters.py`",
+    "grammars": f"`{_PYTEST} -m slow tests/unit/text/test_grammar_corpus.py`",
+    "host": "`eesd bench control` or `offline`, whose ms_per_round has plan, draft and commit",
+    "memory": "`eesd bench offline`, which compares plain decoding with transformers",
+    "migration": f"`{_PYTEST} tests/serve/test_kv_migration.py`",
+    "noise": f"`{_PYTEST} -m slow tests/unit/sampling/test_noise.py`",
+    "plan": "`make test-plan` in the repository",
+    "rounds": "`eesd bench control`, or `make bench-online` for a service with and without overlap",
+    "router": f"`{_PYTEST} tests/unit/routing/test_beliefs.py`",
+    "tracing": "`eesd bench online` against services that differ in `telemetry` alone",
+}
+"""Benchmarks of earlier releases, and their replacements."""
 
 
 class _Benchmarks(TyperGroup):
-    """Resolves `exact` with --random or --case, which has other options, to a separate command."""
+    """Resolves `exact` with --random or --case, which has other options, to a separate command.
+
+    Names the replacement of a benchmark that was removed.
+    """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in REMOVED:
+            raise ConfigError(f"`eesd bench {args[0]}` was removed: use {REMOVED[args[0]]}")
         name, command, rest = super().resolve_command(ctx, args)
         if name == "exact" and any(word.split("=")[0] in ("--random", "--case") for word in rest):
             command = self.commands[_FUZZ]
@@ -42,18 +63,6 @@ add_module(
     defaults={"model": (BUNDLED_MODEL,)},
 )
 add_module(app, "batch", engine.BatchedOptions, "eesd_dist.bench.batched")
-add_module(app, "host", engine.HostOptions, "eesd_dist.bench.host")
 add_module(app, "costs", CostsOptions, "eesd_dist.bench.costs.command")
-add_module(app, "memory", MemoryOptions, "eesd_dist.bench.costs.memory")
-add_module(app, "plan", AccuracyOptions, "cluster.planning.accuracy")
-add_module(app, "noise", engine.NoiseOptions, "eesd_dist.bench.noise")
-add_module(app, "filters", engine.FiltersOptions, "eesd_dist.bench.filters")
-add_module(app, "grammars", engine.GrammarsOptions, "eesd_dist.bench.grammars.command")
 add_module(app, "control", engine.ControlOptions, "eesd_dist.bench.control")
-add_module(app, "router", service.RouterOptions, "serve_app.bench.router.command")
-add_module(app, "rounds", service.RoundsOptions, "serve_app.bench.rounds.command")
-add_module(app, "tracing", service.TracingBenchOptions, "serve_app.bench.tracing.command")
 add_module(app, "chaos", service.ChaosOptions, "serve_app.bench.chaos.command")
-add_module(app, "endure", service.EndureOptions, "serve_app.bench.endure.command")
-add_module(app, "migration", service.MigrationOptions, "serve_app.bench.kv_migration")
-add_module(app, "autoscaling", service.AutoscalingOptions, "serve_app.bench.autoscaling.command")

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from eesd_dist.bench.streamed import Listener, Streamed, stream
+from eesd_dist.bench.load_client import Listener, Streamed, stream
 from tests.support.hosts import Hosts
 from tests.support.ray_hosts import PORT, HostsService, RayHosts
 from tests.support.running import until

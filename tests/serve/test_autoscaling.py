@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 Row = dict[str, Any]
+pytestmark = pytest.mark.autoscaling
 
 
 @pytest.fixture(scope="module")
 def report(tiny_service: Path) -> Row:
-    """Runs the benchmark with short delays, in a separate process: it has a Ray of its own."""
-    command = [sys.executable, "-m", "serve_app.cli.main", "bench", "autoscaling", "--json"]
+    """Runs the proof with short delays, in a separate process: it has a Ray of its own."""
+    command = [sys.executable, "-m", "tests.autoscaling", "--json"]
     options = ["--model", str(tiny_service), "--quick", "--tokens", "200", "--hold-s", "2"]
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     done = subprocess.run(

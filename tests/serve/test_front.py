@@ -7,7 +7,7 @@ from collections.abc import Callable
 import httpx
 from psutil import Process
 
-from eesd_dist.bench.streamed import Listener, Streamed, stream
+from eesd_dist.bench.load_client import Listener, Streamed, stream
 from tests.support.running import Running, descendants, until
 
 _BODY = {

@@ -19,8 +19,8 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from eesd_dist.bench import streamed
-from eesd_dist.bench.streamed import Listener, Streamed
+from eesd_dist.bench import load_client
+from eesd_dist.bench.load_client import Listener, Streamed
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
@@ -179,7 +179,7 @@ def test_streams_of_a_killed_ingress_continue_at_the_other_one(service: Running)
         listeners = [Listener(str(each["request_id"])) for each in bodies]
         async with httpx.AsyncClient(base_url=service.url, timeout=180) as client:
             reading = [
-                asyncio.ensure_future(streamed.stream(client, listener, each, max_attempts=100))
+                asyncio.ensure_future(load_client.stream(client, listener, each, max_attempts=100))
                 for listener, each in zip(listeners, bodies, strict=True)
             ]
             if kills:

@@ -3,15 +3,13 @@
 Like a product it is shared by tensor-parallel ranks: each has a part of the heads.
 """
 
-import time
+from functools import partial
 from itertools import product
 
 import torch
-from torch import Tensor
 
+from eesd_dist.bench.costs.calls import usual_call_s
 from eesd_dist.bench.costs.form import AttentionCost
-from eesd_dist.bench.costs.usual import usual_s
-from eesd_dist.bench.gpu_check.sections.timer import synchronize
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of
 from eesd_dist.model.attention.pages import LayerPages
@@ -66,26 +64,18 @@ def measure_attention(config: EngineConfig) -> list[AttentionCost]:
         heads_THE = torch.randn(rows.num_padded, num_heads, spec.head_dim, device=layout.device).to(
             packer.compute_dtype
         )
+        seconds = usual_call_s(
+            [partial(layer.attend, rows, heads_THE) for layer in layers],
+            layout.device,
+            repeats=_REPEATS,
+        )
         found.append(
             AttentionCost(
                 num_heads=spec.num_heads,
                 num_requests=requests,
                 rows_each=rows_each,
                 context_tokens=context,
-                seconds=round(_seconds_of(layers, rows, heads_THE), 9),
+                seconds=round(seconds, 9),
             )
         )
     return found
-
-
-def _seconds_of(layers: list[LayerPages], rows: RowPlan, heads_THE: Tensor) -> float:
-    """Returns the usual time of one layer."""
-    times = []
-    for _ in range(_REPEATS):
-        synchronize(heads_THE.device)
-        started = time.perf_counter()
-        for layer in layers:
-            layer.attend(rows, heads_THE)
-        synchronize(heads_THE.device)
-        times.append((time.perf_counter() - started) / len(layers))
-    return usual_s(times)

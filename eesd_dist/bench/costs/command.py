@@ -15,7 +15,6 @@ from eesd_dist.bench.costs.pipeline import running_pipeline
 from eesd_dist.bench.costs.rounds import RoundTimes
 from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.checks import require_positive
-from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 
@@ -53,7 +52,7 @@ def main(options: CostsOptions) -> None:
             say(f"repeat {repeat + 1} of {options.repeats} done")
     costs = stage_costs(config, times)
     tell_rounds(costs.rounds, say)
-    print_report({"costs": write_costs(costs), "provenance": collect_provenance().as_json()})
+    print_report({"costs": write_costs(costs)})
 
 
 def tell_rounds(rounds: Sequence[RoundCost], say: Say) -> None:

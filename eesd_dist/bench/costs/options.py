@@ -8,7 +8,6 @@ from typing import Annotated
 
 from eesd_dist.bench.options import Head, Json, Model, Prompts
 from eesd_dist.bench.prompts import BUNDLED_MODEL, SHIPPED_PROMPTS
-from eesd_dist.types import DTypeSetting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,20 +28,4 @@ class CostsOptions:
     num_prompts: Annotated[int, "prompts that each batch size runs"] = 16
     max_tokens: Annotated[int, "length of each text"] = 64
     repeats: Annotated[int, "runs of every batch and length"] = 3
-    json: Json = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOptions:
-    """A target's speed against that of reading its weights.
-
-    For every token a model reads all of its weights, so that no decoder of one request is faster
-    than the memory. Measures how fast memory is read, plain decoding, a verify pass of eight rows,
-    and transformers on the same weights, all in one process. An exit head is not needed.
-    """
-
-    model: Model = BUNDLED_MODEL
-    dtype: Annotated[DTypeSetting, "type of the weights"] = "auto"
-    threads: Annotated[tuple[int, ...], "CPU threads, one row for each"] = (1, 2)
-    tokens: Annotated[int, "length of each text"] = 24
     json: Json = False

@@ -6,17 +6,16 @@ these times, unlike those of a whole stage, apply to every degree of tensor para
 
 # Shapes: M rows, I channels in, O channels out.
 
-import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
+from eesd_dist.bench.costs.calls import usual_call_s
 from eesd_dist.bench.costs.form import ProductCost
-from eesd_dist.bench.costs.usual import usual_s
-from eesd_dist.bench.gpu_check.sections.timer import synchronize
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import layout_of
-from eesd_dist.model.kernels import Linear, LinearPacker, pad_rows, padded_rows
+from eesd_dist.model.kernels import LinearPacker, pad_rows, padded_rows
 from eesd_dist.model.spec import ModelSpec
 
 ROWS = (1, 4, 9, 16, 24, 40, 72)
@@ -39,7 +38,9 @@ def measure_products(config: EngineConfig) -> list[ProductCost]:
             padded = padded_rows(num_rows, numerics=config.model.numerics, device=layout.device)
             x_MI = torch.randn(num_rows, num_in, generator=generator, device=layout.device)
             x_MI = pad_rows(x_MI.to(packer.compute_dtype), padded)
-            seconds = usual_s([_timed(product, x_MI) for _ in range(_REPEATS)])
+            seconds = usual_call_s(
+                [partial(product, x_MI)] * _CALLS, layout.device, repeats=_REPEATS
+            )
             found.append(
                 ProductCost(
                     num_in=num_in,
@@ -59,12 +60,3 @@ def shapes_of(spec: ModelSpec) -> Iterator[tuple[int, int]]:
     yield 2 * spec.intermediate_size, spec.hidden_size
     yield spec.hidden_size, spec.intermediate_size
     yield spec.vocab_size, spec.hidden_size
-
-
-def _timed(product: Linear, x_MI: torch.Tensor) -> float:
-    synchronize(x_MI.device)
-    started = time.perf_counter()
-    for _ in range(_CALLS):
-        product(x_MI)
-    synchronize(x_MI.device)
-    return (time.perf_counter() - started) / _CALLS

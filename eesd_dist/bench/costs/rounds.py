@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from eesd_dist.bench.costs.form import RoundCost
-from eesd_dist.bench.costs.usual import usual_s
+from eesd_dist.bench.rounds import round_s
+from eesd_dist.bench.statistics import usual_s
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import (
@@ -27,13 +28,6 @@ class TimedRound:
     stats: RoundStats
     context_tokens: float
 
-    @property
-    def round_s(self) -> float:
-        """From the verdict before to this one, with one microbatch."""
-        stats = self.stats
-        stages_s = stats.draft_s + stats.waited_s
-        return stats.plan_s + stages_s + stats.commit_s + stats.other_s
-
 
 @dataclass(slots=True, kw_only=True)
 class RoundTimes:
@@ -50,7 +44,7 @@ class RoundTimes:
             context_tokens=round(statistics.fmean(each.context_tokens for each in self.rounds)),
             draft_s=round(usual_s([each.draft_s for each in stats]), 7),
             verify_s=round(usual_s([each.verify_s for each in stats]), 7),
-            round_s=round(usual_s([each.round_s for each in self.rounds]), 7),
+            round_s=round(usual_s([round_s(each) for each in stats]), 7),
             tokens_per_round=round(statistics.fmean(each.num_emitted for each in stats), 4),
             num_rounds=len(stats),
         )

@@ -5,6 +5,6 @@
 
 An engine of the fuzz is a pure function of the seed and its number (`drawing`). It runs in this
 process (`play`) with threads as ranks, and every text, finish reason and log-probability is
-compared with the same request alone on a plain engine (`reference`). A failure is reduced
-(`reduction`) and written as a case file that can be replayed. Needs neither Ray nor a server.
+compared with the same request alone on a plain engine (`reference`). A failing engine
+is written as a case file that can be replayed. Needs neither Ray nor a server.
 """

@@ -11,7 +11,6 @@ from eesd_dist.bench.fuzz.cases import Case, save_case
 from eesd_dist.bench.fuzz.check import Checked, check
 from eesd_dist.bench.fuzz.drawing.cases import GROUP_SIZE, Source
 from eesd_dist.bench.fuzz.models import ModelShelf
-from eesd_dist.bench.fuzz.reduction import reduce_case
 from eesd_dist.bench.fuzz.reference import PlainTexts
 from eesd_dist.bench.fuzz.totals import EngineRow, StateFile, Totals
 
@@ -28,8 +27,7 @@ class Limits:
     tokens: int | None
     seconds: float | None
     failures: int
-    """Number of failing engines; each is reduced first."""
-    reduction_s: float
+    """Number of failing engines."""
 
 
 class Campaign:
@@ -97,7 +95,6 @@ class Campaign:
             seconds=seconds,
             case_file=None if case_file is None else str(case_file),
         )
-        # Counted before the reduction, which may be interrupted.
         self._state.add(row)
         self.totals.add(row)
         if case_file is not None:
@@ -131,39 +128,16 @@ class Campaign:
         return self._case_folder / f"fuzz-{case.seed}-{case.number}.json"
 
     def _report(self, case: Case, checked: Checked, file: Path) -> None:
-        """Prints the failure and the command that repeats it with the reduced case."""
+        """Writes the case, and prints the failure and the command that repeats it."""
         self._num_failing += 1
         self._say(f"FAILED: seed {case.seed}, engine {case.number}, {case.world.label()}")
         for failure in checked.failures[:5]:
             self._say(f"  {failure.entry}: {failure.what.rstrip()}")
         save_case(case, file)
-        self._say(f"  making it smaller, at most {self._limits.reduction_s:.0f} s")
-        smaller = reduced(case, checked, self._shelf, self._plain, limit_s=self._limits.reduction_s)
-        save_case(smaller, file)
-        num_tokens = sum(entry.request.sampling.max_tokens for entry in smaller.entries)
         self._say(
-            f"  {len(case.entries)} requests and {len(case.troubles)} troubles became "
-            f"{len(smaller.entries)} of at most {num_tokens} tokens and {len(smaller.troubles)}; "
-            f"see it again: {_program()} --case {file}"
+            f"  see it again: {_program()} --case {file}; in the repository, "
+            f"`make fuzz-reduce CASE={file}` makes it smaller"
         )
-
-
-def reduced(
-    case: Case, checked: Checked, shelf: ModelShelf, plain: PlainTexts, *, limit_s: float
-) -> Case:
-    """Returns the smallest case found within the limit that fails in the same way: an engine that
-    failed, or a text that differs."""
-    first = checked.failures[0]
-
-    def fails(candidate: Case) -> bool:
-        try:
-            found = check(candidate, shelf, plain).failures
-        except Exception:  # a case that cannot be built is not a reduction
-            return False
-        return any(failure.is_of_a_text == first.is_of_a_text for failure in found)
-
-    culprit = first.entry if first.is_of_a_text else None
-    return reduce_case(case, fails, culprit=culprit, limit_s=limit_s)
 
 
 def _program() -> str:

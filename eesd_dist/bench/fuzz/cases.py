@@ -150,8 +150,6 @@ class Case:
     engines: tuple[EngineSetup, ...]
     entries: tuple[Entry, ...]
     troubles: tuple[Trouble, ...]
-    plant: str | None = None
-    """A deliberately planted error, see `plants`."""
 
 
 _CASE: TypeAdapter[Case] = TypeAdapter(Case)

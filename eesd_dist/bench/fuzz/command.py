@@ -14,8 +14,8 @@ from typing import get_args
 
 import torch
 
-from eesd_dist.bench.fuzz.campaign import Campaign, Limits, reduced
-from eesd_dist.bench.fuzz.cases import load_case, save_case
+from eesd_dist.bench.fuzz.campaign import Campaign, Limits
+from eesd_dist.bench.fuzz.cases import load_case
 from eesd_dist.bench.fuzz.check import check
 from eesd_dist.bench.fuzz.drawing.cases import Source
 from eesd_dist.bench.fuzz.drawing.requests import Prompt
@@ -26,7 +26,6 @@ from eesd_dist.bench.fuzz.totals import StateFile
 from eesd_dist.bench.output import print_report, say_unless
 from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.errors import ConfigError, EesdError
-from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import DType
@@ -79,7 +78,6 @@ def _run(options: FuzzOptions, seed: int, shelf: ModelShelf) -> int:
             tokens=tokens,
             seconds=None if options.minutes is None else 60.0 * options.minutes,
             failures=options.max_failures,
-            reduction_s=options.reduce_s,
         ),
         case_folder=options.case_folder,
         say=say_unless(options.json),
@@ -97,9 +95,8 @@ def _run(options: FuzzOptions, seed: int, shelf: ModelShelf) -> int:
         "device": source.device,
         **totals.to_json(),
         "was_stopped": was_stopped,
-        "provenance": collect_provenance(seed=seed).as_json(),
     }
-    print_report(report)
+    print_report(report, seed=seed)
     if totals.mismatches:
         return 1
     return 130 if was_stopped else 0
@@ -121,7 +118,6 @@ def _source(options: FuzzOptions, seed: int, shelf: ModelShelf) -> Source:
         dtypes=options.dtype or get_args(DType),
         device=options.device,
         is_on_cpu=options.device == "cpu" or (options.device == "auto" and not has_cuda),
-        plant=options.plant,
         min_verify_ranks=options.ranks,
     )
 
@@ -142,24 +138,17 @@ def _asked(source: Source) -> dict[str, object]:
         "num_prompts": {name: len(found) for name, found in source.prompts.items()},
         "dtypes": list(source.dtypes),
         "device": source.device,
-        "plant": source.plant,
     }
 
 
 def _replay(options: FuzzOptions, file: Path, shelf: ModelShelf) -> int:
-    """Runs a case file, and reduces it further if it fails."""
+    """Runs a case file."""
     say = say_unless(options.json)
     case = load_case(file)
     plain = PlainTexts(shelf)
     checked = check(case, shelf, plain)
     for failure in checked.failures:
         say(f"{failure.entry}: {failure.what.rstrip()}")
-    if checked.failures and options.reduce_s > 0:
-        smaller = reduced(case, checked, shelf, plain, limit_s=options.reduce_s)
-        if smaller != case:
-            smaller_file = options.case_folder / f"{file.stem}-smaller.json"
-            save_case(smaller, smaller_file)
-            say(f"reduced further: {smaller_file}")
     plain.close()
     report = {
         "seed": case.seed,
@@ -170,5 +159,5 @@ def _replay(options: FuzzOptions, file: Path, shelf: ModelShelf) -> int:
         "failures": [{"entry": f.entry, "what": f.what} for f in checked.failures],
         "counts": dict(checked.counts),
     }
-    print_report(report)
+    print_report(report, seed=case.seed)
     return 1 if checked.failures else 0

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
-
 from eesd_dist.bench.options import Json
 from eesd_dist.types import Device, DType
 
@@ -19,7 +17,7 @@ class FuzzOptions:
     Each engine is drawn from the seed and its number: controllers, trees, batch, pages,
     microbatches, ranks, links; requests with every sampling parameter; arrivals, aborts, lost
     stages, migrations. Each text, its finish reason and its log-probabilities are compared with
-    those of the same request alone, with speculation off. A failure is reduced and written to a
+    those of the same request alone, with speculation off. A failing engine is written to a
     case file that --case replays. Exit status 1 if anything differs.
     """
 
@@ -37,6 +35,4 @@ class FuzzOptions:
     case: Annotated[Path | None, "replay only this case file"] = None
     case_folder: Annotated[Path, "folder for failing cases"] = Path()
     max_failures: Annotated[int, "stop after this many failing engines"] = 3
-    reduce_s: Annotated[float, "seconds for reducing a failure"] = 60.0
     json: Json = False
-    plant: Annotated[str | None, Option("--plant", hidden=True)] = None

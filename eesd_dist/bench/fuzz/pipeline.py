@@ -6,7 +6,6 @@ from random import Random
 from eesd_dist.bench.fuzz.cases import TIMEOUT_S, EngineSetup, Link, Loss, World, engine_config
 from eesd_dist.bench.fuzz.drawing.grammars import grammars_of
 from eesd_dist.bench.fuzz.links import ON_PURPOSE, FaultyChannel, FutureChannel, encoded
-from eesd_dist.bench.fuzz.plants import Plant
 from eesd_dist.bench.fuzz.ranks import DraftRanks, VerifyRanks
 from eesd_dist.engine.build import build_draft_engine
 from eesd_dist.engine.core import EngineCore, StepResult
@@ -21,10 +20,12 @@ from eesd_dist.transport.memory import MemoryChannel, Verify
 class Pipeline:
     """Both stages and their engine."""
 
-    def __init__(self, world: World, setup: EngineSetup, *, folder: Path, plant: Plant) -> None:
+    verify_ranks: type[VerifyRanks] = VerifyRanks
+
+    def __init__(self, world: World, setup: EngineSetup, *, folder: Path) -> None:
         config = engine_config(world, setup, folder=folder)
         self._link = setup.link
-        self._verify = VerifyRanks(config, plant=plant)
+        self._verify = self.verify_ranks(config)
         self._draft = DraftRanks(config)
         self._channel = _channel(self._link, self._verify.verify)
         self._epoch = 0

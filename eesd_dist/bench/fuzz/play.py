@@ -13,7 +13,6 @@ from enum import Enum
 from eesd_dist.bench.fuzz.cases import Abort, Case, Entry, Loss, Migration, Resume, Trouble
 from eesd_dist.bench.fuzz.models import ModelShelf
 from eesd_dist.bench.fuzz.pipeline import Pipeline
-from eesd_dist.bench.fuzz.plants import make_plant
 from eesd_dist.engine.core import StepResult
 from eesd_dist.schedule.page_leases import PageLease, PageReservation
 from eesd_dist.transport.page_wire import chunks_of
@@ -117,14 +116,8 @@ class _Player:
     def run(self) -> None:
         case = self._case
         folder = self._shelf.folder(case.world.model)
-        for index, setup in enumerate(case.engines):
-            plant = make_plant(
-                case.plant if index == 0 else None,
-                seed=f"{case.seed}/plant/{case.number}",
-                page_size=case.world.page_size,
-                num_pages=setup.num_pages,
-            )
-            self._pipelines.append(Pipeline(case.world, setup, folder=folder, plant=plant))
+        for setup in case.engines:
+            self._pipelines.append(Pipeline(case.world, setup, folder=folder))
         idle_turns = 0
         while not self._is_over():
             self._arrive()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 
 from eesd_dist.bench.fuzz.links import ON_PURPOSE
-from eesd_dist.bench.fuzz.plants import Plant
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import (
     build_draft_shard,
@@ -22,10 +21,11 @@ from eesd_dist.engine.build import (
 )
 from eesd_dist.engine.drafting.ranks import HeadShelf, OwnShard, follow_commands
 from eesd_dist.engine.page_store import PageStore
+from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.command_stream import CommandSource
 from eesd_dist.transport.commands import Command
-from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.transport.contracts import RoundHeader, TensorGroup, VerifyReply
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup, UnconnectedGroup
 from eesd_dist.transport.memory import Round, Verify
 from eesd_dist.transport.thread_commands import (
@@ -108,9 +108,8 @@ def _handle(rank: int, size: int) -> GroupHandle:
 class VerifyRanks:
     """Verify stage of one pipeline."""
 
-    def __init__(self, config: EngineConfig, *, plant: Plant) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._plant = plant
         self._size = config.parallel.verify_tensor_parallel_size
         self.loses_a_rank = Countdown()
         """Counts rounds of the last rank."""
@@ -160,11 +159,19 @@ class VerifyRanks:
     def _load(self) -> None:
         self._handles = [_handle(rank, self._size) for rank in range(self._size)]
         self._stages = [
-            build_verify_stage(self._config, self._plant.group(handle)) for handle in self._handles
+            build_verify_stage(self._config, self.group_of(handle)) for handle in self._handles
         ]
         self._verifies: list[Verify] = [
-            self._plant.verify(stage, rank=rank) for rank, stage in enumerate(self._stages)
+            self.verifier(stage, rank=rank) for rank, stage in enumerate(self._stages)
         ]
+
+    def group_of(self, handle: GroupHandle) -> TensorGroup:
+        """Returns the group for a rank's sums, which a test may replace."""
+        return handle
+
+    def verifier(self, stage: VerifyStage, *, rank: int) -> Verify:
+        """Returns the function that verifies a rank's rounds, which a test may replace."""
+        return stage.verify
 
     def _meet(self) -> None:
         groups = thread_group(self._size, name="verify", timeout_s=self._config.parallel.timeout_s)

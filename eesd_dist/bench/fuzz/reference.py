@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from eesd_dist.bench.fuzz.cases import EngineSetup, Link, World
 from eesd_dist.bench.fuzz.models import ModelShelf
 from eesd_dist.bench.fuzz.pipeline import Pipeline
-from eesd_dist.bench.fuzz.plants import NoPlant
 from eesd_dist.bench.fuzz.play import Stream
 from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.cost import CostModel
@@ -107,7 +106,6 @@ class PlainTexts:
             world,
             plain_setup(world, num_positions=self._positions),
             folder=folder,
-            plant=NoPlant(),
         )
         self._world = world
 

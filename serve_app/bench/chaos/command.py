@@ -1,19 +1,15 @@
 """`eesd bench chaos`: breaks processes and links of a service and compares its streams."""
 
 import asyncio
-import json
-import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from eesd_dist.bench.online import read_bodies
-from eesd_dist.bench.output import say_unless
+from eesd_dist.bench.load_client import read_bodies
+from eesd_dist.bench.output import print_report, say_unless
 from eesd_dist.errors import ConfigError
-from eesd_dist.provenance import collect_provenance
 from serve_app.bench.chaos.faults import FAULT_KINDS, PlannedFault, fault_named
 from serve_app.bench.chaos.report import complaints, rows_of, summarise, table
 from serve_app.bench.chaos.schedule import bodies_of, schedule
@@ -40,8 +36,7 @@ def main(options: ChaosOptions) -> int:
     else:
         prepare_for_cluster()
     report = _run(config, options, kinds, left_out)
-    report["provenance"] = collect_provenance(seed=options.seed).as_json()
-    sys.stdout.write(json.dumps(_plain(report), allow_nan=False) + "\n")
+    print_report(report, seed=options.seed)
     return 1 if complaints(report) else 0
 
 
@@ -56,15 +51,6 @@ def possible_kinds(wanted: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     if not why:
         return kinds, []
     return tuple(k for k in kinds if k not in traced), [f"{kind}: {why}" for kind in traced]
-
-
-def _plain(value: Any) -> Any:
-    """Replaces infinity, which JSON does not have, by "inf"."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return "inf" if value == math.inf else value
 
 
 def config_of(options: ChaosOptions) -> ServiceConfig:

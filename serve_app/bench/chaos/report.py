@@ -12,7 +12,8 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
-from eesd_dist.bench.streamed import Streamed
+from eesd_dist.bench.load_client import Streamed
+from eesd_dist.bench.statistics import percentile
 from serve_app.bench.chaos.faults import fault_named
 
 _SETTLE_S = 1.0
@@ -162,11 +163,8 @@ def _is_alone(
     )
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Returns the nearest rank: the smallest value that a share of the values does not exceed."""
-    if not values:
-        return None
-    return round(sorted(values)[max(0, math.ceil(share * len(values)) - 1)], 3)
+def _percentile(values: Sequence[float], share: float) -> float | None:
+    return round(percentile(values, share), 3) if values else None
 
 
 def complaints(report: Mapping[str, object]) -> list[str]:
@@ -207,13 +205,13 @@ def summarise(
         "resumed": sum(stream.num_resumed > 0 for stream in disturbed),
         "resumptions": sum(stream.num_resumed for stream in disturbed),
         "turned_away": sum(stream.num_turned_away for stream in disturbed),
-        "recovery_p50_s": percentile(last, 0.50),
-        "recovery_p95_s": percentile(last, 0.95),
-        "first_stream_p50_s": percentile(first, 0.50),
-        "first_stream_p95_s": percentile(first, 0.95),
+        "recovery_p50_s": _percentile(last, 0.50),
+        "recovery_p95_s": _percentile(last, 0.95),
+        "first_stream_p50_s": _percentile(first, 0.50),
+        "first_stream_p95_s": _percentile(first, 0.95),
         "alone_kills": len(alone),
-        "alone_p50_s": percentile([r.last_s for r in alone], 0.50),
-        "alone_p95_s": percentile([r.last_s for r in alone], 0.95),
+        "alone_p50_s": _percentile([r.last_s for r in alone], 0.50),
+        "alone_p95_s": _percentile([r.last_s for r in alone], 0.95),
         "recovery_by_kind": _by_kind(faults, recoveries, alone, noticed),
         "interruptions": hits.total(),
         "interrupted_requests": len(hits),
@@ -292,14 +290,14 @@ def _by_kind(
         seen = [noticed[f.number].after_s for f in faults if f.kind == kind and f.number in noticed]
         by_kind[kind] = {
             "kills": num,
-            "noticed_p50_s": percentile(seen, 0.50),
-            "noticed_max_s": percentile(seen, 1.0),
-            "p50_s": percentile(ours, 0.50),
-            "p95_s": percentile(ours, 0.95),
-            "max_s": percentile(ours, 1.0),
+            "noticed_p50_s": _percentile(seen, 0.50),
+            "noticed_max_s": _percentile(seen, 1.0),
+            "p50_s": _percentile(ours, 0.50),
+            "p95_s": _percentile(ours, 0.95),
+            "max_s": _percentile(ours, 1.0),
             "alone_kills": len(apart),
-            "alone_p50_s": percentile(apart, 0.50),
-            "alone_p95_s": percentile(apart, 0.95),
+            "alone_p50_s": _percentile(apart, 0.50),
+            "alone_p95_s": _percentile(apart, 0.95),
         }
     return by_kind
 

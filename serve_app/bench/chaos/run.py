@@ -10,15 +10,16 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import httpx
 import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from eesd_dist.bench.streamed import Listener, Streamed, stream
+from eesd_dist.bench.load_client import Streamed, ask_all
+from eesd_dist.bench.output import Say
 from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.workers.epochs.loop import LOOP_THREAD
 from eesd_dist.workers.messages import ProcessInfo
@@ -33,14 +34,11 @@ from serve_app.router import find_router
 
 logger = logging.getLogger(__name__)
 
-Say = Callable[[str], None]
-
 _ANSWER_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 _NOTICE_POLL_S = 0.5
 _READY_WITHIN_S = 180.0
 """If the service takes longer, no more faults are injected."""
-_STREAM_TIMEOUT_S = 300.0
 _STREAM_ATTEMPTS = 200
 """Of a client after its connection broke: for about a minute."""
 _MENDING_ATTEMPTS = 5
@@ -71,26 +69,6 @@ class Injected:
     """Faults that found no target, and what could not be mended, and why."""
     ended_early: bool = False
     """The service was not ready again in time, and no further fault came."""
-
-
-async def ask_all(
-    url: str, bodies: Sequence[Mapping[str, object]], *, concurrency: int
-) -> list[Streamed]:
-    """Sends all requests, `concurrency` at a time; returns their streams in the same order."""
-    limits = httpx.Limits(max_connections=concurrency)
-    timeout = httpx.Timeout(_STREAM_TIMEOUT_S)
-    heard: dict[int, Streamed] = {}
-    waiting = iter(enumerate(bodies))
-
-    async def work(client: httpx.AsyncClient) -> None:
-        for index, body in waiting:
-            listener = Listener(str(body["request_id"]))
-            await stream(client, listener, body, max_attempts=_STREAM_ATTEMPTS)
-            heard[index] = listener.heard()
-
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout) as client:
-        await asyncio.gather(*[work(client) for _ in range(concurrency)])
-    return [heard[index] for index in range(len(bodies))]
 
 
 class ServiceUnderTest:
@@ -402,7 +380,8 @@ async def compared(
     Raises EngineError when streams end early in the undisturbed pass.
     """
     say(f"{len(bodies)} requests, undisturbed ...")
-    undisturbed = await ask_all(url, bodies, concurrency=concurrency)
+    send = partial(ask_all, url, bodies, concurrency=concurrency, max_attempts=_STREAM_ATTEMPTS)
+    undisturbed = await send()
     broken = [stream for stream in undisturbed if not stream.is_complete]
     if broken:
         raise EngineError(
@@ -414,7 +393,7 @@ async def compared(
     is_over = asyncio.Event()
     breaking = asyncio.create_task(injector.run(plan, until=is_over, say=say))
     try:
-        disturbed = await ask_all(url, bodies, concurrency=concurrency)
+        disturbed = await send()
     finally:
         is_over.set()
         await breaking

@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -30,6 +32,7 @@ from serve_app.cli.main import main
 from tests.support.drafters import save_target
 from tests.support.tiny_service import write_tiny_service
 from tests.support.tiny_tokenizer import write_byte_level
+from tests.unit.telemetry.rounds import a_round
 
 COST = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.0, 1.1, 1.2, 1.3), round_s=0.05)
 
@@ -54,7 +57,6 @@ class Ran:
     report: dict[str, Any]
     words: list[str]
     traces: Path
-    pictures: list[Path]
     cpu_seconds: float
 
 
@@ -66,14 +68,13 @@ def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     words += ["--temperatures", "0", "1.2", "--max-tokens", "8", "--dtype", "float32", "--json"]
     COST.save(folder / "cost.json")  # drafts must not depend on the load
     words += ["--cost", str(folder / "cost.json")]
-    kept = ["--record", str(folder / "traces.json"), "--plots", str(folder / "plots")]
+    kept = ["--record", str(folder / "traces.json")]
     started = time.process_time()
     report = report_of([*words, *kept])
     return Ran(
         report=report,
         words=words,
         traces=folder / "traces.json",
-        pictures=sorted((folder / "plots").iterdir()),
         cpu_seconds=time.process_time() - started,
     )
 
@@ -138,12 +139,23 @@ def test_the_replay_goes_through_every_controller_and_length(ran: Ran) -> None:
     assert names <= set(replayed["priors"]["a/t0"])
 
 
-def test_the_pictures_are_there_and_small(ran: Ran) -> None:
-    assert [picture.name for picture in ran.pictures] == [
+def test_the_pictures_are_drawn_from_the_recording_and_small(ran: Ran, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(ran.report))
+    script = Path(__file__).parents[3] / "infra" / "draw_control.py"
+    words = ["--traces", str(ran.traces), "--report", str(tmp_path / "report.json")]
+    done = subprocess.run(
+        [sys.executable, str(script), *words, "--folder", str(tmp_path / "pictures")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pictures = sorted((tmp_path / "pictures").iterdir())
+    assert [picture.name for picture in pictures] == [
         f"control-{name}.png"
         for name in ("change", "lengths", "load", "posterior", "regret", "reliability")
     ]
-    assert all(1_000 < picture.stat().st_size < 80_000 for picture in ran.pictures)
+    assert all(1_000 < picture.stat().st_size < 80_000 for picture in pictures)
 
 
 def test_kept_traces_give_the_same_figures_again(ran: Ran) -> None:
@@ -283,7 +295,7 @@ def test_the_change_of_class_goes_from_the_easiest_to_the_hardest_and_back() -> 
 def passes(**seconds: float) -> dict[str, Pass]:
     text = [(TokenId(1), TokenId(2))]
     return {
-        label: Pass(seconds=took, tokens=2, texts=list(text), rounds=1)
+        label: Pass(seconds=took, tokens=2, texts=list(text), rounds=[a_round()])
         for label, took in seconds.items()
     }
 

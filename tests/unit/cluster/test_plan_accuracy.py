@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from cluster.link_figures import read_links
-from cluster.planning.accuracy import Comparison, compare
 from cluster.planning.checkpoint import read_shape
 from eesd_dist.bench.costs.form import RoundCost, read_costs
 from eesd_dist.bench.prompts import BUNDLED_MODEL
 from serve_app.cli.main import main
+from tests.support.plan_accuracy import Comparison, compare
 
 RECORDED = Path(__file__).parents[3] / "docs/benchmarks/2026-11-25-plan-2cpu.json"
 

@@ -2,7 +2,11 @@
 
 import json
 import pickle
+import time
+from collections.abc import Callable
+from itertools import count, cycle
 from pathlib import Path
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -105,6 +109,36 @@ def test_every_request_heard_of_gets_one_plan_with_all_its_rounds() -> None:
     plans = book.observe([outcome("a", 4, 4), outcome("b", 2, 0), outcome("a", 4, 1)])
     assert set(plans) == {rid("a"), rid("b")}
     assert plans[rid("a")].belief.num_rounds == 2
+
+
+def test_a_plan_costs_the_same_however_many_requests_live() -> None:
+    """Ten thousand times as many: anything but a constant would be far beyond this bound."""
+    round_s: list[float] = []
+    request_s: list[float] = []
+    for num_live in (1, 10_000):
+        book = BeliefBook()
+        for number in range(num_live):
+            book.admit(rid(number), f"class {number % 8}")
+        outcomes = cycle([outcome(number, 4, 2) for number in range(num_live)])
+        new = (rid(f"new {number}") for number in count())
+        round_s.append(median_s(lambda: book.observe([next(outcomes)])))  # noqa: B023
+        request_s.append(median_s(lambda: come_and_go(book, next(new))))  # noqa: B023
+    assert round_s[1] < 10 * round_s[0]
+    assert request_s[1] < 10 * request_s[0]
+
+
+def come_and_go(book: BeliefBook, request_id: RequestId) -> None:
+    book.admit(request_id, "class 0")
+    book.finish(request_id)
+
+
+def median_s(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(300):
+        began_s = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began_s)
+    return median(seconds)
 
 
 def test_finishing_the_unknown_is_nothing() -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_dist.bench.filters import filtered_on_shards
 from eesd_dist.model.parallel import part_of
 from eesd_dist.sampling import best_scores, filters, nucleus
 from eesd_dist.sampling.elementary import mass_of
@@ -17,6 +16,7 @@ from eesd_dist.sampling.score_search import search
 from eesd_dist.sampling.sharded_rows import ShardedRows
 from eesd_dist.types import SamplingParams
 from tests.support.fake_cuda import GPU, HostCopies, fake_cuda
+from tests.unit.sampling.filters_on_shards import filtered_by_sorting, filtered_on_shards
 from tests.unit.sampling.rows_and_odds import rule
 
 WIDE = 128 * 1024
@@ -89,6 +89,21 @@ def test_shards_keep_what_the_slow_twin_keeps_of_whole_rows(num_ranks: int, seed
         most = most_traffic(rules, num_ranks=num_ranks)
         assert found.num_exchanges <= most.num_exchanges
         assert found.num_bytes <= most.num_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_columns", [4_096, 32_000, WIDE])
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_shards_of_wide_vocabularies_keep_what_sorted_rows_keep(
+    num_ranks: int, num_columns: int
+) -> None:
+    rng = Random(f"{num_ranks} {num_columns}")
+    for _ in range(200 * 4_096 // num_columns):
+        rules = [random_rule(rng) for _ in range(16)]
+        scores_RV = random_scores(rng, len(rules), num_columns)
+        inner = sorted(rng.randrange(num_columns + 1) for _ in range(num_ranks - 1))
+        kept_RV = filtered_on_shards(scores_RV, rules, [0, *inner, num_columns]).kept_RV
+        assert torch.equal(kept_RV, filtered_by_sorting(scores_RV, rules))
 
 
 @pytest.mark.parametrize("num_columns", [300, 20_000])

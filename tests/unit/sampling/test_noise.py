@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_dist.bench.noise import LAGS, LIMIT, XORS, survey
 from eesd_dist.sampling.compiled_rule import _neg_log
 from eesd_dist.sampling.elementary import neg_log
 from eesd_dist.sampling.noise import (
@@ -21,6 +20,7 @@ from eesd_dist.sampling.noise import (
     noise_key,
     uniform,
 )
+from tests.unit.sampling.noise_survey import LAGS, LIMIT, XORS, survey
 
 EULER = 0.5772156649015329
 MASK_32 = (1 << 32) - 1

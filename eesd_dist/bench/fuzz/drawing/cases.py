@@ -19,7 +19,6 @@ from eesd_dist.bench.fuzz.drawing.requests import (
 )
 from eesd_dist.bench.fuzz.drawing.troubles import draw_troubles
 from eesd_dist.bench.fuzz.models import KnownModel
-from eesd_dist.bench.fuzz.plants import MIN_VERIFY_RANKS
 from eesd_dist.config import DType
 from eesd_dist.errors import ConfigError
 from eesd_dist.types import Request, RequestId
@@ -42,7 +41,6 @@ class Source:
     dtypes: tuple[DType, ...]
     device: Device
     is_on_cpu: bool
-    plant: str | None = None
     min_verify_ranks: int = 1
 
     def case(self, number: int) -> Case:
@@ -55,8 +53,8 @@ class Source:
         cycle, place = divmod(group, len(combinations))
         Random(f"{self.seed}/cycle/{cycle}").shuffle(combinations)
         rng = Random(f"{self.seed}/group/{group}")
-        least = max(MIN_VERIFY_RANKS.get(self.plant or "", 1), self.min_verify_ranks)
-        # A plant may need more ranks than a model can have: try the next combination.
+        least = self.min_verify_ranks
+        # A model may have fewer heads or channels than that: try the next combination.
         for model, dtype in combinations[place:] + combinations[:place]:
             world = draw_world(rng, model, dtype, device=self.device, min_verify_ranks=least)
             if world is not None:
@@ -96,14 +94,13 @@ class Source:
             ),
             entries=tuple(entries),
             troubles=draw_troubles(rng, entries, num_engines=num_engines),
-            plant=self.plant,
         )
 
     def _setup(
         self, rng: Random, pages: Sequence[int], *, is_alone: bool, is_plain: bool
     ) -> EngineSetup:
         """`pages`: number of pages of each request."""
-        setup = draw_setup(
+        return draw_setup(
             rng,
             num_needed=max(pages),
             num_all=sum(pages),
@@ -111,9 +108,6 @@ class Source:
             is_alone=is_alone,
             is_plain=is_plain,
         )
-        if self.plant is None:
-            return setup
-        return replace(setup, num_pages=setup.num_pages + 1)  # one page to confuse with another
 
 
 def _entries(

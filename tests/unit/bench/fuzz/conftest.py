@@ -27,7 +27,7 @@ def make_source(shelf: ModelShelf) -> MakeSource:
         *,
         num_models: int = 1,
         dtypes: tuple[DType, ...] = ("float32", "bfloat16"),
-        plant: str | None = None,
+        min_verify_ranks: int = 1,
     ) -> Source:
         models = tuple(shelf.random(seed, number) for number in range(num_models))
         return Source(
@@ -37,7 +37,7 @@ def make_source(shelf: ModelShelf) -> MakeSource:
             dtypes=dtypes,
             device="cpu",
             is_on_cpu=True,
-            plant=plant,
+            min_verify_ranks=min_verify_ranks,
         )
 
     return make

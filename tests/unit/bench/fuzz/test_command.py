@@ -1,4 +1,4 @@
-"""`eesd bench exact --random`: a fixed seed, planted errors, interruptions, and no Ray at all."""
+"""`eesd bench exact --random`: a fixed seed, failures, interruptions, and no Ray at all."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from eesd_dist.bench.fuzz import campaign, command
+from eesd_dist.bench.fuzz import command, play
 from eesd_dist.bench.fuzz.campaign import Campaign
 from eesd_dist.bench.fuzz.cases import Case
-from eesd_dist.bench.fuzz.plants import PLANTS
 from eesd_dist.command_line import run_command
 from serve_app.cli import main as cli
+from tests.support.fuzz_plants import planted
 
 BLOCKED = """
 import importlib.abc, sys
@@ -65,55 +65,6 @@ def test_a_fixed_seed_finds_nothing_in_four_thousand_tokens(
     assert "commit" in alone["provenance"]
 
 
-@pytest.mark.parametrize(
-    "plant", [p if p == "page" else pytest.param(p, marks=pytest.mark.slow) for p in PLANTS]
-)
-def test_a_planted_error_is_found_and_seen_again(
-    plant: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    report = found(plant, 2, capsys, tmp_path, reduce_s=0)
-    case = Path(report["failures"][0]["case"])
-    again = run(capsys, tmp_path, "--case", str(case), "--reduce-s", "0", status=1)
-    assert again["failures"][0]["what"] == report["failures"][0]["what"]
-    case.write_text(json.dumps({**json.loads(case.read_text()), "plant": None}))
-    assert run(capsys, tmp_path, "--case", str(case))["mismatches"] == 0
-
-
-def test_a_failure_is_made_smaller(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    report = found("key", 4, capsys, tmp_path, reduce_s=60)
-    case = Path(report["failures"][0]["case"])
-    drawn = json.loads(case.read_text())
-    assert len(drawn["entries"]) == 1
-    again = run(capsys, tmp_path, "--case", str(case), "--reduce-s", "0", status=1)
-    assert again["failures"][0]["entry"] == drawn["entries"][0]["name"]
-
-
-def found(
-    plant: str, seed: int, capsys: pytest.CaptureFixture[str], folder: Path, *, reduce_s: int
-) -> dict[str, Any]:
-    """Runs until the planted error is found."""
-    report = run(
-        capsys,
-        folder,
-        *("--random", str(seed), "--random-models", "8", "--plant", plant),
-        *("--minutes", "2", "--max-failures", "1", "--reduce-s", str(reduce_s)),
-        status=1,
-    )
-    assert report["mismatches"] >= 1, seed
-    assert report["seconds"] < 120, seed
-    return report
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1300)
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_error_is_found_for_ten_of_ten_seeds(
-    plant: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    for seed in range(1, 11):
-        found(plant, seed, capsys, tmp_path, reduce_s=0)
-
-
 def test_an_interrupted_run_goes_on_and_another_one_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -155,18 +106,16 @@ def test_ctrl_c_ends_with_the_totals(
     assert report["engines"] == 1
 
 
-def test_a_failure_counts_though_ctrl_c_ends_its_reduction(
+def test_a_failure_is_counted_and_its_case_is_kept(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def interrupted(*_: object, **__: object) -> Case:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(campaign, "reduced", interrupted)
-    words = ("--random", "2", "--random-models", "4", "--plant", "key", "--minutes", "2")
-    folder = tmp_path / "not there yet"
-    report = run(capsys, folder, *words, status=1)
+    monkeypatch.setattr(play, "Pipeline", planted("key"))
+    words = ("--random-models", "4", "--max-failures", "1", "--minutes", "2")
+    report = run(capsys, tmp_path / "not there yet", "--random", "2", *words, status=1)
     assert report["mismatches"] > 0
-    assert Path(report["failures"][0]["case"]).exists()
+    (case, *_) = {failure["case"] for failure in report["failures"]}
+    again = run(capsys, tmp_path, "--case", case, status=1)
+    assert again["failures"][0]["what"] == report["failures"][0]["what"]
 
 
 def test_it_runs_where_neither_ray_nor_a_server_is_installed(tmp_path: Path) -> None:
@@ -191,7 +140,6 @@ def test_exact_with_a_seed_or_a_case_is_the_fuzz(
         printed = capsys.readouterr().out
         assert printed.startswith("Usage: eesd bench exact [OPTIONS]")
         assert "--random-models" in printed
-        assert "--plant" not in printed
     assert cli.main([*exact, "--model", "random", "--help"]) == 0
     assert "--random-models" not in capsys.readouterr().out
     assert cli.main([*exact, "--case", str(tmp_path / "none.json")]) == 2

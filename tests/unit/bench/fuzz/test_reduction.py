@@ -1,7 +1,7 @@
 """A failing case is reduced step by step, and every step was seen to fail."""
 
 from eesd_dist.bench.fuzz.cases import Case
-from eesd_dist.bench.fuzz.reduction import reduce_case
+from tests.support.fuzz_reduction import reduce_case
 from tests.unit.bench.fuzz.conftest import MakeSource
 
 

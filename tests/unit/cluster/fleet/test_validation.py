@@ -1,7 +1,7 @@
 """The simulation against a measured fleet: the same decisions, at nearly the same times.
 
-The measured timeline is that of `eesd bench autoscaling`. Its clients, its targets and the mean
-times of its nodes and starts are the simulation's inputs; decisions and starts are its outputs.
+The measured timeline is that of `python -m tests.autoscaling`. Its clients, its targets and the
+mean times of its nodes and starts are the simulation's inputs; decisions and starts its outputs.
 
 Speeds are those of a pipeline that has the machine to itself, and the measured pipelines shared its
 two cores: their tokens per second do not follow from it, so that signal is left out here.

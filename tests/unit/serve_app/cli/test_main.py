@@ -1,16 +1,19 @@
 """`eesd` as people type it, up to where the work begins."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from serve_app.cli import main as cli
+from serve_app.cli.bench import REMOVED as REMOVED_BENCHES
 
 GROUPS = {
     (): (
@@ -20,25 +23,11 @@ GROUPS = {
     ),
     ("controllers",): ("show", "save", "load", "pin", "unpin", "promote"),
     ("pipelines",): ("list", "drain", "undrain"),
-    ("bench",): (
-        *(
-            "offline",
-            "online",
-            "exact",
-            "batch",
-            "host",
-            "costs",
-            "memory",
-            "plan",
-            "noise",
-            "filters",
-            "grammars",
-        ),
-        *("control", "router", "rounds", "tracing", "chaos", "endure", "migration", "autoscaling"),
-    ),
+    ("bench",): ("offline", "online", "exact", "batch", "costs", "control", "chaos"),
     ("distill",): ("run", "collect", "train", "calibrate", "evaluate", "sweep", "refresh"),
 }
 COMMANDS = [(*group, name) for group, names in GROUPS.items() for name in names]
+ROOT = Path(__file__).parents[4]
 HEAVY = ("torch", "ray", "transformers", "pydantic", "httpx", "rich")
 
 
@@ -53,6 +42,19 @@ def test_every_group_lists_its_commands(
         GROUPS[group]
     )
     assert not any(line.endswith("...") for line in lines)
+
+
+@pytest.mark.parametrize("name", REMOVED_BENCHES)
+def test_a_removed_benchmark_is_answered_with_its_replacement(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", name, "--quick"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"eesd: `eesd bench {name}` was removed: use {REMOVED_BENCHES[name]}"
+    for file in re.findall(r"tests/[\w/]+\.py", line):
+        assert (ROOT / file).exists()
+    for target in re.findall(r"`make ([\w-]+)", line):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("group", [(), ("bench",), ("distill",)])

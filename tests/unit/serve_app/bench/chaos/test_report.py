@@ -15,13 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from eesd_dist.bench.streamed import Listener, Streamed, stream
+from eesd_dist.bench.load_client import Listener, Streamed, stream
 from serve_app.bench.chaos.report import (
     InjectedFault,
     Noticed,
     complaints,
     fate_of,
-    percentile,
     recovery_of,
     rows_of,
     silence_after,
@@ -216,16 +215,6 @@ def test_kills_with_overlapping_silences_are_left_out_of_the_figures_of_those_al
     assert report["recovery_by_kind"]["verify rank"]["alone_p95_s"] == 2.5  # type: ignore[index]
     proxy = _fault("proxy", at=19.0, number=4)  # its port is not back yet
     assert summarise([stream], [stream], [*pair, single, proxy])["alone_kills"] == 0
-
-
-def test_a_percentile_is_the_smallest_value_that_enough_others_do_not_exceed() -> None:
-    rng = Random(1)
-    for size in range(1, 60):
-        values = [round(rng.random(), 3) for _ in range(size)]
-        for share in (0.5, 0.95, 1.0):
-            oracle = min(v for v in values if sum(o <= v for o in values) >= share * size)
-            assert percentile(values, share) == oracle
-    assert percentile([], 0.5) is None
 
 
 def test_the_summary_counts_fates_kills_and_interruptions() -> None:

@@ -1,1 +1,0 @@
-"""PNG pictures of reports, drawn with matplotlib."""

@@ -1,1 +1,0 @@
-"""`eesd bench grammars`: whether texts match their grammars, and what that costs."""

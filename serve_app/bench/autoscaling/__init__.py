@@ -1,1 +1,0 @@
-"""`eesd bench autoscaling`: pipelines and nodes that follow a load."""

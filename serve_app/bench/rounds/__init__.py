@@ -1,1 +1,0 @@
-"""`eesd bench rounds`: where the time of a round goes, over real actors."""

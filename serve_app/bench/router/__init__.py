@@ -1,1 +1,0 @@
-"""`eesd bench router`: what planning by the router costs."""

@@ -1,1 +1,0 @@
-"""`eesd bench tracing`: what traces cost a running service."""

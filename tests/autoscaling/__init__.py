@@ -1,0 +1,1 @@
+"""Pipelines and nodes that follow a load; `make test-autoscaling`."""

@@ -1,0 +1,1 @@
+"""A service under load and faults for many minutes, and what grows; `make test-endurance`."""

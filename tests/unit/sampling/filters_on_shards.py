@@ -1,0 +1,93 @@
+"""Filters on shards of a vocabulary, on ranks that are threads, and on whole, sorted rows.
+
+Shapes: R rows, V columns of a vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from eesd_dist.sampling.elementary import mass_of
+from eesd_dist.sampling.filters import filtered
+from eesd_dist.sampling.row_rules import RowRule
+from eesd_dist.transport.contracts import TensorGroup
+from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
+
+
+@dataclass(slots=True)
+class CountedGroup:
+    """A rank's view of a group that counts its gathers."""
+
+    group: TensorGroup
+    num_exchanges: int = 0
+    num_bytes: int = 0
+    """Gathered, this rank's own part included."""
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        self.num_exchanges += 1
+        self.num_bytes += x.nbytes * self.size
+        return self.group.all_gather(x)
+
+    def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
+        return self.group.broadcast(x, source=source)
+
+
+@dataclass(frozen=True, slots=True)
+class OnShards:
+    """What the ranks keep of all columns, and what rank 0 gathered for it."""
+
+    kept_RV: Tensor
+    num_exchanges: int
+    num_bytes: int
+
+
+def filtered_on_shards(
+    scores_RV: Tensor, rules: Sequence[RowRule], cuts: Sequence[int]
+) -> OnShards:
+    """Filters on one rank for each part between `cuts`, which begin with 0 and end with V."""
+    shards = [scores_RV[:, start:stop] for start, stop in pairwise(cuts)]
+
+    def on_rank(group: ThreadGroup) -> tuple[Tensor, CountedGroup]:
+        torch.set_num_threads(1)
+        counted = CountedGroup(group)
+        return filtered(shards[group.rank], rules, group=counted), counted
+
+    parts = on_ranks(len(shards), on_rank)
+    kept_RV = torch.cat([kept for kept, _ in parts], dim=-1)
+    return OnShards(kept_RV, parts[0][1].num_exchanges, parts[0][1].num_bytes)
+
+
+def filtered_by_sorting(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
+    """Filters whole rows: sorts each, and keeps its tokens one after the other."""
+    num_columns = scores_RV.shape[-1]
+    ranked = scores_RV.sort(dim=-1, descending=True, stable=True)
+    kept_RV = torch.full_like(scores_RV, -torch.inf)
+    for row, rule in enumerate(rules):
+        scores_V, ids_V = ranked.values[row], ranked.indices[row]
+        size = num_columns
+        if rule.top_k > 0:
+            size = int((scores_V >= scores_V[min(rule.top_k, num_columns) - 1]).sum())
+        if rule.top_p < 1.0:
+            mass_V = mass_of(scores_V[:size] - scores_V[0]).cumsum(0)
+            target = math.ceil(rule.top_p * float(mass_V[-1]))
+            size = min(size, 1 + int((mass_V < target).sum()))
+        if rule.min_p > 0.0:
+            lowest = scores_V[0] + torch.tensor(math.log(rule.min_p))
+            size = min(size, int((scores_V >= lowest).sum()))
+        kept_RV[row, ids_V[:size]] = scores_V[:size]
+    return kept_RV
