@@ -4,10 +4,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PINNED := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c infra/constraints.txt
-DURATIONS := --durations=25 --durations-min=2
+QUICK := -m 'not slow and not nightly and not gpu'
+DURATIONS := --durations=30 --durations-min=2
 SOURCES := eesd_launcher.py eesd_dist serve_app cluster tests infra
 
-.PHONY: install install-serving pins serve test test-fuzz test-hosts test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
+.PHONY: install install-serving pins serve test test-fuzz test-hosts test-nightly test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 
 # Everything, for developers.
 install: $(VENV)/.installed
@@ -34,10 +35,12 @@ pins: install
 serve: install-serving
 	$(BIN)/eesd serve
 
-# Tests without a service in two processes, one core each; those of a service one after the other.
+# In two processes, one core each. The second run uses the kernels that the first one has compiled.
+test: export EESD_CACHE_DIR := $(CURDIR)/build/test-cache
 test: install
-	$(BIN)/python -m pytest -m 'not slow and not gpu' --numprocesses 2 --dist loadfile $(DURATIONS) tests/unit tests/dist
-	$(BIN)/python -m pytest -m 'not slow and not gpu' $(DURATIONS) tests/serve tests/hosts
+	rm -rf $(EESD_CACHE_DIR)
+	$(BIN)/python -m pytest $(QUICK) --numprocesses 2 --dist loadfile $(DURATIONS) tests/unit tests/dist
+	$(BIN)/python -m pytest $(QUICK) --numprocesses 2 --dist loadgroup $(DURATIONS) tests/serve tests/hosts
 
 # Needs Linux, root, iproute2, openssh-server and rsync; skipped with a reason elsewhere.
 test-hosts: install
@@ -46,6 +49,10 @@ test-hosts: install
 # 20,000 random requests to a service of its own, and Schemathesis, which is downloaded; half an hour.
 test-fuzz: install
 	$(BIN)/python -m pytest tests/serve/test_schemathesis.py tests/serve/test_fuzz.py -k 'twenty_thousand or document'
+
+# Proofs of minutes, one after the other: benchmarks with faults and load, `ray up` over SSH.
+test-nightly: install
+	$(BIN)/python -m pytest -m nightly $(DURATIONS)
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

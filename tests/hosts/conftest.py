@@ -24,6 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.hosts)
+            # Files have hosts of their own, and run in any process.
+            item.add_marker(pytest.mark.xdist_group(f"hosts {item.path.stem}"))
             item.add_marker(pytest.mark.timeout(480))
 
 

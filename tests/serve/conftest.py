@@ -38,6 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.serve)
+            # Of two processes with tests, one has the service that many files share.
+            shares = "service" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("service" if shares else item.path.stem))
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(240))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.nightly
 Row = dict[str, Any]
 
 
