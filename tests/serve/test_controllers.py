@@ -68,6 +68,7 @@ def learning(
                 "speculation": {"controller": "fixed", "fixed_length": 3, "stop_rule": "bernoulli"},
             },
             "app_name": "learning",
+            "num_ingresses": 1,
             "recovery": {"stream_pause_s": 120.0},
             "router": {
                 "name": "learning-router",
