@@ -19,6 +19,7 @@ def why_no_hosts() -> str | None:
     return can_make_hosts()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:

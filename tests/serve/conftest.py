@@ -33,6 +33,7 @@ from tests.support.running import Running, free_port
 from tests.support.tiny_service import write_tiny_service
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
