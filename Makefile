@@ -40,7 +40,7 @@ test: export EESD_CACHE_DIR := $(CURDIR)/build/test-cache
 test: install
 	rm -rf $(EESD_CACHE_DIR)
 	$(BIN)/python -m pytest $(QUICK) --numprocesses 2 --dist loadfile $(DURATIONS) tests/unit tests/dist
-	$(BIN)/python -m pytest $(QUICK) --numprocesses 2 --dist loadgroup $(DURATIONS) tests/serve tests/hosts
+	$(BIN)/python -m pytest $(QUICK) --numprocesses 2 --dist loadfile $(DURATIONS) tests/serve tests/hosts
 
 # Needs Linux, root, iproute2, openssh-server and rsync; skipped with a reason elsewhere.
 test-hosts: install
@@ -48,7 +48,7 @@ test-hosts: install
 
 # 20,000 random requests to a service of its own, and Schemathesis, which is downloaded; half an hour.
 test-fuzz: install
-	$(BIN)/python -m pytest tests/serve/test_schemathesis.py tests/serve/test_fuzz.py -k 'twenty_thousand or document'
+	$(BIN)/python -m pytest tests/serve/test_schemathesis.py tests/serve/shared/test_fuzz.py -k 'twenty_thousand or document'
 
 # Proofs of minutes, one after the other: benchmarks with faults and load, `ray up` over SSH.
 test-nightly: install

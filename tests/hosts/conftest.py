@@ -19,14 +19,11 @@ def why_no_hosts() -> str | None:
     return can_make_hosts()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.hosts)
-            # Files have hosts of their own, and run in any process.
-            item.add_marker(pytest.mark.xdist_group(f"hosts {item.path.stem}"))
             item.add_marker(pytest.mark.timeout(480))
 
 

@@ -262,10 +262,6 @@ def test_the_recorder_holds_the_tokens_that_left_and_the_rows_they_were_chosen_f
     assert _controllers(learning)["pipelines"][0]["recorder"]["num_written"] >= 3
 
 
-def test_no_recorder_no_metric(service: Running) -> None:
-    assert "eesd_recorder" not in httpx.get(f"{service.url}/metrics", timeout=30).text
-
-
 def _joined(service: Running) -> Any:
     return service_connection(
         "here", router=service.config.router, app_name=service.config.app_name
