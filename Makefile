@@ -52,7 +52,7 @@ test-fuzz: install
 
 # Proofs of minutes, one after the other: benchmarks with faults and load, `ray up` over SSH.
 test-nightly: install
-	$(BIN)/python -m pytest -m nightly $(DURATIONS)
+	$(BIN)/python -m pytest -m 'nightly and not slow' $(DURATIONS)
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
