@@ -36,11 +36,12 @@ serve: install-serving
 	$(BIN)/eesd serve
 
 # In two processes, one core each. The second run uses the kernels that the first one has compiled.
+# In the order of folders: each process starts its Ray for tests/serve once.
 test: export EESD_CACHE_DIR := $(CURDIR)/build/test-cache
 test: install
 	rm -rf $(EESD_CACHE_DIR)
 	$(BIN)/python -m pytest $(QUICK) --numprocesses 2 --dist loadfile $(DURATIONS) tests/unit tests/dist
-	$(BIN)/python -m pytest $(QUICK) --numprocesses 2 --dist loadfile $(DURATIONS) tests/serve tests/hosts
+	$(BIN)/python -m pytest $(QUICK) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(DURATIONS) tests/serve tests/hosts
 
 # Needs Linux, root, iproute2, openssh-server and rsync; skipped with a reason elsewhere.
 test-hosts: install
