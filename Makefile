@@ -4,7 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PINNED := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c infra/constraints.txt
-DURATIONS := --durations=25 --durations-min=2
+QUICK := not slow and not gpu
+DURATIONS := --durations=30 --durations-min=2
 SOURCES := eesd_launcher.py eesd_dist serve_app cluster tests infra
 
 .PHONY: install install-serving pins serve test fuzz-reduce test-fuzz test-hosts test-autoscaling test-endurance test-plan test-planted-errors test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
@@ -34,10 +35,14 @@ pins: install
 serve: install-serving
 	$(BIN)/eesd serve
 
-# Tests without a service in two processes, one core each; those of a service one after the other.
+# In two processes, one core each; then what needs both cores. Later runs use the kernels that the first one has compiled.
+# In the order of folders: each process starts its Ray for tests/serve once.
+test: export EESD_CACHE_DIR := $(CURDIR)/build/test-cache
 test: install
-	$(BIN)/python -m pytest -m 'not slow and not gpu' --numprocesses 2 --dist loadfile $(DURATIONS) tests/unit tests/dist
-	$(BIN)/python -m pytest -m 'not slow and not gpu' $(DURATIONS) tests/serve tests/hosts
+	rm -rf $(EESD_CACHE_DIR)
+	$(BIN)/python -m pytest -m '$(QUICK)' --numprocesses 2 --dist loadfile $(DURATIONS) tests/unit tests/dist
+	$(BIN)/python -m pytest -m '$(QUICK) and not alone' --numprocesses 2 --dist loadfile --no-loadscope-reorder $(DURATIONS) tests/serve tests/hosts
+	$(BIN)/python -m pytest -m '$(QUICK) and alone' $(DURATIONS) tests/serve tests/hosts
 
 # Needs Linux, root, iproute2, openssh-server and rsync; skipped with a reason elsewhere.
 test-hosts: install
@@ -45,7 +50,7 @@ test-hosts: install
 
 # 20,000 random requests to a service of its own, and Schemathesis, which is downloaded; half an hour.
 test-fuzz: install
-	$(BIN)/python -m pytest tests/serve/test_schemathesis.py tests/serve/test_fuzz.py -k 'twenty_thousand or document'
+	$(BIN)/python -m pytest tests/serve/test_schemathesis.py tests/serve/shared/test_fuzz.py -k 'twenty_thousand or document'
 
 # A load from zero to eight streams and back, and the pipelines and nodes that follow; five minutes.
 test-autoscaling: install

@@ -1,6 +1,6 @@
 """All uses of private Ray interfaces, in one place.
 
-Written for Ray 2.60. Each function has a test in `tests/serve/test_ray_compat.py` or
+Written for Ray 2.60. Each function has a test in `tests/serve/shared/test_ray_compat.py` or
 `tests/unit/cluster/test_ray_compat.py` that fails when Ray changes the interface. Ray reads the
 environment when it is imported, so the imports are inside the functions.
 """

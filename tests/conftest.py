@@ -2,7 +2,9 @@
 
 import os
 import tempfile
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 # Set before torch or Ray is imported, and inherited by every process that a test starts. With two
@@ -34,3 +36,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=300)
 settings.load_profile("same")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.support.scheduling import FoldersAndFiles
+
+    return FoldersAndFiles(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -21,6 +21,8 @@ from serve_app.config import BUNDLED_MODEL
 from tests.support.running import until
 from tests.support.ssh_hosts import SshHosts, can_make_ssh_hosts
 
+pytestmark = pytest.mark.alone
+
 _HEAD, _DRAFT, _VERIFY, _SPARE_VERIFY = range(4)
 """Lines of onprem-hosts.txt, after the head."""
 _SHIPPED_NETWORK = "10.0.0"

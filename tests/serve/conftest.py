@@ -1,4 +1,4 @@
-"""One local Ray for all tests of this package, and one service on it."""
+"""One local Ray for all tests of this package."""
 
 import logging
 import os
@@ -27,9 +27,7 @@ os.environ.update(
 import ray
 from ray import serve
 
-from serve_app.app import build_app
-from serve_app.config import service_config
-from tests.support.running import Running, free_port
+from tests.support.running import free_port
 from tests.support.tiny_service import write_tiny_service
 
 
@@ -65,30 +63,3 @@ def ray_port() -> Iterator[int]:
 @pytest.fixture(scope="package")
 def tiny_service(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_service(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="package")
-def service(ray_port: int, tiny_service: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
-    """The whole application: two ingresses, a pipeline with two verify ranks, router."""
-    config = service_config(
-        {
-            "engine": {
-                "model": {"path": str(tiny_service), "dtype": "float32", "device": "cpu"},
-                "cache": {"num_pages": 256},
-                "parallel": {"verify_tensor_parallel_size": 2, "timeout_s": 20.0},
-            },
-            "model_name": "tiny",
-            "port": ray_port,
-            "num_ingresses": 2,
-            # A busy machine takes its time to start a process.
-            "recovery": {"stream_pause_s": 120.0},
-            "router": {"checkpoint": str(tmp_path_factory.mktemp("router") / "beliefs.json")},
-            "telemetry": {"trace_folder": str(tmp_path_factory.mktemp("traces"))},
-        }
-    )
-    serve.run(build_app(config), name=config.app_name, route_prefix="/")
-    return Running(
-        url=f"http://127.0.0.1:{ray_port}",
-        config=config,
-        pipelines=serve.get_deployment_handle("Pipeline", config.app_name),
-    )

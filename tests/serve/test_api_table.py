@@ -49,6 +49,7 @@ def own(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
                 "cache": {"num_pages": 256},
             },
             "app_name": NAME,
+            "num_ingresses": 1,
             "model_name": "tiny",
             "router": {"name": f"{NAME}-router"},
             "recovery": {"stream_pause_s": 120.0},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 Row = dict[str, Any]
-pytestmark = pytest.mark.autoscaling
+pytestmark = [pytest.mark.autoscaling, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,8 @@ def test_however_serve_ends_its_logs_are_all_that_is_left(
     port = free_port()
     words = ("serve", "--model", str(tiny_service), "--port", str(port))
     words = (*words, "--log-folder", str(tmp_path / "logs"), "--set", "recovery.drain_s=5")
+    fewer = ("num_ingresses=1", "recovery.spares.draft=0", "recovery.spares.verify=0")
+    words = (*words, *(word for setting in fewer for word in ("--set", setting)))
     secret = {"EESD_API_KEY": "s3cret"}
     with command(*words, env={**_within(folder), **secret}) as (process, lines):
         wait_for_line(lines, "Ctrl-C stops", process)

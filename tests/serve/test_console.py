@@ -364,23 +364,6 @@ def test_changes_need_the_key_and_a_pipeline(seen: Running) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "pipeline_not_found")
 
 
-def test_a_service_without_a_key_generates_and_is_not_changed(
-    browser: Browser, service: Running
-) -> None:
-    with visiting(browser, f"{service.url}/console") as visit:
-        visit.until_status("ready")
-        visit.send("hello", max_tokens="8")
-        visit.until_ended()
-        assert visit.tokens() > 0
-        assert visit.complaints == []
-        visit.page.get_by_role("link", name="Operations").click()
-        visit.page.get_by_role("button", name="Drain").click()
-        visit.page.locator("#confirm-yes").click()
-        alert = visit.page.locator("#operations-error")
-        expect(alert).to_contain_text("this service has no API key")
-        expect(alert.locator("code")).to_have_text("HTTP 403 · key_required")
-
-
 @pytest.mark.parametrize("width", [360, 768, 1440])
 def test_nothing_is_wider_than_the_window_in_light_and_dark(
     width: int, browser: Browser, seen: Running

@@ -61,6 +61,7 @@ def collecting(ray_port: int, target: Path) -> Iterator[Running]:
                 "parallel": {"verify_tensor_parallel_size": 2, "timeout_s": 20.0},
             },
             "app_name": NAME,
+            "num_ingresses": 1,
             "recovery": {"stream_pause_s": 120.0},
             "router": {"name": f"{NAME}-router"},
         }

@@ -32,6 +32,7 @@ def wide(ray_port: int, tiny_service: Path) -> Iterator[Running]:
                 },
             },
             "app_name": "wide",
+            "num_ingresses": 1,
             "router": {"name": "wide-router"},
             # A busy machine takes its time to start a process.
             "recovery": {"stream_pause_s": 120.0},

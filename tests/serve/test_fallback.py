@@ -45,6 +45,7 @@ def relieved(
                 },
             },
             "app_name": name,
+            "num_ingresses": 1,
             "router": {"name": f"{name}-router"},
             # A busy machine takes its time to start a process.
             "recovery": {"stream_pause_s": 120.0},

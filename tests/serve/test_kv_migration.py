@@ -41,6 +41,7 @@ def config(ray_port: int, tiny_service: Path) -> Iterator[ServiceConfig]:
                 "parallel": {"verify_tensor_parallel_size": 2, "timeout_s": 20.0},
             },
             "app_name": NAME,
+            "num_ingresses": 1,
             "router": {"name": f"{NAME}-router"},
             "pipelines": {"min_count": 2, "max_count": 2},
             "placement": {"draft": {"num_cpus": 0.2}, "verify": {"num_cpus": 0.2}},

@@ -364,6 +364,7 @@ async def _load(client: httpx.AsyncClient, key: str, *, number: int) -> AsyncIte
         await asyncio.gather(*loads, *running, return_exceptions=True)
 
 
+@pytest.mark.alone  # measures the service, so it needs two quiet cores
 def test_a_greedy_key_costs_another_at_most_a_round_for_each_of_its_texts_in_the_batch(
     shared: Running,
 ) -> None:

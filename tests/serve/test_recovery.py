@@ -1,7 +1,5 @@
 """Processes die; streams pause, and go on with the very tokens they would have had."""
 
-import asyncio
-import json
 import logging
 import os
 import re
@@ -10,200 +8,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
-import httpx
 import pytest
 import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from eesd_dist.bench import load_client
-from eesd_dist.bench.load_client import Listener, Streamed
 from eesd_dist.errors import ConfigError, RequestError
-from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.tenure import LAST_WAIT_S, placement_groups_named, workers_named
-from serve_app.app import application_of
 from serve_app.config import service_config
 from serve_app.operations.serving import WaitingLine, deploy
 from serve_app.operations.start_line import StartLine
-from serve_app.pipeline.deployment import Health, Pipeline, PipelineState
-from tests.support.event_stream import WITH_IDS, folded, parsed
-from tests.support.running import Running, descendants, tokens_of, until
+from serve_app.pipeline.deployment import Health, Pipeline
+from tests.support.running import Running, tokens_of, until
 from tests.support.toy_poison import POISON, WAYS, PoisonedStages
 from tests.support.toy_stages import ToyStages, held, toy_token
-
-
-@pytest.mark.parametrize("victim", ["verify rank 1", "drafting actor"])
-def test_a_stream_survives_the_death_of(victim: str, service: Running) -> None:
-    prompt = Tokenizer.load(service.config.engine.model.path).encode("the lazy dog")
-    sampling = SamplingParams(max_tokens=120, temperature=0.9, seed=4)
-    undisturbed = tokens_of(
-        service.items(Request(request_id=RequestId("one"), prompt=prompt, sampling=sampling))
-    )
-    before = service.state()
-
-    items = service.items(Request(request_id=RequestId("two"), prompt=prompt, sampling=sampling))
-    tokens = [token for emission in next(items) for token in emission.tokens]
-    service.signal(victim, signal.SIGKILL)
-    pauses = []
-    last_s = time.monotonic()
-    for item in items:
-        tokens += tokens_of([item])
-        pauses.append(time.monotonic() - last_s)
-        last_s = time.monotonic()
-
-    assert tokens == undisturbed
-    after = service.ready_after(before)
-    assert after.epoch == before.epoch + 1
-    assert victim in after.last_trouble
-    assert "its process has died" in after.last_trouble
-    assert max(pauses, default=0.0) < service.config.recovery.pause_for(after.start_s)
-
-
-def test_a_stream_survives_the_death_of_the_pipeline_replica(service: Running) -> None:
-    def stream(*, kills: bool) -> str:
-        body = {"model": "tiny", "prompt": "the log", "max_tokens": 120, "seed": 6, "stream": True}
-        url = f"{service.url}/v1/completions"
-        text = ""
-        with httpx.stream("POST", url, json={**body, "ignore_eos": True}, timeout=180) as answer:
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-                if kills:
-                    os.kill(service.state().pid, signal.SIGKILL)
-                    kills = False
-        return text
-
-    undisturbed = stream(kills=False)
-    before = service.state()
-    is_claimed, num_attempts, num_streams = Event(), service.num_attempts(), 0
-
-    def streams() -> None:
-        nonlocal num_streams
-        while not is_claimed.is_set():
-            request = Request(
-                request_id=RequestId(f"meanwhile-{num_streams}"),
-                prompt=(TokenId(1), TokenId(2)),
-                sampling=SamplingParams(max_tokens=60),
-            )
-            tokens_of(service.items(request))
-            num_streams += 1
-
-    meanwhile = Thread(target=streams)
-    meanwhile.start()
-    assert stream(kills=True) == undisturbed
-
-    def claimed() -> PipelineState | None:
-        try:
-            state = service.state()
-        except ray.exceptions.RayError:  # it is on its way
-            return None
-        return state if state.pid != before.pid and state.is_ready else None
-
-    try:
-        after = until(claimed, timeout_s=120.0)
-    finally:
-        is_claimed.set()
-        meanwhile.join()
-    assert after is not None
-    assert service.num_attempts() - num_attempts == num_streams, "no stream was interrupted"
-    assert (after.pipeline, after.epoch) == (before.pipeline, before.epoch)
-    assert after.leader == before.leader != "", "or ingresses would take it for another process"
-    assert [w.pid for w in after.workers] == [w.pid for w in before.workers]
-    assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200
-
-
-def test_a_stream_whose_connection_was_dropped_continues_after_its_last_event(
-    service: Running,
-) -> None:
-    body = {
-        "prompt": "the log",
-        "max_tokens": 900,
-        "temperature": 0.9,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-        "ignore_eos": True,
-        "request_id": "dropped",
-    }
-    url = f"{service.url}/v1/completions"
-    begun_text = b""
-    with httpx.stream("POST", url, json=body, headers=WITH_IDS, timeout=180) as answer:
-        for part in answer.iter_bytes():
-            begun_text += part
-            if begun_text.count(b"\n\n") > 150:
-                break
-    begun = parsed(begun_text.rpartition(b"\n\n")[0].decode())
-    until(lambda: service.num_running() == 0)
-    began_s = time.monotonic()
-    headers = {"Last-Event-ID": begun[-1].id}
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=180) as answer:
-        assert answer.status_code == 200
-        rest_text, resumed_s = b"", 0.0
-        for part in answer.iter_bytes():
-            rest_text += part
-            if b"data: " in rest_text and not resumed_s:
-                resumed_s = time.monotonic() - began_s
-    rest = parsed(rest_text.decode())
-    whole = folded(begun + rest)
-    seed = rest[-2].chunk["metrics"]["seed"]
-    assert len(whole["choices"][0]["token_ids"]) == 900
-    assert whole["usages"][0]["completion_tokens"] == 900
-    print(f"next event after {resumed_s:.3f} s, {len(begun)} events before it")  # noqa: T201
-
-    plain = httpx.post(url, json={**body, "stream": False, "seed": seed}, timeout=180).json()
-    assert whole["choices"][0]["text"] == plain["choices"][0]["text"]
-    assert whole["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
-
-
-def test_streams_of_a_killed_ingress_continue_at_the_other_one(service: Running) -> None:
-    body = {
-        "prompt": "the log",
-        "max_tokens": 1500,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-        "ignore_eos": True,
-    }
-    bodies = [{**body, "seed": i, "request_id": f"killed-{i}"} for i in range(4)]
-
-    def victim() -> int:
-        names = {p: " ".join(p.cmdline()) for p in descendants()}
-        return min(p.pid for p, name in names.items() if "ServeReplica:eesd:Ingress" in name)
-
-    async def read(*, kills: bool) -> list[Streamed]:
-        listeners = [Listener(str(each["request_id"])) for each in bodies]
-        async with httpx.AsyncClient(base_url=service.url, timeout=180) as client:
-            reading = [
-                asyncio.ensure_future(load_client.stream(client, listener, each, max_attempts=100))
-                for listener, each in zip(listeners, bodies, strict=True)
-            ]
-            if kills:
-                while not all(each.heard().tokens for each in listeners):  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
-                os.kill(victim(), signal.SIGKILL)
-            await asyncio.gather(*reading)
-        return [listener.heard() for listener in listeners]
-
-    undisturbed = asyncio.run(read(kills=False))
-
-    def resumed_of(disturbed: list[Streamed]) -> list[Streamed]:
-        for one, other in zip(undisturbed, disturbed, strict=True):
-            assert other.is_complete, other.error
-            assert (one.tokens, one.text) == (other.tokens, other.text)
-        return [each for each in disturbed if each.num_resumed]
-
-    # Serve chooses the ingress of a stream at random: all four may be in the one that lives.
-    attempts = (resumed_of(asyncio.run(read(kills=True))) for _ in range(3))
-    resumed = next((streams for streams in attempts if streams), [])
-    assert resumed, "no stream was in an ingress that was killed"
-    pauses = [each.longest_pause_s for each in resumed]
-    print(f"longest pauses of the resumed streams: {pauses}")  # noqa: T201
-    assert max(pauses) < 5.0
 
 
 @pytest.fixture(scope="module")
@@ -499,33 +321,6 @@ def test_workers_without_a_supervisor_exit_and_one_that_wakes_up_begins_again(
     assert _has_left_nothing("leased")
 
 
-def test_two_pipelines_of_one_service_both_serve(ray_port: int, tiny_service: Path) -> None:
-    config = service_config(
-        {
-            "engine": {"model": {"path": str(tiny_service)}},
-            "app_name": "pair",
-            "router": {"name": "pair-router"},
-            "pipelines": {"min_count": 2, "max_count": 2},
-        }
-    )
-    application = application_of(config, stages=ToyStages())
-    deploy(application, name="pair", route_prefix="/pair", wait=Event().wait)
-    pipelines = serve.get_deployment_handle("Pipeline", "pair")
-    pair = Running(url="", config=config, pipelines=pipelines)
-
-    def both_have_served() -> bool:
-        requests = [_request(f"pair-{i}-{time.monotonic()}", max_tokens=6) for i in range(4)]
-        for request, items in [(request, pair.items(request)) for request in requests]:
-            assert tokens_of(items) == _expected(request)
-        stats = pipelines.broadcast("stats").results(timeout_s=30)
-        return [bool(each.num_rounds) for each in stats] == [True, True]
-
-    until(both_have_served)
-    serve.delete("pair")
-    assert _has_left_nothing("pair")
-    ray.kill(ray.get_actor("pair-router", namespace=config.router.namespace))
-
-
 def test_a_place_that_does_not_exist_is_named_bundle_by_bundle(
     ray_port: int, tmp_path: Path
 ) -> None:
@@ -548,10 +343,9 @@ def test_a_place_that_does_not_exist_is_named_bundle_by_bundle(
     until(lambda: not placement_groups_named("nowhere/"), timeout_s=60.0)
 
 
-def test_a_log_level_reaches_the_replica_and_its_workers(ray_port: int, tmp_path: Path) -> None:
-    toys = _toy_pipeline("levels", tmp_path)
-    namespace = toys.config.router.namespace
-    names = workers_named("levels/", namespace=namespace)
+def test_a_log_level_reaches_the_replica_and_its_workers(toy: Running) -> None:
+    namespace = toy.config.router.namespace
+    names = workers_named("toy/", namespace=namespace)
     handles = [ray.get_actor(name, namespace=namespace) for name in names]
 
     def levels() -> set[int]:
@@ -562,16 +356,17 @@ def test_a_log_level_reaches_the_replica_and_its_workers(ray_port: int, tmp_path
         return set(ray.get(calls, timeout=30))
 
     def configure(level: str) -> None:
-        toys.pipelines.broadcast("reconfigure", {"log_level": level}).results(timeout_s=30)
+        toy.pipelines.broadcast("reconfigure", {"log_level": level}).results(timeout_s=30)
 
     assert levels() == {logging.INFO}
     configure("ERROR")
     until(lambda: levels() == {logging.ERROR}, timeout_s=30.0)
     configure("LOUD")  # refused, in the log
     request = _request("levels", max_tokens=4)
-    assert tokens_of(toys.items(request)) == _expected(request)
+    assert tokens_of(toy.items(request)) == _expected(request)
     assert levels() == {logging.ERROR}
-    serve.delete("levels")
+    configure("INFO")
+    until(lambda: levels() == {logging.INFO}, timeout_s=30.0)
 
 
 def test_a_model_that_cannot_be_loaded_is_not_tried_again_and_again(

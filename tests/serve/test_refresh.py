@@ -44,6 +44,7 @@ def recording(
                 "speculation": {"controller": "fixed", "fixed_length": 3, "stop_rule": "bernoulli"},
             },
             "app_name": NAME,
+            "num_ingresses": 1,
             "recovery": {"stream_pause_s": 120.0},
             "router": {"name": f"{NAME}-router"},
             "recorder": {"folder": str(tmp_path_factory.mktemp("kept") / "recording"), "top_k": 8},

@@ -20,6 +20,7 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.routing.choice import PipelineChoice
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
+from eesd_dist.workers.tenure import placement_groups_named, workers_named
 from serve_app.app import application_of
 from serve_app.cli.main import main
 from serve_app.config import ServiceConfig, service_config
@@ -41,6 +42,8 @@ def config(ray_port: int, tiny_service: Path) -> Iterator[ServiceConfig]:
     deploy(application, name=NAME, route_prefix=f"/{NAME}", wait=Event().wait)
     yield config
     serve.delete(NAME)
+    assert not workers_named(f"{NAME}/", namespace=config.router.namespace)
+    assert not placement_groups_named(NAME)
     ray.kill(ray.get_actor(config.router.name, namespace=config.router.namespace))
 
 
@@ -49,6 +52,7 @@ def _config(model: Path, *, num_pipelines: int) -> ServiceConfig:
         {
             "engine": {"model": {"path": str(model)}, "cache": {"page_size": 4}},
             "app_name": NAME,
+            "num_ingresses": 1,
             "router": {"name": f"{NAME}-router"},
             "pipelines": {"min_count": num_pipelines, "max_count": num_pipelines},
             "recovery": {"drain_s": 30.0, "stream_pause_s": 60.0},

@@ -249,8 +249,6 @@ def down(prefix: str) -> None:
     for folder in _NAMES.glob(f"{prefix}*"):
         if _is_of(prefix, folder.name):
             shutil.rmtree(folder)
-    if _NAMES.is_dir() and not any(_NAMES.iterdir()):
-        _NAMES.rmdir()
     if Path("/sys/class/net", _leg(prefix)).exists():
         _drop_leg(prefix)
     if _folder(prefix).exists():

@@ -286,6 +286,10 @@ def test_metrics_count_what_was_drafted_and_say_by_which_pipeline(
     until(lambda: drafted() - before == report["num_draft_tokens"])
 
 
+def test_no_recorder_no_metric(service: Running) -> None:
+    assert "eesd_recorder" not in httpx.get(f"{service.url}/metrics", timeout=30).text
+
+
 def test_every_ingress_shows_the_metrics_of_all(service: Running) -> None:
     def counted() -> dict[str, float]:
         page = httpx.get(f"{service.url}/metrics", timeout=30).text

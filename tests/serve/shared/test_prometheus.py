@@ -18,7 +18,7 @@ from tests.support.running import Running, free_port, until
 pytestmark = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="needs Prometheus (apt-get install prometheus)"
 )
-INFRA = Path(__file__).parents[2] / "infra"
+INFRA = Path(__file__).parents[3] / "infra"
 NOT_THERE = frozenset(
     {
         "eesd_degraded",  # without --fallback

@@ -1,0 +1,190 @@
+"""Processes of the real service die; streams pause, and go on with the same tokens."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from threading import Event, Thread
+
+import httpx
+import pytest
+import ray
+
+from eesd_dist.bench import load_client
+from eesd_dist.bench.load_client import Listener, Streamed
+from eesd_dist.text import Tokenizer
+from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
+from serve_app.pipeline.deployment import PipelineState
+from tests.support.event_stream import WITH_IDS, folded, parsed
+from tests.support.running import Running, descendants, tokens_of, until
+
+
+@pytest.mark.parametrize("victim", ["verify rank 1", "drafting actor"])
+def test_a_stream_survives_the_death_of(victim: str, service: Running) -> None:
+    prompt = Tokenizer.load(service.config.engine.model.path).encode("the lazy dog")
+    sampling = SamplingParams(max_tokens=120, temperature=0.9, seed=4)
+    undisturbed = tokens_of(
+        service.items(Request(request_id=RequestId("one"), prompt=prompt, sampling=sampling))
+    )
+    before = service.state()
+
+    items = service.items(Request(request_id=RequestId("two"), prompt=prompt, sampling=sampling))
+    tokens = [token for emission in next(items) for token in emission.tokens]
+    service.signal(victim, signal.SIGKILL)
+    pauses = []
+    last_s = time.monotonic()
+    for item in items:
+        tokens += tokens_of([item])
+        pauses.append(time.monotonic() - last_s)
+        last_s = time.monotonic()
+
+    assert tokens == undisturbed
+    after = service.ready_after(before)
+    assert after.epoch == before.epoch + 1
+    assert victim in after.last_trouble
+    assert "its process has died" in after.last_trouble
+    assert max(pauses, default=0.0) < service.config.recovery.pause_for(after.start_s)
+
+
+def test_a_stream_survives_the_death_of_the_pipeline_replica(service: Running) -> None:
+    def stream(*, kills: bool) -> str:
+        body = {"model": "tiny", "prompt": "the log", "max_tokens": 120, "seed": 6, "stream": True}
+        url = f"{service.url}/v1/completions"
+        text = ""
+        with httpx.stream("POST", url, json={**body, "ignore_eos": True}, timeout=180) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                if kills:
+                    os.kill(service.state().pid, signal.SIGKILL)
+                    kills = False
+        return text
+
+    undisturbed = stream(kills=False)
+    before = service.state()
+    is_claimed, num_attempts, num_streams = Event(), service.num_attempts(), 0
+
+    def streams() -> None:
+        nonlocal num_streams
+        while not is_claimed.is_set():
+            request = Request(
+                request_id=RequestId(f"meanwhile-{num_streams}"),
+                prompt=(TokenId(1), TokenId(2)),
+                sampling=SamplingParams(max_tokens=60),
+            )
+            tokens_of(service.items(request))
+            num_streams += 1
+
+    meanwhile = Thread(target=streams)
+    meanwhile.start()
+    assert stream(kills=True) == undisturbed
+
+    def claimed() -> PipelineState | None:
+        try:
+            state = service.state()
+        except ray.exceptions.RayError:  # it is on its way
+            return None
+        return state if state.pid != before.pid and state.is_ready else None
+
+    try:
+        after = until(claimed, timeout_s=120.0)
+    finally:
+        is_claimed.set()
+        meanwhile.join()
+    assert after is not None
+    assert service.num_attempts() - num_attempts == num_streams, "no stream was interrupted"
+    assert (after.pipeline, after.epoch) == (before.pipeline, before.epoch)
+    assert after.leader == before.leader != "", "or ingresses would take it for another process"
+    assert [w.pid for w in after.workers] == [w.pid for w in before.workers]
+    assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200
+
+
+def test_a_stream_whose_connection_was_dropped_continues_after_its_last_event(
+    service: Running,
+) -> None:
+    body = {
+        "prompt": "the log",
+        "max_tokens": 900,
+        "temperature": 0.9,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "ignore_eos": True,
+        "request_id": "dropped",
+    }
+    url = f"{service.url}/v1/completions"
+    begun_text = b""
+    with httpx.stream("POST", url, json=body, headers=WITH_IDS, timeout=180) as answer:
+        for part in answer.iter_bytes():
+            begun_text += part
+            if begun_text.count(b"\n\n") > 150:
+                break
+    begun = parsed(begun_text.rpartition(b"\n\n")[0].decode())
+    until(lambda: service.num_running() == 0)
+    began_s = time.monotonic()
+    headers = {"Last-Event-ID": begun[-1].id}
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=180) as answer:
+        assert answer.status_code == 200
+        rest_text, resumed_s = b"", 0.0
+        for part in answer.iter_bytes():
+            rest_text += part
+            if b"data: " in rest_text and not resumed_s:
+                resumed_s = time.monotonic() - began_s
+    rest = parsed(rest_text.decode())
+    whole = folded(begun + rest)
+    seed = rest[-2].chunk["metrics"]["seed"]
+    assert len(whole["choices"][0]["token_ids"]) == 900
+    assert whole["usages"][0]["completion_tokens"] == 900
+    print(f"next event after {resumed_s:.3f} s, {len(begun)} events before it")  # noqa: T201
+
+    plain = httpx.post(url, json={**body, "stream": False, "seed": seed}, timeout=180).json()
+    assert whole["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert whole["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+
+
+def test_streams_of_a_killed_ingress_continue_at_the_other_one(service: Running) -> None:
+    body = {
+        "prompt": "the log",
+        "max_tokens": 800,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    bodies = [{**body, "seed": i, "request_id": f"killed-{i}"} for i in range(4)]
+
+    def victim() -> int:
+        names = {p: " ".join(p.cmdline()) for p in descendants()}
+        return min(p.pid for p, name in names.items() if "ServeReplica:eesd:Ingress" in name)
+
+    async def read(*, kills: bool) -> list[Streamed]:
+        listeners = [Listener(str(each["request_id"])) for each in bodies]
+        async with httpx.AsyncClient(base_url=service.url, timeout=180) as client:
+            reading = [
+                asyncio.ensure_future(load_client.stream(client, listener, each, max_attempts=100))
+                for listener, each in zip(listeners, bodies, strict=True)
+            ]
+            if kills:
+                while not all(each.heard().tokens for each in listeners):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+                os.kill(victim(), signal.SIGKILL)
+            await asyncio.gather(*reading)
+        return [listener.heard() for listener in listeners]
+
+    undisturbed = asyncio.run(read(kills=False))
+
+    def resumed_of(disturbed: list[Streamed]) -> list[Streamed]:
+        for one, other in zip(undisturbed, disturbed, strict=True):
+            assert other.is_complete, other.error
+            assert (one.tokens, one.text) == (other.tokens, other.text)
+        return [each for each in disturbed if each.num_resumed]
+
+    # Serve chooses the ingress of a stream at random: all four may be in the one that lives.
+    attempts = (resumed_of(asyncio.run(read(kills=True))) for _ in range(3))
+    resumed = next((streams for streams in attempts if streams), [])
+    assert resumed, "no stream was in an ingress that was killed"
+    pauses = [each.longest_pause_s for each in resumed]
+    print(f"longest pauses of the resumed streams: {pauses}")  # noqa: T201
+    assert max(pauses) < 5.0
