@@ -92,8 +92,7 @@ def of_length(length: int) -> ChainRule:
     )
 
 
-_NEVER = -30.0
-REFUSAL = of_length(1)._replace(prices=np.array([0.0, 0.5]), shift=_NEVER)
+REFUSAL = of_length(1)._replace(prices=np.array([0.0, 0.5]), shift=-30.0)
 """Guesses one token and takes none, whatever it is."""
 
 
@@ -205,11 +204,10 @@ class Follower:
         """Returns whether another guess may be wanted after the present one, if that is taken."""
         return self._num_drafted + 1 < min(self._most, len(self._rule.prices) - 1)
 
-    def chance(self) -> float:
-        """Returns about how likely it is that the guess that is wanted is taken."""
-        if self._is_free:
-            return 1.0
-        return 0.0 if self._rule.shift <= _NEVER else self._rule.mean
+    @property
+    def takes_any(self) -> bool:
+        """True if the rule takes every guess that it wants."""
+        return self._is_free
 
     def report(self) -> ChainReport:
         return ChainReport(

@@ -1,11 +1,10 @@
 """Drafts a round on a GPU, a level in one step, for a stage of one rank.
 
-Rules are followed on the host, to which a step's guesses are copied. Where they are likely to be
-taken, the next step is queued before, with the tokens as the GPU has them.
+Rules are followed on the host, to which a step's guesses are copied. Where one is taken in any
+case, the next step is queued before, with the tokens as the GPU has them.
 """
 
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -23,10 +22,6 @@ from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.noise import key_words, noise_key
 from eesd_dist.sampling.rule import score_gaps
 
-_MOST_WASTED = 0.3
-"""A step is queued ahead if it is for nothing with at most this probability: a step takes a GPU
-about twice as long as the host needs to go on after one."""
-
 
 # Shapes: T known rows, D hidden channels, B page tables, W pages of the longest one.
 class GraphDrafter:
@@ -39,8 +34,7 @@ class GraphDrafter:
 
     @classmethod
     def of(cls, span: LlamaSpan, head: ExitHead) -> Self | None:
-        """Returns None for a stage that drafts in other ways: parts of layers or of a
-        head."""
+        """Returns None for a stage that drafts in other ways: parts of layers or of a head."""
         layers, head_layers = span.paged.on_gpu, head.paged.on_gpu
         if layers is None or head_layers is None or span.embedding is None:
             return None
@@ -91,12 +85,12 @@ class GraphDrafter:
         return rows_TD, drafted
 
     def _ahead(self, level: "_Level", tables_BW: Ints) -> "_Level | None":
-        """Queues the next level before this one's guesses are known, as if all were taken; None
-        where that is not likely enough to pay. Rows of guesses that are not taken are computed for
-        nothing: nothing reads them, and the next token at their position replaces them."""
+        """Queues the next level before this one's guesses are known, as if all were taken; None if
+        no rule is sure to take its guess, since the step may then be for nothing. Rows of guesses
+        that are not taken are not read, and the next token at their position replaces them."""
         if not self._steps.may_queue_ahead(len(level.guessed)):
             return None
-        if prod(1.0 - chain.rule.chance() for chain in level.guessed) > _MOST_WASTED:
+        if not any(chain.rule.takes_any for chain in level.guessed):
             return None
         asked = [chain for chain in level.guessed if chain.rule.may_go_on()]
         assert level.step.best_G4 is not None
