@@ -69,7 +69,7 @@ def tiles_of(
         last_B = np.minimum(first_B + rows, (start_C + length_C)[chain_B]) - np.int32(1)
     num_tiles = _padded(len(first_B), counts)
     num_blocks = int(arrays.position_R.max(initial=0)) // keys + 1
-    if num_tiles > SPLIT_TILES or num_blocks == 1:
+    if len(first_B) > SPLIT_TILES or num_blocks == 1:
         return RowTiles(Tiling(num_tiles, rows), first_B, last_B)
     split_blocks = 1 if len(first_B) * num_blocks <= _SINGLE_BLOCKS else PART_BLOCKS
     if num_blocks <= split_blocks:  # one program would have all of them

@@ -1,7 +1,7 @@
 """Products with weight matrices of 16-bit numbers on a GPU; their tiles follow from their shape.
 
 The tiles of a Hopper were chosen by measurement on an H200
-(docs/benchmarks/2026-11-27-gpu-h200-kernels.json): the candidates of a row count differ in their
+(docs/benchmarks/2026-11-27-gpu-h200.json): the candidates of a row count differ in their
 shape, and the one that leaves the fewest multiprocessors without work in its last wave is taken.
 """
 

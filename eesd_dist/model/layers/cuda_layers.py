@@ -24,9 +24,12 @@ from eesd_dist.model.kv_layout import Ints, RowArrays
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
 from eesd_dist.model.layers.norms import JointNorm, RmsNorm
 
-GRAPH_ROWS = (8, 16, 32, *range(64, 641, 64))
-"""Numbers of rows, and of their tiles, that have a graph: up to the drafts of a large batch. Longer
-passes take the GPU longer than the host."""
+GRAPH_ROWS = (8, 16, *range(64, 641, 64))
+"""Numbers of rows that have a graph: up to the drafts of a large batch. Longer passes take the GPU
+longer than the host. None between 16 and 64: on an H200 a pass of 32 rows takes longer than one of
+64, which fill the tiles of its products."""
+GRAPH_TILES = (8, 16, 32, *range(64, 641, 64))
+"""Numbers of attention tiles that have a graph."""
 _CAPTURING = Lock()
 """torch captures one graph of a process at a time."""
 _NUMBERS = 1 << 16
@@ -99,7 +102,7 @@ class CudaLayers:
 
     def tiles(self, arrays: RowArrays) -> RowTiles:
         """Returns the tiles of these rows, as many as there are graphs for."""
-        return self._attention[0].tiles(arrays, counts=GRAPH_ROWS)
+        return self._attention[0].tiles(arrays, counts=GRAPH_TILES)
 
     def run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None = None) -> Tensor:
         """Launches the kernels one by one; overwrites x."""

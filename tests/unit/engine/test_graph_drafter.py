@@ -51,6 +51,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier, "Graph", Rerun)
     for module in (steps, verifier, cuda_layers):  # padding takes the interpreter time, too
         monkeypatch.setattr(module, "GRAPH_ROWS", (4, 8, 16, 32))
+    monkeypatch.setattr(cuda_layers, "GRAPH_TILES", (4, 8, 16, 32))
     monkeypatch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
 
 
