@@ -60,7 +60,7 @@ def _fuzz(
     words = ["--model", str(model), "--device", setting.device_name, "--dtype", dtype]
     words += ["--random", str(_SEED), "--tokens", str(tokens)]
     words += ["--minutes", f"{0.6 * seconds / 60:.3f}", "--json"]
-    words += ["--max-failures", "1", "--reduce-s", "0", "--case-folder", str(setting.scratch)]
+    words += ["--max-failures", "1", "--case-folder", str(setting.scratch)]
     done = _within([sys.executable, "-m", _FUZZ, *words], seconds)
     if done is None:
         rows.prove(name, False, value=f"timeout after {seconds:.0f} s")

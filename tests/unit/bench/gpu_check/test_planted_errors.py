@@ -154,6 +154,24 @@ except KeyboardInterrupt:
     assert (row.ok, row.detail) == (True, "70 tokens, seed 1, its time was over")
 
 
+def test_the_fuzz_is_started_with_options_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: tuple[Rows, list[Row]]
+) -> None:
+    report, found = rows
+    body = """
+from eesd_dist.bench.fuzz.options import FuzzOptions
+from eesd_dist.command_line import run_command
+
+def main(options: FuzzOptions) -> None:
+    print('{"tokens": %d, "mismatches": 0}' % options.tokens)
+
+sys.exit(run_command(main, sys.argv[1:], program="fuzz"))
+"""
+    plant_fuzz(monkeypatch, tmp_path, body)
+    exactness.run(setting(tmp_path), report)
+    assert [(row.ok, row.detail) for row in found] == [(True, "100 tokens, seed 1")]
+
+
 def plant_fuzz(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> None:
     (folder / "toy_fuzz.py").write_text(f"import sys, time\n{body}\n")
     monkeypatch.setenv("PYTHONPATH", str(folder))
