@@ -105,10 +105,11 @@ async def run(
         }
         for requests in by_mode.values():
             await _in_turn(client, requests[:3])
-        alone_s = statistics.median(s.total_s for s in await _in_turn(client, by_mode["off"][:6]))
-        alone = {"off": ms_per_round(await _rounds(client, 6))}
+        samples = await _in_turn(client, by_mode["off"][:6])
+        alone_s = statistics.median(sample.total_s for sample in samples)
+        alone = {"off": ms_per_round(await _rounds(client, len(samples)))}
         await _in_turn(client, by_mode["auto"][:6])
-        alone["auto"] = ms_per_round(await _rounds(client, 6))
+        alone["auto"] = ms_per_round(await _rounds(client, len(samples)))
         rows: list[dict[str, Any]] = []
         for load in loads:
             for mode, requests in by_mode.items():

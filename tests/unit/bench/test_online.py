@@ -33,6 +33,18 @@ def test_every_load_runs_with_speculation_off_and_on() -> None:
     assert len(lines) == 4
 
 
+def test_fewer_prompts_than_six_are_timed_alone_without_the_other_mode() -> None:
+    app = toy_api(ToyEngine(), max_model_len=500)
+    warm_up = asdict(a_round(request_ids=("warm", "up"), waited_s=9.0))
+    latest = asdict(a_round(request_ids=("one", "two"), waited_s=0.02))
+    app.add_api_route("/debug/rounds", lambda: {"rounds": [warm_up, warm_up, latest]})
+    with serving(app) as url:
+        report = asyncio.run(
+            run(url, BODIES[:2], loads=(1,), per_load=1, max_tokens=8, seed=1, say=lambda _: None)
+        )
+    assert report["alone"]["off"]["verify"] + report["alone"]["off"]["transfer"] < 100.0
+
+
 def test_a_request_that_fails_ends_the_run_with_the_services_message() -> None:
     engine = ToyEngine()
     engine.breaks_after = 2
