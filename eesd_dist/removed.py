@@ -20,6 +20,8 @@ REPLACEMENTS: Mapping[str, str] = {
     "reads_embedding": "train the head again with `eesd distill`, without the token's embedding",
     "--reads-embedding": "leave it out: a head reads hidden states alone",
     "--embedding": "leave it out: a head reads hidden states alone",
+    "--plots": "record with --record, and draw by `python infra/draw_control.py`",
+    "--reduce-s": "leave it out, and run `make fuzz-reduce CASE=FILE` in the repository",
 }
 """Name as a user writes it, `key: value` for a value -> what to do instead. A key is found under
 any section."""
