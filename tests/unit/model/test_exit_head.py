@@ -167,6 +167,22 @@ def test_a_head_in_training_can_draft_at_once(tmp_path: Path) -> None:
     assert torch.allclose(draft_logits(ready, hidden_BLD[0], (40,)), expected_LV, atol=1e-4)
 
 
+def test_a_head_keeps_its_trained_values_through_its_folder(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "target", "qwen2")
+    made = make_head(tmp_path / "target", "truncated")
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_()
+    made.save(tmp_path / "head", dtype="float32", provenance={"command": "eesd distill"})
+    spec = ModelSpec.from_folder(tmp_path / "target")
+    read = TrainableExitHead.read(tmp_path / "head", target=spec, target_path=tmp_path / "target")
+    for name, parameter in made.named_parameters():
+        assert torch.equal(read.get_parameter(name), parameter), name
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["speculators_model_type"] == "early_exit"
+    assert config["provenance"] == {"command": "eesd distill"}
+
+
 def edited_config(**changes: object) -> Callable[[Path, Path], None]:
     def spoil(head: Path, target: Path) -> None:
         file = head / "config.json"
