@@ -67,6 +67,3 @@ class PageTable(Sequence[int]):
 
     def __repr__(self) -> str:
         return f"PageTable({self.array.tolist()})"
-
-
-NO_PAGES = PageTable(())

@@ -27,8 +27,6 @@ from eesd_dist.distill.train.losses import LEAST_TAIL, Comparison, DraftVocabula
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
 
-"""Token ids -> the target's embeddings."""
-
 _RESAMPLES = 4000
 _CONFIDENCE = 0.95
 
