@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/control.md from a recording of `eesd bench control`.
+"""Draws pictures of controllers from a recording of `eesd bench control`.
 
     eesd bench control --record traces.json --json > report.json
     python infra/draw_control.py --traces traces.json --report report.json --folder pictures

@@ -11,7 +11,7 @@ from serve_app.cli.bench import REMOVED as REMOVED_BENCHES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-HISTORY = {ROOT / "CHANGELOG.md", ROOT / "docs/log.md", *(ROOT / "docs/benchmarks").glob("*.md")}
+HISTORY = {ROOT / "CHANGELOG.md", *(ROOT / "docs/benchmarks").glob("*.md")}
 """Records, which may name commands of their time."""
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 COMMAND = re.compile(r"\beesd ((?:bench )?[a-z]+)")
