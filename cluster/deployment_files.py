@@ -24,7 +24,7 @@ _IMPORT_PATH = "serve_app.app:build_app"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNeeds:
-    """What one rank of a stage reserves on its node."""
+    """Resources and labels that one rank of a stage needs on its node."""
 
     name: Literal["draft", "verify"]
     num_gpus: float
@@ -47,18 +47,18 @@ class Application:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What a cluster file says about nodes, ports, authentication and the application."""
+    """Contents of a cluster file about nodes, ports, authentication and the application."""
 
     path: Path
     min_nodes: int
     """Nodes that must exist, the head included."""
     spans_nodes: bool
-    """Whether there can be more than one."""
+    """True if there can be more than one."""
     auth_mode: AuthMode | None
     """None: not in the file."""
     ports: ClusterPorts
     lists_ports: bool
-    """Whether the file gives the ports of Ray."""
+    """True if the file gives the ports of Ray."""
     application: Application | None
     """None: the file deploys none, or its Serve file is not on this machine."""
 

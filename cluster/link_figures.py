@@ -14,7 +14,7 @@ Scope = Literal["node", "nodes"]
 
 
 class CollectiveFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One operation among so many ranks, by message size."""
+    """An operation among so many ranks, by message size."""
 
     operation: Operation
     scope: Scope

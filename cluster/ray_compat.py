@@ -132,7 +132,7 @@ class ServeStatus:
     has_tls: bool
     proxy_location: str
     route_prefixes: Mapping[str, str | None]
-    """By application name."""
+    """Route prefixes by application name."""
 
 
 def serve_status() -> ServeStatus | None:

@@ -52,7 +52,7 @@ class _Prepared(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeType:
-    """One node type of the autoscaler."""
+    """A node type of the autoscaler."""
 
     name: str
     min_workers: int

@@ -50,7 +50,8 @@ Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
 class BundleConfig(Section):
-    """What one actor of a stage reserves on its node, and the placement of the stage's actors."""
+    """Resources that one actor of a stage reserves on its node, and the placement of the stage's
+    actors."""
 
     num_cpus: PositiveFloat = 0.5
     """Logical CPUs: for placing actors, not a limit on what they use."""
@@ -95,7 +96,7 @@ class PlacementConfig(Section):
     """The drafting actor, and the other draft ranks."""
 
     verify: BundleConfig = BundleConfig()
-    """Each verify rank."""
+    """Bundle of every verify rank."""
 
     front: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Custom Ray resources for the actors that hold connections and ledgers (HTTP replicas, the
@@ -122,7 +123,7 @@ _TARGETS = FleetTargets()
 
 
 class PipelinesConfig(Section):
-    """How many pipelines serve at the same time. docs/autoscaling.md has the formula."""
+    """Number of pipelines that serve at the same time. docs/autoscaling.md has the formula."""
 
     min_count: NonNegativeInt = _TARGETS.min_count
     """Pipelines that always run. 0: an idle service has none, and its next request waits for the
@@ -149,12 +150,12 @@ class PipelinesConfig(Section):
     gap to 1 is the hysteresis: 0.7 tolerates a load that varies by 17 % up and down."""
 
     up_delay_s: NonNegativeFloat = _TARGETS.up_delay_s
-    """How long the load must exceed the targets before pipelines are added. The first pipeline of
-    an idle service is started at once."""
+    """Time for which the load must exceed the targets before pipelines are added. The first
+    pipeline of an idle service is started at once."""
 
     down_delay_s: NonNegativeFloat = _TARGETS.down_delay_s
-    """How long the load must be low before a pipeline is drained, and the pause after any change.
-    Longer than a start, which it would waste."""
+    """Time for which the load must be low before a pipeline is drained, and the pause after any
+    change. Longer than a start, which it would waste."""
 
     idle_delay_s: NonNegativeFloat = _TARGETS.idle_delay_s
     """Time without a request before the last pipeline is given up, where `min_count` is 0."""
@@ -196,13 +197,13 @@ class SparesConfig(Section):
     the GPU of a rank of its stage."""
 
     draft: NonNegativeInt | None = None
-    """For the drafting actor, with its weights loaded. Draft ranks other than 0 have no spares.
-    None: 1 in the only pipeline of `eesd serve` on the CPUs of this machine, where memory has room
-    for it, otherwise 0."""
+    """Spares for the drafting actor, with its weights loaded. Draft ranks other than 0 have no
+    spares. None: 1 in the only pipeline of `eesd serve` on the CPUs of this machine, where memory
+    has room for it, otherwise 0."""
 
     verify: NonNegativeInt | None = None
-    """For verify ranks. Which rank is not known before one is lost: its weights are loaded then.
-    None: as for `draft`."""
+    """Spares for verify ranks. Which rank is not known before one is lost: its weights are loaded
+    then. None: as for `draft`."""
 
     @property
     def num_draft(self) -> int:
@@ -214,7 +215,7 @@ class SparesConfig(Section):
 
 
 class RecoveryConfig(Section):
-    """What happens when a process or link of a pipeline is lost."""
+    """Recovery from a lost process or link of a pipeline."""
 
     stream_pause_s: PositiveFloat | None = None
     """Longest a stream waits without a token for a pipeline; then it ends with an error. None:
@@ -224,20 +225,21 @@ class RecoveryConfig(Section):
     """Longest a start may take: processes, weights, first rounds."""
 
     drain_s: PositiveFloat = 20.0
-    """How long streams may go on when the service or a pipeline is taken down."""
+    """Longest time for which streams go on when the service or a pipeline is taken down."""
 
     kv_migration: Literal["pages", "recompute"] = "pages"
-    """How streams leave a pipeline that is drained: with their KV pages, copied while they go on,
-    or recomputed from their tokens. Pages are copied only between pipelines that serve the same
-    model in the same way; otherwise, and where copying fails, streams are recomputed too."""
+    """Way in which streams leave a pipeline that is drained: with their KV pages, copied while they
+    go on, or recomputed from their tokens. Pages are copied only between pipelines that serve the
+    same model in the same way; otherwise, and where copying fails, streams are recomputed too."""
 
     lease_s: PositiveFloat = 60.0
-    """How long the workers of a pipeline wait for a new supervisor when theirs has died; then they
-    exit and free their GPUs. Longer than Serve takes to replace a replica."""
+    """Time for which the workers of a pipeline wait for a new supervisor when theirs has died; then
+    they exit and free their GPUs. Longer than Serve takes to replace a replica."""
 
     resume_window_s: Annotated[NonNegativeFloat, Field(le=3600.0)] = 60.0
-    """How long a drafting actor keeps the tokens of a stream after its client has left, so that a
-    request with `Last-Event-ID` continues at once. Later, and with 0, they are computed again."""
+    """Time for which a drafting actor keeps the tokens of a stream after its client has left, so
+    that a request with `Last-Event-ID` continues at once. Later, and with 0, they are computed
+    again."""
 
     spares: SparesConfig = SparesConfig()
 
@@ -258,7 +260,7 @@ class RecoveryConfig(Section):
 
 
 class LimitsConfig(Section):
-    """What one HTTP request may take. docs/security.md lists what is refused and how."""
+    """Limits of one HTTP request. docs/security.md lists what is refused and how."""
 
     max_body_bytes: PositiveInt | None = None
     """Maximum size of a body; None: 1 MiB and 16 bytes for each token of `max_model_len`."""
@@ -275,8 +277,7 @@ class LimitsConfig(Section):
     `echo` and `return_token_ids` repeat for each of its texts."""
 
     strict_fields: bool = False
-    """Whether unknown fields of a body are refused; else they are ignored, with a warning in the
-    answer."""
+    """Refuses unknown fields of a body; else they are ignored, with a warning in the answer."""
 
     read_timeout_s: PositiveFloat = 20.0
     """Longest a body may take to arrive."""
@@ -295,23 +296,24 @@ class LimitsConfig(Section):
 
 
 class LiveConfig(Section):
-    """What `user_config` of the deployments sets: a change reaches running replicas, replaces none
-    and reloads nothing."""
+    """Keys of the deployments' `user_config`: a change reaches running replicas, replaces none and
+    reloads nothing."""
 
     limits: LimitsConfig | None = None
-    """Of the deployment `Ingress`, for requests to come; None: those of `args`."""
+    """Limits of requests to come, for the deployment `Ingress`; None: those of `args`."""
 
     pipelines: PipelinesConfig | None = None
-    """Of the deployment `Ingress`: bounds, targets and delays of autoscaling, where `args` have
+    """Bounds, targets and delays of autoscaling, for the deployment `Ingress` where `args` have
     autoscaling; None: those of `args`."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Of this project's log lines in the deployment's processes, for `Pipeline` its workers
+    """Level of this project's log lines in the deployment's processes, for `Pipeline` its workers
     included."""
 
 
 class StreamsConfig(Section):
-    """When the events of a stream are sent. docs/security.md says what this hides, and its cost."""
+    """Times at which the events of a stream are sent. docs/security.md says what this hides, and
+    its cost."""
 
     interval_s: Annotated[PositiveFloat, Field(le=60.0)] | None = None
     """Fixed time between the events of a stream, from its first token on; None: each event is sent
@@ -347,7 +349,7 @@ class RouterConfig(Section):
     `eesd controllers pin` and `unpin` do the same to a running service."""
 
     workloads_by_temperature: bool = True
-    """Whether requests that name no workload class are also classified by their temperature."""
+    """Classifies requests that name no workload class by their temperature, too."""
 
     heartbeat_s: PositiveFloat = 1.0
     """Interval of a pipeline's heartbeats."""
@@ -378,7 +380,7 @@ class RecorderConfig(Section):
     """Folder on the drafting actors' nodes; None keeps nothing."""
 
     max_bytes: PositiveInt = 256 * 2**20
-    """Of all shards together; the oldest are deleted first."""
+    """Size of all shards together; the oldest are deleted first."""
 
     sample_rate: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of the requests that are recorded."""
@@ -435,8 +437,8 @@ class ServiceConfig(Section):
     """Port the HTTP service listens on."""
 
     proxy_location: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
-    """Where Serve has HTTP proxies, if this service starts it: on the head, or also on every node
-    with a replica, for clients that go on at another node (or a load balancer that does)."""
+    """Places where Serve has HTTP proxies, if this service starts it: on the head, or also on every
+    node with a replica, for clients that go on at another node (or a load balancer that does)."""
 
     api_key_env: str = "EESD_API_KEY"
     """Environment variable with the key clients must send; unset or empty: no key is asked for."""
@@ -446,23 +448,23 @@ class ServiceConfig(Section):
     replica; read again when it changes."""
 
     share_prefix_cache: bool = False
-    """Whether a prompt also reuses prefixes that other API keys have left in the KV cache: faster
-    where keys have system prompts in common, and a caller can then test guesses at the prompts of
-    others (docs/security.md)."""
+    """Lets a prompt also reuse prefixes that other API keys have left in the KV cache: faster where
+    keys have system prompts in common, and a caller can then test guesses at the prompts of others
+    (docs/security.md)."""
 
     allow_no_key: bool = False
-    """Whether a host other than loopback may be served without a key."""
+    """Allows a host other than loopback without a key."""
 
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the API, e.g. https://example.com; `*`: any."""
 
     log_folder: HomePath | None = None
-    """Where `eesd serve` without --address keeps the logs of its last ten starts, a folder each;
-    None: `$XDG_STATE_HOME/eesd/logs`, `~/.local/state/eesd/logs`, or `/tmp/eesd-UID/state/logs` for
-    a user without a home folder."""
+    """Folder in which `eesd serve` without --address keeps the logs of its last ten starts, a
+    folder each; None: `$XDG_STATE_HOME/eesd/logs`, `~/.local/state/eesd/logs`, or
+    `/tmp/eesd-UID/state/logs` for a user without a home folder."""
 
     log_format: LogFormat = "text"
-    """Of the log lines of all processes: `json` is one object a line."""
+    """Format of the log lines of all processes: `json` is one object a line."""
 
     num_ingresses: PositiveInt = 2
     """HTTP replicas; they hold no state."""

@@ -29,15 +29,15 @@ _NONE_KNOWN = "only the operators' key is known, others are answered with 503 un
 
 
 class ApiKey(Section):
-    """One key, and what its holder may use."""
+    """A key, and what its holder may use."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    """In metrics, logs and traces; several keys may share a name, and with it its limits: an old
-    key and its successor."""
+    """Name in metrics, logs and traces; several keys may share a name, and with it its limits: an
+    old key and its successor."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of the key: `printf %s "$KEY" | sha256sum`. A key is a long random string; a word could be
-    guessed from its sum."""
+    """Digest of the key: `printf %s "$KEY" | sha256sum`. A key is a long random string; a word
+    could be guessed from its sum."""
 
     max_concurrent_requests: PositiveInt | None = None
     """Requests that are answered at the same time, over all ingresses; None: no limit."""
@@ -55,7 +55,7 @@ class ApiKey(Section):
     number."""
 
     operator: bool = False
-    """Whether it opens the paths under /debug."""
+    """Opens the paths under /debug."""
 
     @property
     def has_limits(self) -> bool:
@@ -64,7 +64,7 @@ class ApiKey(Section):
 
 @dataclass(slots=True, kw_only=True)
 class Permit:
-    """One request of a caller; counts the tokens that it uses."""
+    """A request of a caller; counts the tokens that it uses."""
 
     key: ApiKey
     name: str
@@ -73,7 +73,8 @@ class Permit:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_work_tokens: int = 0
-    """Of work outside of an engine: texts that are tokenised for themselves, and grammars."""
+    """Tokens of work outside of an engine: texts that are tokenised for themselves, and
+    grammars."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,7 +97,7 @@ class _KeyList(Section):
 
 
 ANYONE = ApiKey(name="anyone", sha256="0" * 64, operator=True)
-"""Where no key is asked for."""
+"""The key of every caller where no key is asked for."""
 
 
 def operators_key(secret: str) -> ApiKey:
@@ -146,9 +147,9 @@ class KeyRing:
         self._stamp: tuple[int, ...] = ()
         self.keys: Sequence[ApiKey] = (operators,)
         self.is_complete = file is None
-        """Whether a key that is not found is a wrong one: False before the file was ever read."""
+        """True if a key that is not found is a wrong one: False before the file was ever read."""
         self.refused = ""
-        """Why the file, as it is now, is not in use; empty if it is."""
+        """Reason why the file, as it is now, is not in use; empty if it is."""
         if must_be_right:
             self._read()
         else:

@@ -50,7 +50,7 @@ from serve_app.pages.beliefs import FirstNames
 logger = logging.getLogger(__name__)
 
 _SILENT_S = 600.0
-"""After so long without news a request has ended while its pipeline or this router was away."""
+"""Time without news after which a request has ended while its pipeline or this router was away."""
 
 
 class Router:
@@ -70,9 +70,9 @@ class Router:
         )
         self._ingresses = IngressReports(expiry_s=config.expiry_s)
         self._quotas: dict[str, QuotaBook] = {}
-        """By service."""
+        """Quotas by service."""
         self._fleets: dict[str, Fleet] = {}
-        """By service, where their number of pipelines is autoscaled."""
+        """Fleets by service, where their number of pipelines is autoscaled."""
         self._membership = 0
         """Counts the changes that ingresses should know at once."""
         self._changed = asyncio.Event()

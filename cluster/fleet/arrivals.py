@@ -18,12 +18,12 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One request of the load."""
+    """A request of the load."""
 
     at_s: float
     num_prompt_tokens: int
     num_tokens: int
-    """Of its answer."""
+    """Tokens of its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ class FleetOptions:
 
     @property
     def targets(self) -> FleetTargets:
-        """What the policy aims at. Raises ConfigError for targets that contradict each other."""
+        """Targets of the policy. Raises ConfigError for targets that contradict each other."""
         return FleetTargets(
             min_count=self.min_count,
             max_count=self.max_count,

@@ -1,4 +1,4 @@
-"""What a simulation of a fleet has seen."""
+"""Figures that a simulation of a fleet has seen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Outcome:
     """Arrival to last token."""
     changes: list[Change] = field(default_factory=list)
     ready_s: list[float] = field(default_factory=list)
-    """When pipelines began to serve."""
+    """Times at which pipelines began to serve."""
     node_s: float = 0.0
     lasted_s: float = 0.0
     live_area: float = 0.0

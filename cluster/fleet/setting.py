@@ -1,4 +1,4 @@
-"""What a simulation of a fleet is given. Imports nothing heavy: the options have defaults here."""
+"""Inputs of a simulation of a fleet. Imports nothing heavy: the options have defaults here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,25 +44,25 @@ SPEED = Speed()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSetting:
-    """What is simulated, apart from the load."""
+    """Settings of a simulation, apart from the load."""
 
     targets: FleetTargets
     speed: Speed = SPEED
     initial: int = 1
     """Pipelines that serve at the beginning."""
     birth_s: float = 120.0
-    """From asking for a node to the node."""
+    """Seconds from asking for a node to the node."""
     load_s: float = 180.0
-    """From the node to a pipeline that serves."""
+    """Seconds from the node to a pipeline that serves."""
     node_idle_s: float = 60.0
-    """From the end of a pipeline to the end of its node."""
+    """Seconds from the end of a pipeline to the end of its node."""
     mean_life_s: float | None = None
     """Mean life of a spot node; None: nodes do not die."""
     max_waiting: int = 256
     """Requests that may wait while no pipeline serves; the next one is refused."""
     look_s: float = 1.0
     patience_s: float = 86_400.0
-    """After the last arrival; requests that are not over by then are lost."""
+    """Seconds after the last arrival; requests that are not over by then are lost."""
 
     def __post_init__(self) -> None:
         for name in ("birth_s", "load_s", "node_idle_s", "patience_s"):
@@ -76,9 +76,9 @@ class ClosedLoad:
     """Clients that each start their next request when the one before is over, as a benchmark's."""
 
     steps: Sequence[tuple[float, int]]
-    """From when on there are how many clients, in the order of time."""
+    """Start times and numbers of clients from then on, in the order of time."""
     lengths: Sequence[int]
     """Tokens of the answers, in turns."""
     num_prompt_tokens: int
     ends_s: float
-    """When the last clients end their texts, and the run is over."""
+    """Time at which the last clients end their texts, and the run is over."""

@@ -46,14 +46,14 @@ class _Node:
     """A pipeline of the service, with or without its node so far."""
 
     born_s: float | None = None
-    """When its node came; None before that."""
+    """Time at which its node came; None before that."""
     pipeline: SimulatedPipeline | None = None
     """None until it serves."""
     processes: list[simpy.Process] = field(default_factory=list)
 
 
 class FleetSimulation:
-    """One run."""
+    """A run of the simulation."""
 
     def __init__(
         self, setting: FleetSetting, load: Iterable[Arrival] | ClosedLoad, *, seed: int
@@ -69,7 +69,7 @@ class FleetSimulation:
         self._waiting: list[Job] = []
         self._num_live = 0
         self._load_over_s: float | None = None
-        """When the last request had arrived; None before that."""
+        """Time by which the last request had arrived; None before that."""
         self.outcome = Outcome()
 
     def run(self) -> Outcome:

@@ -127,7 +127,7 @@ def positive_fit(columns: _Floats, wanted: _Floats, *, errors_in: _Floats) -> _F
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """What a machine explains of the measured rounds, and what is left."""
+    """A machine that explains a part of the measured rounds, and the time that is left."""
 
     shape: ModelShape
     split: Split

@@ -15,7 +15,7 @@ from eesd_dist.control.overlap_policy import MARGIN
 from eesd_dist.model.degrees import tensor_parallel_degrees
 
 _GAIN = 1.0 + MARGIN
-"""At which the engine takes two microbatches."""
+"""Gain at which the engine takes two microbatches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class LengthForecast:
     """Planning, header, commit. This and the times above are of one batch or microbatch."""
     num_microbatches: int
     round_s: float
-    """Until every request has had a round."""
+    """Seconds until every request has had a round."""
     expected_tokens: float
     """Per request and round."""
     tokens_per_s: float
-    """Of all requests together."""
+    """Tokens per second of all requests together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,12 @@ class PlainForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineForecast:
-    """One split under one load."""
+    """Forecast of one split under one load."""
 
     times: StageTimes
     load: Load
     overlaps: bool = True
-    """Whether two microbatches may take turns."""
+    """True if two microbatches may take turns."""
 
     def lengths(self, acceptance: Acceptance) -> tuple[LengthForecast, ...]:
         """Returns draft lengths 0, 1, 2 ...; 0 is plain decoding over the two stages."""

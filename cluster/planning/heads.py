@@ -36,8 +36,8 @@ ASSUMED = (
     AcceptanceAt(exit_layer=4, acceptance=0.7),
     AcceptanceAt(exit_layer=16, acceptance=0.8),
 )
-"""At exit layer 1 that of the bundled head at temperature 1 (docs/distillation.md); its rise with
-the exit layer was not measured."""
+"""Acceptances by exit layer: at 1 that of the bundled head at temperature 1 (docs/distillation.md);
+its rise with the exit layer was not measured."""
 USUAL_COVERAGE = 0.95
 
 
@@ -56,7 +56,8 @@ class Heads:
     """The exit heads that a plan may assume."""
 
     assumed: tuple[AcceptanceAt, ...] = ASSUMED
-    """By exit layer: linear between them, constant outside. Heads have the full vocabulary."""
+    """Acceptances by exit layer: linear between them, constant outside. Heads have the full
+    vocabulary."""
     measured: MeasuredHead | None = None
     coverage: float = USUAL_COVERAGE
     """Share of the target's tokens that the truncated vocabulary has."""

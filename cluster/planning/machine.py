@@ -14,7 +14,7 @@ class AttentionTimes:
     request_s: float = 0.0
     row_s: float = 0.0
     key_s: float = 0.0
-    """Each row and token of its context."""
+    """Seconds of each row and token of its context."""
 
     def seconds(self, *, num_heads: float, requests: int, rows: int, context: int) -> float:
         of_head_s = requests * self.request_s + rows * (self.row_s + context * self.key_s)
@@ -23,19 +23,19 @@ class AttentionTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """What one rank computes and how fast: a product takes the time to read its weights or the time
-    to multiply its rows, whichever is longer."""
+    """Work of one rank and its speed: a product takes the time to read its weights or the time to
+    multiply its rows, whichever is longer."""
 
     memory_bytes_per_s: float = GPUS["h100"].memory_bytes_per_s
     flops_per_s: float = GPUS["h100"].flops_per_s
     efficiency: float = 1.0
     """Share of both peaks that kernels reach."""
     product_s: float = 0.0
-    """Each product in addition to that: its call."""
+    """Seconds of each product in addition to that: its call."""
     attention: AttentionTimes | None = None
     """None: attention takes the time to read keys and values."""
     layer_s: float = 0.0
-    """Each layer, in every rank in full: norms, residual sums, calls."""
+    """Seconds of each layer, in every rank in full: norms, residual sums, calls."""
     row_s: float = 0.0
     """The same for each row."""
 
@@ -52,20 +52,20 @@ class HostTimes:
     docs/benchmarks/2026-11-25-host-2cpu.json, at 1 and 64 requests."""
 
     step_s: float = 0.13e-3
-    """One drafted token of a batch: the loop returns to the host after each."""
+    """Seconds of one drafted token of a batch: the loop returns to the host after each."""
     step_request_s: float = 20e-6
     """The same for each request."""
     first_s: float = 0.0
     """The first drafted token in addition: the exit head also reads the known rows."""
     known_s: float = 0.1e-3
-    """Of a round, for the known rows in the draft stage."""
+    """Seconds of a round for the known rows in the draft stage."""
     known_request_s: float = 10e-6
     round_s: float = 84e-6
     """Plan, header, encoding, commit."""
     round_request_s: float = 17.5e-6
     round_row_s: float = 0.0
     verify_s: float = 78e-6
-    """In each verify rank: decoding, the plan of the rows, the rules of sampling."""
+    """Seconds in each verify rank: decoding, the plan of the rows, the rules of sampling."""
     verify_request_s: float = 7.6e-6
     hop_s: float = 0.12e-3
     """A message between two processes, without its bytes: Gloo within a host."""
@@ -79,8 +79,8 @@ class Machine:
     host: HostTimes = HostTimes()
     network: Network = field(default_factory=Network)
     memory_bytes: float | None = None
-    """Of one rank, for weights, KV pages and activations; None: not checked."""
+    """Memory of one rank, for weights, KV pages and activations; None: not checked."""
     draft_sum_s: float | None = None
-    """One all-reduce among draft ranks, of any size; None: as the network says."""
+    """Seconds of one all-reduce among draft ranks, of any size; None: as the network says."""
     verify_sum_s: float | None = None
     """The same among verify ranks and among the ranks of plain decoding."""

@@ -8,7 +8,7 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.model.rank_memory import NUM_READERS, activation_bytes, num_read_ahead
 
 USUAL_SHARE = 0.9
-"""Of a GPU's memory that a rank uses: the default of `cache.gpu_memory_utilization`."""
+"""Share of a GPU's memory that a rank uses: the default of `cache.gpu_memory_utilization`."""
 ROWS_OF_PREFILL = 512
 """The default of `scheduler.token_budget`."""
 
@@ -22,9 +22,9 @@ class RankMemory:
     weights_bytes: int
     """And the tables of rotations."""
     kv_bytes: int
-    """Of all requests at their full context."""
+    """Keys and values of all requests at their full context."""
     activation_bytes: int
-    """Of the largest round: the rows of a prefill, or of all drafts."""
+    """Activations of the largest round: the rows of a prefill, or of all drafts."""
     loading_bytes: int
     """Peak while loading, in host memory on a CPU: the weights, the current piece, those read
     ahead, the pages they are read from, and the largest matrix in float32."""

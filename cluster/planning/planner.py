@@ -37,7 +37,7 @@ class Plan:
     num_gpus: int
     """All GPUs of the nodes; plain decoding gets as many."""
     draft_step_s: float
-    """One drafted token through [0, N) and the exit head."""
+    """Seconds of one drafted token through [0, N) and the exit head."""
     verify_pass_s: float
     """Layers [N, L) and the LM head over one row of each request."""
     lengths: tuple[LengthForecast, ...]
@@ -46,7 +46,7 @@ class Plan:
     """Plain decoding on these GPUs, the fastest first; empty if the model fits in none."""
     memories: tuple[RankMemory, RankMemory]
     forecast: PipelineForecast
-    """Of the pipeline with the most requests."""
+    """Forecast of the pipeline with the most requests."""
 
     @property
     def num_used_gpus(self) -> int:
@@ -63,12 +63,12 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all pipelines, with the best length."""
+        """Tokens per second of all pipelines, with the best length."""
         return _of_all(self.best, self.load)
 
     @property
     def plain_tokens_per_s(self) -> float:
-        """Of the fastest plain decoding on all GPUs of the nodes."""
+        """Tokens per second of the fastest plain decoding on all GPUs of the nodes."""
         return _fastest_plain(self.plain, self.lengths[0], self.load)
 
     @property

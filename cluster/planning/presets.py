@@ -20,7 +20,7 @@ class Gpu:
     flops_per_s: float
     """Dense bfloat16."""
     nvlink_bytes_per_s: float
-    """One direction, all links together."""
+    """Bandwidth in one direction, all links together."""
 
 
 # NVIDIA's data sheets of the SXM boards; they give bfloat16 with sparsity, which is twice the dense
@@ -62,11 +62,11 @@ class Link:
     """A link between two ranks."""
 
     hop_s: float
-    """One step of a collective, or one message."""
+    """Seconds of one step of a collective, or of one message."""
     bytes_per_s: float
-    """Of one rank, one direction."""
+    """Bandwidth of one rank in one direction."""
     is_of_node: bool = False
-    """Whether all ranks of a node share it."""
+    """True if all ranks of a node share it."""
 
 
 COLLECTIVE_S = 10e-6

@@ -27,7 +27,7 @@ class ModelShape:
     """A norm covers all heads of a row, so that one rank must have them."""
     bytes_per_weight: int = 2
     bytes_per_kv: int = 2
-    """Of one number of a key or a value: as of weights on a GPU, 4 on a CPU."""
+    """Bytes of one number of a key or a value: as of weights on a GPU, 4 on a CPU."""
 
     @property
     def layer_weights(self) -> int:
@@ -46,7 +46,7 @@ class ModelShape:
 
     @property
     def bytes_per_activation(self) -> int:
-        """Of one number of a hidden state: the type of keys and values."""
+        """Bytes of one number of a hidden state: the type of keys and values."""
         return self.bytes_per_kv
 
     def layer_weights_of(self, num_ranks: int) -> int:

@@ -12,7 +12,8 @@ from cluster.planning.shapes import ModelShape, Split
 
 _PRODUCTS_OF_A_LAYER = 4
 _DRAFT_COMMANDS = 3
-"""To the other draft ranks, for each drafted token: the layers, the exit head, its logits."""
+"""Commands to the other draft ranks, for each drafted token: the layers, the exit head, its
+logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

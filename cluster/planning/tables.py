@@ -30,7 +30,8 @@ GPUS_PER_NODE = 8
 LIMIT_LOADS = (1, 64, 512)
 LIMIT_CONTEXT = 512
 LIMIT_ACCEPTANCES = (0.3, 0.4, 0.5)
-"""At every exit layer: heads that guess badly, or text that they were not trained on."""
+"""Acceptances at every exit layer: heads that guess badly, or text that they were not trained
+on."""
 
 
 def tables() -> str:

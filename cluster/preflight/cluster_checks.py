@@ -30,7 +30,7 @@ def check_number(nodes: Sequence[ClusterNode], deployment: Deployment) -> Iterat
 
 
 def check_stages(nodes: Sequence[ClusterNode], stages: Sequence[StageNeeds]) -> Iterator[Finding]:
-    """Each stage must find nodes with its labels, resources and GPUs."""
+    """Names each stage without a node that has its labels, resources and GPUs."""
     for stage in stages:
         if not any(node.suits(stage) for node in nodes):
             needs = [f"label {name}={value}" for name, value in stage.labels]

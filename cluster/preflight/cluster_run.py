@@ -20,12 +20,12 @@ from cluster.preflight.report import Report, node_checks
 from cluster.preflight.requirements import Requirements
 
 _AGENT_CALLS = 4
-"""That an agent runs at the same time: it answers other agents while it measures."""
+"""Calls that an agent runs at the same time: it answers other agents while it measures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRequest:
-    """What to check."""
+    """Scope of a check."""
 
     address: str
     requirements: Requirements
@@ -35,7 +35,7 @@ class ClusterRequest:
     head: Path | None
     max_skew_s: float
     timeout_s: float
-    """Of each step, on each node."""
+    """Longest time of each step, on each node."""
     connect_timeout_s: float
     links: LinkSettings | None
     """None: links are not measured."""
@@ -68,7 +68,7 @@ def check_cluster(request: ClusterRequest) -> Report:
 
 
 class _Run:
-    """One check of a cluster. Nodes that fail to answer a step are left out of the later ones."""
+    """A check of a cluster. Nodes that fail to answer a step are left out of the later ones."""
 
     def __init__(self, request: ClusterRequest, nodes: list[ClusterNode]) -> None:
         wanted = request.requirements
@@ -83,7 +83,7 @@ class _Run:
         self._links: list[MeasuredLink] = []
         self._findings: list[Finding] = []
         self._checks: list[str] = []
-        """Those that were made so far."""
+        """Names of the checks that were made so far."""
         if request.deployment is not None:
             self._checks.append("nodes")
             self._found(cluster_checks.check_number(nodes, request.deployment))

@@ -1,4 +1,4 @@
-"""What a check has found: one value for every kind of check."""
+"""Findings of a check: one value for every kind of check."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One unmet requirement."""
+    """An unmet requirement."""
 
     check: str
     severity: Severity
     message: str
-    """What was found, and what was expected."""
+    """Sentence with what was found, and what was expected."""
     fix: str
     nodes: tuple[str, ...] = ()
     """Nodes it concerns; two for a connection."""

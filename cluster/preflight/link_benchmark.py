@@ -38,14 +38,14 @@ SPAWN_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRow:
-    """One operation at one size, timed on rank 0."""
+    """An operation at one size, timed on rank 0."""
 
     operation: Operation
     size_bytes: int
     num_ranks: int
     median_us: float
     fastest_us: float
-    """What the link can do: unlike the median, not changed by a busy host."""
+    """Time that the link can reach: unlike the median, not changed by a busy host."""
     p99_us: float
     num_wrong: int
     """Elements with a wrong value."""
@@ -56,7 +56,8 @@ class LinkRow:
 
     @property
     def busbw_gbps(self) -> float:
-        """By the convention of nccl-tests: an all-reduce moves each byte 2(n-1)/n times."""
+        """Bus bandwidth by the convention of nccl-tests: an all-reduce moves each byte 2(n-1)/n
+        times."""
         factor = 2 * (self.num_ranks - 1) / self.num_ranks if self.operation == "all_reduce" else 1
         return self.algbw_gbps * factor
 

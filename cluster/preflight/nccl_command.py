@@ -36,7 +36,7 @@ EXIT_MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclTestsCommand:
-    """One process for all GPUs of this node; needs no MPI and no ssh."""
+    """Command of one process for all GPUs of this node; needs no MPI and no ssh."""
 
     binaries: Path
     """Folder of `all_reduce_perf` and the other programs."""

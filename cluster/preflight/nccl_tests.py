@@ -23,7 +23,7 @@ class NcclTestsError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One operation at one size."""
+    """Times of an operation at one size."""
 
     time_us: float
     algbw_gbps: float
@@ -37,7 +37,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandwidthRow:
-    """One line of the table."""
+    """Line of the table."""
 
     size_bytes: int
     count: int
@@ -52,7 +52,7 @@ class BandwidthRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One rank's GPU."""
+    """GPU of one rank."""
 
     rank: int
     pid: int
@@ -64,7 +64,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandwidthReport:
-    """One run."""
+    """Output of one run."""
 
     devices: tuple[Device, ...]
     rows: tuple[BandwidthRow, ...]
@@ -100,7 +100,7 @@ class BandwidthReport:
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LAUNCHER = re.compile(r"^\s*(?:\[\d+,\d+\]<std(?:out|err)>:\s?|\d+: )")
-"""Of `mpirun --tag-output` and `srun --label`."""
+"""Prefixes of `mpirun --tag-output` and `srun --label`."""
 _TIMESTAMP = re.compile(r"\s+\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\s*$")
 _DEVICE = re.compile(
     r"#?\s*Rank\s+(?P<rank>\d+)(?:\s+Group\s+\d+)?\s+Pid\s+(?P<pid>\d+)\s+on\s+(?P<host>\S+)\s+"

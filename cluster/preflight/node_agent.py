@@ -1,4 +1,5 @@
-"""What preflight runs on every node, in an actor. A plain class; torch is imported where needed."""
+"""Agent that preflight runs on every node, in an actor. A plain class; torch is imported where
+needed."""
 
 import time
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ _HEAD_RESOURCE = "node:__internal_head__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """One live node."""
+    """A live node."""
 
     node_id: str
     name: str

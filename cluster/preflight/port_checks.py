@@ -15,13 +15,13 @@ from cluster.preflight.port_probe import PortUse, Target, Unreachable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedPorts:
-    """What a node listens on for the test."""
+    """Ports on which a node listens for the test."""
 
     ephemeral: int
     worker: int | None
     """A free one of the listed range; None if all are in use."""
     in_use: tuple[PortUse, ...]
-    """Of `ports_to_be_free`."""
+    """Ports of `ports_to_be_free` that are in use."""
 
 
 def ports_to_be_free(node: ClusterNode, *, serve_http: int) -> list[int]:

@@ -22,7 +22,7 @@ class PortUse:
     process: str
     """Name and pid; "another process" if this user may not see it."""
     is_ours: bool
-    """Whether it belongs to Ray, Serve included."""
+    """True if it belongs to Ray, Serve included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

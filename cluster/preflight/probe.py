@@ -26,7 +26,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interface:
-    """One network interface."""
+    """A network interface."""
 
     name: str
     is_up: bool
@@ -51,7 +51,7 @@ class NodeFacts:
     shm_bytes: int
     """Size of /dev/shm; 0 if there is none."""
     disk_free_bytes: int
-    """On the file system of the temporary folder, which Ray's sessions are in."""
+    """Free bytes on the file system of the temporary folder, which Ray's sessions are in."""
     disk_folder: str
     open_files: int
     """Soft limit of open files."""

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _OWN_CHECKS = ("software", "cpu", "gpu", "shm", "disk", "open_files", "memlock", "auth")
-"""Of every node."""
+"""Checks of every node."""
 _NETWORK_CHECKS = ("name", "interface")
-"""Of nodes with ranks that reach other nodes."""
+"""Checks of nodes with ranks that reach other nodes."""
 _WIDTH = 160
-"""Of a table that no terminal shows."""
+"""Width of a table that no terminal shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +25,16 @@ class Report:
     """All that one run has found."""
 
     checks: tuple[str, ...]
-    """Those that were run."""
+    """Names of the checks that were run."""
     nodes: tuple[str, ...]
     facts: tuple[tuple[str, NodeFacts], ...]
-    """By node; none of a node that did not answer."""
+    """Facts by node; none of a node that did not answer."""
     findings: tuple[Finding, ...]
     links: tuple[MeasuredLink, ...] = ()
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there are no errors; there may be warnings."""
+        """True if there are no errors; there may be warnings."""
         return not has_errors(self.findings)
 
     def as_json(self) -> dict[str, Any]:

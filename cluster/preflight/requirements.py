@@ -1,4 +1,4 @@
-"""What a node must have, with the defaults of the command's options. Imports nothing heavy."""
+"""Requirements of a node, with the defaults of the command's options. Imports nothing heavy."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +21,6 @@ class Requirements:
     auth_mode: "AuthMode | None" = None
     """None accepts any explicit choice."""
     spans_nodes: bool = False
-    """Whether ranks on other machines must reach this one."""
+    """True if ranks on other machines must reach this one."""
     interface: str | None = None
     """The interface that ranks use; None: the one of the node's address."""

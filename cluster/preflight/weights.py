@@ -9,7 +9,7 @@ from pathlib import Path
 from eesd_dist.errors import EesdError, os_error_text
 
 DIGITS = 12
-"""Of a digest in a message."""
+"""Digits of a digest in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class WeightsFacts:
     digest: str | None
     """None if it cannot be read."""
     problem: str | None
-    """Why it cannot be read."""
+    """Reason why it cannot be read; None if it can."""
 
 
 def read_weights(model: Path, *, head: Path | None = None) -> WeightsFacts:

@@ -34,7 +34,7 @@ _ADVICE: Mapping[int, str] = {
     HTTPStatus.REQUEST_TIMEOUT: "check what stands between here and the service: it gave up",
 }
 _SURPRISES = (ValueError, KeyError, IndexError, TypeError, AttributeError)
-"""What reading an answer of another form raises."""
+"""Exceptions raised by reading an answer of another form."""
 
 
 class HttpClient:
@@ -83,7 +83,7 @@ class HttpClient:
 
     @property
     def _address(self) -> str:
-        """Without its password: errors are written to the output file."""
+        """The URL without its password: errors are written to the output file."""
         return str(self._http.base_url.copy_with(userinfo=b"")).rstrip("/")
 
     def _no_such_service(self, answer: httpx.Response, error: Exception) -> str:

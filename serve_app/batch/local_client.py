@@ -30,7 +30,7 @@ class LocalClient:
         self._submissions = count(1)
         self._loop = asyncio.get_running_loop()
         self._error: EesdError | None = None
-        """What ended the loop; None while it runs."""
+        """The error that ended the loop; None while it runs."""
         self._thread = EngineThread(engine, deliver=self._deliver, broken=self._broken)
         self._thread.start()
 

@@ -22,7 +22,7 @@ _KIND_OF_URL = {url: kind for kind, url in URL_OF_KIND.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the input."""
+    """Line of the input."""
 
     custom_id: str
     line_number: int
@@ -31,7 +31,7 @@ class Row:
     kind: Kind = "completion"
     body: Mapping[str, object]
     problem: RequestError | None = None
-    """Why it cannot be run."""
+    """Reason why it cannot be run; None if it can."""
 
 
 def rows_of(file: Path) -> Iterator[Row]:

@@ -40,7 +40,7 @@ AnswerRow = Callable[[Kind, Mapping[str, object]], Awaitable[Json]]
 """Answers the body of a row as the HTTP API does: in this process, or by asking a service."""
 
 _FORMAT = 3
-"""Of the manifest. Changes whenever `ServedModel.identity` covers more."""
+"""Version of the manifest. Changes whenever `ServedModel.identity` covers more."""
 _MAX_ATTEMPTS = 4
 _MAX_FAILURES_IN_A_ROW = 20
 _FIRST_PAUSE_S = 0.5
@@ -146,7 +146,7 @@ def _check_that_all_are_done(report: BatchReport, input_file: Path) -> None:
 
 
 class _Run:
-    """One pass over the rows that are not done yet."""
+    """A pass over the rows that are not done yet."""
 
     def __init__(
         self, answer: AnswerRow, *, output: OutputFile, options: BatchOptions, bar: Any
@@ -156,7 +156,7 @@ class _Run:
         self._options = options
         self._bar = bar
         self._num_failures_in_a_row = 0
-        """Of the engine, over all rows."""
+        """Failures of the engine in a row, over all rows."""
         self.num_completed = 0
         self.num_failed = 0
         self.num_tokens = 0

@@ -27,7 +27,7 @@ _SECONDS_PER_SYNC = 2.0
 
 
 class Manifest:
-    """What an output was made with; locked as long as it is open."""
+    """Record of what an output was made with; locked as long as it is open."""
 
     def __init__(self, output: Path) -> None:
         self._file_name = output.with_name(f"{output.name}.manifest.json")
@@ -97,7 +97,7 @@ class Done:
 
     ids: frozenset[str]
     failed: frozenset[str]
-    """Those of them that were refused as invalid."""
+    """The rows among them that were refused as invalid."""
 
 
 class OutputFile:

@@ -24,7 +24,8 @@ CONSOLE_POLICY = (
     f"{_SAME_ORIGIN}style-src 'self'; img-src 'self'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""Of the console, and of all other files. Text never becomes markup: the browser refuses it."""
+"""Policy of the console, and of all other files. Text never becomes markup: the browser refuses
+it."""
 DOCS_POLICY = f"{_SAME_ORIGIN}style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 """Swagger UI sets styles on its elements, and its pictures are in its style sheet."""
 _TYPES = {
@@ -52,7 +53,7 @@ PATHS = frozenset(_FILES) | {"/", "/console/", "/docs/"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """One file, with the headers of its answer."""
+    """A file, with the headers of its answer."""
 
     content: bytes
     headers: Mapping[str, str]

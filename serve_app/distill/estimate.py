@@ -27,7 +27,7 @@ _STEP_FLOPS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Whether only the cost of a run is stated, and the speeds for it."""
+    """Choice to state only the cost of a run, and the speeds for it."""
 
     dry_run: Annotated[bool, "state disk, memory and time, and do nothing"] = False
     tokens_per_s: Annotated[
@@ -84,7 +84,7 @@ class Estimate:
     num_judged: int
     """Tokens that it writes for calibration and evaluation."""
     features_bytes: int
-    """At a time; a ring replaces them in each round."""
+    """Features on disk at a time; a ring replaces them in each round."""
     checkpoints_bytes: int
     head_bytes: int
     collector_bytes: int
@@ -92,9 +92,9 @@ class Estimate:
     pipeline_bytes: int
     """Features in the memory of a drafting actor."""
     training_bytes: int
-    """Of one training process, without libraries."""
+    """Memory of one training process, without libraries."""
     judging_bytes: int
-    """Of calibration or evaluation, without the target."""
+    """Memory of calibration or evaluation, without the target."""
     collect_s: float
     train_s: float
     judge_s: float

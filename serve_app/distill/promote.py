@@ -14,7 +14,7 @@ from serve_app.operations.promotion import promote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promotion:
-    """Whether and how the running service is given the new head."""
+    """Choice of the running service that gets the new head, if any."""
 
     promote: Annotated[bool, "load it into the running service if it is better"] = False
 

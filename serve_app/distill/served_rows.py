@@ -31,7 +31,7 @@ _POLL_S = 0.5
 _MAX_ATTEMPTS = 8
 """Failures of the engine during one text: more are not by chance."""
 _PATIENCE_S = 900.0
-"""How long no text may end: a pipeline of a large model takes minutes to load."""
+"""Longest time in which no text ends: a pipeline of a large model takes minutes to load."""
 
 
 class Pipelines(Protocol):
@@ -52,7 +52,7 @@ class _Batch:
     limit: int | None = None
     """Number of texts for which the service had room, once it had none for another."""
     failures: Counter[RequestId] = field(default_factory=Counter)
-    """How often the engine has failed under each text."""
+    """Number of failures of the engine under each text."""
 
 
 class ServedRows:

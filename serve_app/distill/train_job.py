@@ -32,7 +32,7 @@ from eesd_dist.errors import ConfigError, EesdError, EngineError
 _MAX_FAILURES = 3
 _POLL_S = 0.5
 _TIMEOUT_S = 300
-"""How long a worker waits for another worker in the middle of a step."""
+"""Longest wait of a worker for another worker in the middle of a step."""
 
 
 def train(request: TrainRequest, *, num_cpus: float) -> None:

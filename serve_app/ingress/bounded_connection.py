@@ -29,7 +29,7 @@ _UPGRADE = b"upgrade"
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """One connection, on which no other protocol is spoken."""
+    """A connection on which no other protocol is spoken."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._gentle = GentleTransport(
@@ -37,24 +37,24 @@ class BoundedConnection(HttpToolsProtocol):
         )
         super().connection_made(self._gentle)
         self._num_head_bytes = 0
-        """Since the last complete head or part of a body."""
+        """Bytes since the last complete head or part of a body."""
         self._has_advanced = False
-        """Whether the last data had the end of a head, or a part of a body."""
+        """True if the last data had the end of a head, or a part of a body."""
         self._is_in_body = False
-        """Whether the body of `cycle`, the last request with a complete head, is incomplete."""
+        """True while the body of `cycle`, the last request with a complete head, is incomplete."""
         self._body_advanced_s = 0.0
         self._is_cut = False
-        """Whether what follows is not parsed any more."""
+        """True once what follows is not parsed any more."""
         self._answering: RequestResponseCycle | None = None
         """The request that is being answered, or was last; None before the first."""
         self._refusal: Exception | None = None
-        """To be answered when all requests before it are."""
+        """Error to be answered when all requests before it are."""
         self._head = Timer(self.loop)
         self._body = Timer(self.loop)
         self._part = b""
-        """What is being parsed."""
+        """Bytes that are being parsed."""
         self._again: bytes | None = None
-        """What is to be parsed next, in place of the rest of it."""
+        """Bytes to be parsed next, in place of the rest of `_part`."""
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

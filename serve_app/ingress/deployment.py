@@ -63,16 +63,16 @@ _ANSWER_TIMEOUT_S = 5.0
 _BELIEFS_TIMEOUT_S = 1.0
 """A scraper does not wait long."""
 _HEALTH_S = 0.25
-"""How old the result of a health check may be. Metrics may be a second old."""
+"""Age that the result of a health check may have. Metrics may be a second old."""
 _REREAD_S = 1.0
-"""How often the file of keys is looked at."""
+"""Interval at which the file of keys is looked at."""
 _KEYS_UNKNOWN = "the file of keys of this ingress is wrong or missing: its log says what is wrong"
 _CHANGE_TIMEOUT_S = 3600.0
 """Pages are copied as long as that makes progress."""
 
 
 class Ingress:
-    """One HTTP replica; deployed by `serve_app.app`."""
+    """An HTTP replica; deployed by `serve_app.app`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Ingress:
         self._changing: set[asyncio.Future[Any]] = set()
         """Pipelines that are being drained, or undrained."""
         self._refused = ""
-        """Why `user_config` was not applied; empty if it was."""
+        """Reason why `user_config` was not applied; empty if it was."""
         self._keys: KeyRing | None = None
         self._rereading: asyncio.Task[None] | None = None
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 LINGER_S = 2.0
 LINGER_BYTES = 2**20
-"""What is read and dropped of a client that has its answer already."""
+"""Bytes that are read and dropped, at most, of a client that has its answer already."""
 _UNREAD_S = 0.25
-"""How long the connection then stays open unread: a client that is reset while it sends may not see
-an answer that it has received."""
+"""Time for which the connection then stays open unread: a client that is reset while it sends may
+not see an answer that it has received."""
 READER_PAUSE_S = 60.0
 """Longest time in which a client may take nothing of what waits for it."""
 

@@ -30,14 +30,14 @@ from serve_app.router import find_router, pipelines_of
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-"""How long the router may keep an answer back that changes no membership."""
+"""Longest time for which the router may keep an answer back that changes no membership."""
 _ASK_S = 2.0
 _TELL_S = 2.0
-"""How old the metrics of an ingress are, at most, that another one shows."""
+"""Greatest age of the metrics of an ingress that another one shows."""
 _MAX_BLOCKS = 4096
 """Blocks remembered of each pipeline where it has not reported how many pages it has."""
 _KEPT_S = 0.5
-"""How long a pipeline has to say whether it keeps a stream; later the stream is computed again."""
+"""Time that a pipeline has to say whether it keeps a stream; later the stream is computed again."""
 
 
 class LoadBalancer:
@@ -64,14 +64,14 @@ class LoadBalancer:
         self.num_waiting = 0
         """Requests of this ingress for which no pipeline is ready; the router is told."""
         self.targets: FleetTargets | None = None
-        """Of autoscaling, from `user_config`; None: those of the application."""
+        """Targets of autoscaling, from `user_config`; None: those of the application."""
         self._polling: asyncio.Task[None] | None = None
         """None before the first request."""
         self._is_silent = False
         self.page_of_ingress: Callable[[], bytes] = self.page
-        """What the router is told: all metrics of this ingress."""
+        """Returns all metrics of this ingress, for the router."""
         self.permits_held: Callable[[], Held] = dict
-        """What the router is told: the permits in use at this ingress."""
+        """Returns the permits in use at this ingress, for the router."""
         self.router: Any = None
         """None while it is silent."""
         self._told_s = 0.0

@@ -97,7 +97,7 @@ def operator_router(service: Operated, *, has_key: bool) -> APIRouter:
 
     @router.get("/rounds", response_model=None)
     async def rounds() -> Json:
-        """Where the time of the latest rounds went."""
+        """Shows where the time of the latest rounds went."""
         return await service.rounds()
 
     @router.get("/traces", response_model=None)
@@ -107,7 +107,7 @@ def operator_router(service: Operated, *, has_key: bool) -> APIRouter:
 
     @router.get("/traces/{request_id:path}", response_model=None)
     async def trace(request_id: str) -> Json:
-        """One of them, by X-Request-Id or by the id of the answer."""
+        """A traced request with its spans, by X-Request-Id or by the id of the answer."""
         return await service.trace(request_id)
 
     @router.post("/pipelines/{name}/drain", response_model=None)

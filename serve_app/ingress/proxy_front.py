@@ -1,4 +1,4 @@
-"""What runs inside Ray's HTTP proxy, before Serve reads a request.
+"""Middlewares and HTTP protocol inside Ray's HTTP proxy, before Serve reads a request.
 
 Serve reads headers as UTF-8 and answers others with 500, acts on headers of its own, and its server
 waits without a limit for the rest of a request. It never answers some requests for a WebSocket, and

@@ -30,7 +30,7 @@ class GlobalQuotas:
         self._ingress = ingress
         self._router = router
         self._book = QuotaBook(expiry_s=float("inf"))
-        """Of this ingress alone."""
+        """Quota book of this ingress alone."""
 
     async def acquire(self, key: ApiKey, permit: str) -> Standing:
         quota = _quota_of(key)

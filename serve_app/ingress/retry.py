@@ -37,9 +37,9 @@ class Attempts:
         self._suspect_after = suspect_after
         self._clock = clock
         self._num_failures = 0
-        """In a row, without a token."""
+        """Failures in a row, without a token."""
         self._stuck_since_s: float | None = None
-        """When the first of them was; None with a token since."""
+        """Time of the first of them; None with a token since."""
         self._is_resumed = False
         self.num_interruptions = 0
         """Attempts that have failed, those without room aside."""
@@ -47,16 +47,16 @@ class Attempts:
         """The processes that died under attempts since its last token, and whether it was a
         suspect there."""
         self._blamed: set[str] = set()
-        """Those that count already: until an ingress hears of a death, it may choose the process
-        again."""
+        """The processes that count already: until an ingress hears of a death, it may choose the
+        process again."""
         self._was_suspect = False
-        """Whether it ran alone."""
+        """True if the request ran alone in the last attempt."""
         self.refused: set[str] = set()
         """Pipelines that have sent it on since its last token."""
         self.target: str | None = None
         """The pipeline that expects it, with its KV pages."""
         self.last_error: EesdError | None = None
-        """What ended the last attempt; None before, and with a token since."""
+        """The error that ended the last attempt; None before, and with a token since."""
 
     @property
     def tokens(self) -> tuple[TokenId, ...]:
@@ -69,7 +69,7 @@ class Attempts:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing is lost if it is refused."""
+        """True if nothing is lost when it is refused."""
         request = self._request
         return not (request.generated or request.is_continued or self._is_resumed)
 

@@ -1,4 +1,4 @@
-"""What a request is charged, and when.
+"""Amounts that a request is charged, and their times.
 
 Prompt and longest answer are reserved before an engine gets the request, so that a client that
 leaves early, or sends many requests at once, uses no more than one that waits. What was used is

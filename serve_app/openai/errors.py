@@ -150,7 +150,7 @@ class NotReady(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """How one class of errors is answered."""
+    """Answer to one class of errors."""
 
     error: type[Exception]
     status: int

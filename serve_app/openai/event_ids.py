@@ -25,7 +25,7 @@ IDS_HEADER = "X-Eesd-Event-Ids"
 """Asks for the ids. Many clients read lines that begin with `data:` and nothing else."""
 
 EVENT_KEY_BYTES = 32
-"""Of a key that is drawn, where no API key is configured."""
+"""Size of a key that is drawn, where no API key is configured."""
 NONCE_BYTES = 16
 MAX_ID_CHARS = 128
 _VERSION = 2
@@ -51,25 +51,26 @@ def asks_for_ids(value: str | None) -> bool:
 
 
 class Shown(NamedTuple):
-    """What a client has been shown of one choice."""
+    """The part of one choice that a client has been shown."""
 
     num_tokens: int = 0
     num_chars: int = 0
-    """Without an echoed prompt."""
+    """Characters shown, without an echoed prompt."""
     is_over: bool = False
-    """Whether its finish reason was sent."""
+    """True if its finish reason was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What is drawn when a stream begins, and stays the same wherever it is resumed."""
+    """Values that are drawn when a stream begins, and stay the same wherever it is resumed."""
 
     seed: int
     """64 bits; a seed in the body overrides it."""
     nonce: bytes
     created_unix_s: int
     request_id: str
-    """Of the header X-Request-Id, at most `MAX_ID_CHARS` ASCII characters; empty: not needed."""
+    """Value of the header X-Request-Id, at most `MAX_ID_CHARS` ASCII characters; empty: not
+    needed."""
 
     def packed(self) -> bytes:
         name = self.request_id.encode("ascii")
@@ -96,7 +97,7 @@ class EventIds:
 
 
 class WrongEventId(RequestError):
-    """One message for all reasons: it says nothing about streams of other keys."""
+    """Refusal with one message for all reasons: it says nothing about streams of other keys."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -33,14 +33,14 @@ class EndedByEngine(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one or more rounds of one choice add to the answer."""
+    """The addition of one or more rounds of one choice to the answer."""
 
     index: int
     added: TextDelta
     rounds: tuple[Emission, ...]
     """The rounds of which it has the first token."""
     at_s: float
-    """When it may be sent, on the monotonic clock."""
+    """Earliest time at which it may be sent, on the monotonic clock."""
     text_s: float = 0.0
     """Time that it took to make text of its tokens."""
     num_ahead: int = 0
@@ -61,9 +61,9 @@ class ChoiceTally:
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.inter_token_s: list[float] = []
-        """For each emission after the first: seconds since the one before, per token."""
+        """Seconds per token since the emission before, for every emission after the first."""
         self.rounds: list[Emission] = []
-        """Without log-probabilities, which the answer has."""
+        """Emissions without log-probabilities, which the answer has."""
         self.finish_reason = FinishReason.ABORT
         """ABORT until the text has ended."""
 

@@ -13,7 +13,7 @@ _CHOICES_PER_SLOT = 4
 
 @dataclass(slots=True, kw_only=True)
 class Limits:
-    """What one request may send and ask for: one object for all parts of an ingress.
+    """Limits of what one request may send and ask for: one object for all parts of an ingress.
 
     `update` changes it for the requests to come.
     """
@@ -27,7 +27,7 @@ class Limits:
     """The others of a request wait in the ingress, so that it leaves room for other requests."""
     max_answer_extras: int
     strict_fields: bool
-    """Whether unknown fields are refused."""
+    """True if unknown fields are refused."""
 
     def update(self, other: "Limits") -> None:
         for each in fields(self):

@@ -20,7 +20,7 @@ from serve_app.openai.generation import Delta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """When the events of a stream are sent, and how many tokens each has."""
+    """Times at which the events of a stream are sent, and the number of tokens that each has."""
 
     interval_s: float
     tokens_per_event: int
@@ -66,7 +66,7 @@ async def _ticks(interval_s: float) -> AsyncGenerator[None, None]:
 
 
 class _Made:
-    """What an engine has made of one text and was not sent yet."""
+    """The deltas of one text that an engine has made and that were not sent yet."""
 
     def __init__(self) -> None:
         self._deltas: deque[Delta] = deque()

@@ -58,7 +58,7 @@ Prompt = tuple[TokenId, ...]
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_LISTED_TOKENS = 32_768
-"""Of `/tokenize` and `/detokenize`, unless the model takes more."""
+"""Most tokens of `/tokenize` and `/detokenize`, unless the model takes more."""
 _UNSTATED_TOKENS = 1024
 """Reserved for an answer of which the request states no length: the rest of a long context, which
 few answers need, would keep the other requests of a key waiting."""
@@ -68,7 +68,7 @@ _LISTED_CHARS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One text to be generated."""
+    """A text to be generated."""
 
     index: int
     prompt_index: int
@@ -77,15 +77,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How tokens become the text of an answer."""
+    """Options that turn tokens into the text of an answer."""
 
     stops: tuple[str, ...] = ()
     include_stop_in_output: bool = False
     skip_special_tokens: bool = True
     shown_special_tokens: frozenset[TokenId] = frozenset()
-    """Those that are not skipped: the marks of tool calls."""
+    """Special tokens that are not skipped: the marks of tool calls."""
     drops_tokens: bool = False
-    """Whether what is generated is not part of the answer, which is about the prompt."""
+    """True if what is generated is not part of the answer, which is about the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +94,11 @@ class Prepared:
 
     kind: Kind
     request_id: str
-    """Of the body, else of the header X-Request-Id, else drawn."""
+    """Id from the body, else from the header X-Request-Id, else drawn."""
     model: str
     created_unix_s: int
     arrived_s: float
-    """On the monotonic clock."""
+    """Time of arrival on the monotonic clock."""
     seed: int
     prompts: tuple[Prompt, ...]
     echoed: tuple[str, ...]
@@ -119,13 +119,13 @@ class Prepared:
     return_token_ids: bool
     return_token_origins: bool
     warnings: tuple[str, ...]
-    """Of the answer to its client."""
+    """Warnings in the answer to its client."""
     shown: tuple[Shown, ...]
-    """What the client has of each choice; nothing, unless it resumes a stream."""
+    """The part of each choice that the client has; nothing, unless it resumes a stream."""
     permit: Permit | None
     """None outside of HTTP."""
     states_length: bool
-    """Whether the request says how many tokens an answer has at most."""
+    """True if the request says how many tokens an answer has at most."""
     event_ids: EventIds | None
     """None where the client has not asked for them."""
 
@@ -157,13 +157,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """Where a stream begins or is resumed."""
+    """The point at which a stream begins or is resumed."""
 
     origin: Origin
     shown: tuple[Shown, ...]
     permit: Permit | None
     digest: bytes | None
-    """Of the body; None where the events have no ids."""
+    """Digest of the body; None where the events have no ids."""
     resumption: int
 
 

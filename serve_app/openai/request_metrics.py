@@ -1,4 +1,4 @@
-"""What a request came to: the `metrics` object of its response, and the attributes of its span.
+"""Figures of one request: the `metrics` object of its response, and the attributes of its span.
 
 Names and definitions of `metrics` are those of vLLM's per-request metrics, so that tools for these
 can read them. With several choices the rounds of all are counted together.

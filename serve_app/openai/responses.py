@@ -44,18 +44,18 @@ class Listed(Sequence[object]):
 
 
 class Event(NamedTuple):
-    """One event of a stream."""
+    """An event of a stream."""
 
     content: Json | None
     """None: there is nothing to send yet, and the answer begins."""
     id: bytes = b""
-    """Where a client can resume after it; empty: where the event before it says."""
+    """Id from which a client can resume after it; empty: where the event before it says."""
     name: bytes = b""
-    """In a stream of named events."""
+    """Name in a stream of named events."""
 
 
 class Answer:
-    """One growing response; gives chunks on the way, or the whole at the end."""
+    """A growing response; gives chunks on the way, or the whole at the end."""
 
     def __init__(
         self, prepared: Prepared, *, codec: TextCodec, tallies: Sequence[ChoiceTally]
@@ -63,7 +63,7 @@ class Answer:
         """`tallies` are updated by the caller, as the choices run."""
         self._prepared = prepared
         self._warnings: Json = {"warnings": list(prepared.warnings)} if prepared.warnings else {}
-        """For the whole answer, or the first chunk."""
+        """Warnings for the whole answer, or the first chunk."""
         self._tallies = tallies
         self._choices = [
             _GrowingChoice(prepared, i, codec=codec) for i in range(len(prepared.choices))
@@ -174,7 +174,7 @@ class _GrowingChoice:
         self._num_chars = 0
         self._tokens: list[TokenId] = []
         self._entries: list[_Entry] = []
-        """Of the tokens that were not sent in a chunk."""
+        """Entries of the tokens that were not sent in a chunk."""
         shown = prepared.shown[index]
         self._was_over = shown.is_over
         self._num_shown = shown.num_tokens
@@ -185,7 +185,7 @@ class _GrowingChoice:
         self._tool_use = prepared.tool_use
         self._call_seed = choice.request.request_id
         self._parser = self._new_parser()
-        """Of a stream."""
+        """Parser of a stream's tool calls."""
         self._finish_reason: TextFinish | None = None
         self._stop_reason: str | int | None = None
 
@@ -393,7 +393,7 @@ def _origins(emission: Emission) -> list[str]:
 
 
 class _Entry:
-    """One token with its log-probabilities and where its text begins."""
+    """A token with its log-probabilities and where its text begins."""
 
     __slots__ = ("is_text", "logprobs", "offset", "token")
 

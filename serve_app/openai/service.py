@@ -42,14 +42,15 @@ _CHARS_PER_MESSAGE = 32
 _CHARS_PER_WORD = 64
 """A call of the tokenizer takes as long as so many more characters."""
 _INLINE_SIZE = 4096
-"""Of an answer, as `Answer.size` counts it: some milliseconds."""
+"""Largest size of an answer, as `Answer.size` counts it, that is encoded inline: some
+milliseconds."""
 _SLOW = 2**31
 """Size of work that is never done on the event loop."""
 _OPERATIONS = {"chat": "chat", "completion": "text_completion"}
 
 
 class Service:
-    """One served model."""
+    """A served model."""
 
     def __init__(
         self,

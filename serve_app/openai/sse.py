@@ -39,14 +39,14 @@ _LINE_BREAKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
 
 
 _LEVELS = 4
-"""Of an answer: itself, its choices, one choice, its log-probabilities."""
+"""Levels of an answer: itself, its choices, one choice, its log-probabilities."""
 _NUM_LISTED_AT_ONCE = 16
 _NUM_AT_ONCE = 1024
 """Entries of a list, `Listed` or plain, that are encoded in one call, which holds the interpreter's
 lock."""
 _REST_S = 0.0005
-"""After such a call. Without it the event loop would get the lock after 5 ms, at every system call
-that it makes."""
+"""Pause after such a call. Without it the event loop would get the lock after 5 ms, at every system
+call that it makes."""
 
 
 def encoded(content: object) -> bytes:

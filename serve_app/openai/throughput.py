@@ -1,4 +1,4 @@
-"""How long a refused request should wait: live requests divided by the rate at which they end."""
+"""Time that a refused request should wait: live requests divided by the rate at which they end."""
 
 import time
 from collections import deque
@@ -22,7 +22,7 @@ class Throughput:
         self.num_live += num_choices
 
     def ended(self, num_choices: int, *, num_refused: int = 0) -> None:
-        """Of the choices that are not live any more, `num_refused` have got no token."""
+        """Counts choices that are not live any more; `num_refused` of them have got no token."""
         self.num_live -= num_choices + num_refused
         self._ended_s.extend([self._clock()] * num_choices)
         self._forget()

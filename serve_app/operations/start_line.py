@@ -1,5 +1,4 @@
-"""One line of a terminal, drawn again and again: what a service that starts is doing, and since
-when.
+"""A line of a terminal, drawn again and again: what a service that starts is doing, and since when.
 
 Where the output is no terminal there is no such line: files and pipes get whole lines only, as
 without it. It shows what the pipelines report and estimates nothing: the bar moves only when every
@@ -24,7 +23,7 @@ _NO_CURSOR = ("", "dumb", "unknown")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What the line says besides the time."""
+    """Contents of the line besides the time."""
 
     stage: str
     num_done: int = 0

@@ -1,4 +1,4 @@
-"""What the router has learnt about acceptance, as Prometheus text.
+"""Beliefs of the router about acceptance, as Prometheus text.
 
 Clients name workload classes, any number of them over time, and a time series lives on in
 Prometheus after its class is forgotten here. So only the first names get a label of their own, and

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline agree on before an epoch: their weights and the number of KV pages.
+"""Agreement of a pipeline's ranks before an epoch: on their weights and the number of KV pages.
 
 The number is settled once, by the rank with the least room, and kept as long as the pipeline lives:
 page tables and migrations rely on it. A rank that comes later must hold as many.
@@ -16,7 +16,7 @@ from eesd_dist.workers.messages import LoadedRank
 logger = logging.getLogger(__name__)
 
 _DIGITS = 12
-"""Of a digest in a message."""
+"""Digits of a digest in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

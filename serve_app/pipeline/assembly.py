@@ -1,4 +1,4 @@
-"""Where a pipeline's workers come from: claimed from a dead supervisor, or placed."""
+"""Assembly of a pipeline's workers: claimed from a dead supervisor, or placed."""
 
 import asyncio
 import logging

@@ -37,7 +37,7 @@ class Orphans:
     pipeline: str
     workers: Mapping[str, Tenancy]
     silent: tuple[str, ...] = ()
-    """Those that did not answer: frozen, or started a moment ago."""
+    """Names of the workers that did not answer: frozen, or started a moment ago."""
 
 
 def digest_of(config: ServiceConfig) -> str:

@@ -51,13 +51,13 @@ _ANSWER_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether a pipeline emits tokens, and if not, why."""
+    """Health of a pipeline: whether it emits tokens, and if not, why."""
 
     pipeline: str
     is_healthy: bool
     reason: str
     degraded: str = ""
-    """Why a healthy pipeline is degraded; empty if it is not."""
+    """Reason why a healthy pipeline is degraded; empty if it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class MetricsPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineControl:
-    """What a pipeline's controllers decide from."""
+    """Basis of the decisions of a pipeline's controllers."""
 
     pipeline: str
     num_live: int
@@ -82,12 +82,12 @@ class WorkerReport:
     host: str
     node_id: str
     loaded_bytes: int | None
-    """Of its share of the checkpoint; None before it has begun to load."""
+    """Bytes of its share of the checkpoint; None before it has begun to load."""
     load_s: float | None
     read_wait_s: float | None
-    """Of these, seconds in which packing waited for a piece to be read."""
+    """Seconds of these in which packing waited for a piece to be read."""
     peak_memory_bytes: int | None
-    """Of its process until its weights were loaded, mapped files included."""
+    """Peak memory of its process until its weights were loaded, mapped files included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +96,15 @@ class PipelineState:
 
     pipeline: str
     pid: int
-    """Of the Serve replica itself."""
+    """Process id of the Serve replica itself."""
     epoch: int
     is_ready: bool
     num_live: int
     num_interruptions: int
     unavailable: str
-    """Why it is not ready, for how long, and what it waits for; empty if it is ready."""
+    """Reason why it is not ready, for how long, and what it waits for; empty if it is ready."""
     last_trouble: str
-    """What interrupted it last; empty if nothing has."""
+    """Reason of its last interruption; empty if nothing has interrupted it."""
     recovery_s: float | None
     """Seconds from that to a ready pipeline; None before the first."""
     start_s: float | None
@@ -112,9 +112,9 @@ class PipelineState:
     leader: str
     """Name of the process that takes its requests; empty while there is none."""
     weight: float | None
-    """Its speed, as measured at the start of its epoch; None if it was not measured."""
+    """Speed as measured at the start of its epoch; None if it was not measured."""
     draining: str
-    """Why it takes no more requests; empty if it does."""
+    """Reason why it takes no more requests; empty if it does."""
     workers: tuple[WorkerReport, ...]
     is_degraded: bool = False
     """Fallbacks in the verify ranks' processes take the draft stage's part."""
@@ -123,9 +123,9 @@ class PipelineState:
     spares: tuple[WorkerReport, ...] = ()
     """Idle workers that can take the slots of lost ones."""
     kv_cache: KvCapacity | None = None
-    """Its KV pages; None before its first epoch."""
+    """Capacity in KV pages; None before its first epoch."""
     last_trouble_unix_s: float | None = None
-    """When `last_trouble` was noticed; None if nothing has interrupted it."""
+    """Time at which `last_trouble` was noticed; None if nothing has interrupted it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class Pipeline:
         promotion = await promotion_of(self._router, in_place_of=_head_key(config))
         self._speed = SpeedOf(self._of_leader)
         self._told_s = time.monotonic()
-        """When the router last took a heartbeat."""
+        """Time at which the router last took a heartbeat."""
         assembly = Assembly(
             config,
             stages,

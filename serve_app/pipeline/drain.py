@@ -39,7 +39,7 @@ class Drained:
     num_migrated: int
     """Live streams that were told to continue in another pipeline."""
     migration: MigrationReport | None = None
-    """How they were migrated; None if there were none, or the other pipeline did not answer."""
+    """Report of their migration; None if there were none, or the other pipeline did not answer."""
 
 
 class Draining:
@@ -69,12 +69,12 @@ class Draining:
 
     @property
     def reason(self) -> str:
-        """Why no more requests are taken; empty if they are."""
+        """Reason why no more requests are taken; empty if they are."""
         return self._reason
 
     @property
     def is_last(self) -> bool:
-        """Whether Serve takes the pipeline down."""
+        """True if Serve takes the pipeline down."""
         return self._reason == _BY_SERVE
 
     async def drain(self) -> Drained:

@@ -24,7 +24,7 @@ class FallbackHandle:
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """One remote method of a fallback."""
+    """A remote method of a fallback."""
 
     call: Any
     name: str

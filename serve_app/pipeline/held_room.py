@@ -18,19 +18,20 @@ from serve_app.pipeline.claim import tenancy_of
 from serve_app.pipeline.placement.rank_slots import Resources, summed
 
 _UNRENEWED_S = 3.0
-"""Without a heartbeat for so long, a worker has no supervisor: it is dead or frozen."""
+"""Longest pause between heartbeats; after it a worker has no supervisor, which is dead or
+frozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldRoom:
-    """What the workers of one pipeline hold, which have no supervisor."""
+    """Resources that are held by the workers of one pipeline without a supervisor."""
 
     app: str
     pipeline: str
     num_workers: int
     resources: Resources
     left_s: float
-    """At most; then the last of them has exited, unless a supervisor has claimed them."""
+    """Longest time left; then the last of them has exited, unless a supervisor has claimed them."""
 
     def __str__(self) -> str:
         amounts = ", ".join(f"{name} {amount:g}" for name, amount in self.resources.items())

@@ -57,7 +57,7 @@ class Contacts:
 
 @dataclass(slots=True, kw_only=True)
 class StreamMove:
-    """What was copied of one stream."""
+    """Record of what was copied of one stream."""
 
     request_id: RequestId
     num_pages: int = 0
@@ -70,7 +70,7 @@ class StreamMove:
     """Sum over all ranks."""
     copy_s: float = 0.0
     reason: str = ""
-    """Why its pages were not copied."""
+    """Reason why its pages were not copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class MigrationReport:
     """Seconds until the last of them was told to leave."""
     seconds: float
     reason: str
-    """Why no pages, or not all, were copied."""
+    """Reason why no pages, or not all, were copied."""
 
     @property
     def num_pages(self) -> int:
@@ -158,7 +158,7 @@ async def migrate(
 
 
 class _Moving:
-    """One KV migration in progress."""
+    """A KV migration in progress."""
 
     def __init__(
         self, source: Contacts, target: Contacts, *, timeout_s: float, reason: str

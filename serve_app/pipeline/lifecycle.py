@@ -1,4 +1,4 @@
-"""What a pipeline's supervisor does next: one table of states and actions.
+"""Next action of a pipeline's supervisor: one table of states and actions.
 
     python -m serve_app.pipeline.lifecycle
 
@@ -33,7 +33,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedState:
-    """What `next_action` decides from."""
+    """The state from which `next_action` decides."""
 
     is_wanted: bool = True
     """False once Serve takes the pipeline down."""
@@ -56,7 +56,7 @@ class SupervisedState:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row of the table."""
+    """Row of the table."""
 
     when: str
     holds: Callable[[SupervisedState], bool]

@@ -22,7 +22,7 @@ class Pulse:
         self._still_s = 0.0
 
     def joined(self, epoch: int) -> None:
-        """Its supervisor knows of the epoch before the next answer does."""
+        """Notes a new epoch: its supervisor knows of it before the next answer does."""
         self._status = replace(self._status, epoch=epoch, is_busy=False, phase="", allowed_s=0.0)
         self._silent_s = self._still_s = 0.0
 
@@ -62,7 +62,7 @@ class Pulse:
 
     @property
     def _silence_s(self) -> float:
-        """How long it may be silent."""
+        """Longest time for which it may be silent."""
         is_starting = self._status.epoch == 0
         return max(self._timings.deadline_s, self._timings.busy_s if is_starting else 0.0)
 
@@ -72,8 +72,8 @@ class Pulse:
 
     @property
     def _stillness_s(self) -> float:
-        """How long it may go without progress. A worker that waits for a lost one makes none
-        either, and reports that first."""
+        """Longest time without progress. A worker that waits for a lost one makes none either, and
+        reports that first."""
         return self._allowed_s + self._timings.peers_s if self._status.is_busy else inf
 
 

@@ -249,7 +249,7 @@ def open_recorder(config: RecorderConfig, engine: EngineConfig) -> RecorderFolde
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One writer at a time, across processes; the lock is released when a process dies."""
+    """Lets one writer in at a time, across processes; the lock is released when a process dies."""
     with (folder / _LOCK_FILE).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -36,7 +36,7 @@ class Spares:
 
     @property
     def ready(self) -> tuple[Worker, ...]:
-        """Those that can take a slot now."""
+        """Spares that can take a slot now."""
         return tuple(
             spare
             for name, spare in self._in_slot.items()

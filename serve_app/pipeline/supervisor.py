@@ -72,18 +72,18 @@ class Supervisor:
         self.trouble: EesdError = self._no_trouble
         """The last interruption; until the first, that the pipeline is starting."""
         self.trouble_unix_s: float | None = None
-        """When the last interruption was noticed; None before the first."""
+        """Time at which the last interruption was noticed; None before the first."""
         self._is_broken = False
         """The present epoch is."""
         self._fatal: EesdError | None = None
-        """Why the pipeline is given up; None while it is not."""
+        """Error for which the pipeline is given up; None while it is not."""
         self._is_head_refused = False
         self._has_fallback_failed = False
         self._backoff = _Backoff(timings)
         self._since_s = time.monotonic()
-        """Since when it has been ready, or unavailable."""
+        """Time since which it has been ready, or unavailable."""
         self._loading_since_s = self._since_s
-        """Since when every bundle has a node, and the present start is not over."""
+        """Time since which every bundle has a node, and the present start is not over."""
         self._has_started = False
         self.num_interruptions = 0
         self._num_fruitless = 0
@@ -110,12 +110,13 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether rounds go through: there is an epoch, and every worker in it makes progress."""
+        """True while rounds go through: there is an epoch, and every worker in it makes
+        progress."""
         return not self.why_unavailable()
 
     @property
     def is_degraded(self) -> bool:
-        """Whether it is ready with fallbacks for the draft stage."""
+        """True while it is ready with fallbacks for the draft stage."""
         return self.group is not None and self.group.is_degraded and self.is_ready
 
     @property
@@ -125,7 +126,7 @@ class Supervisor:
 
     @property
     def has_started(self) -> bool:
-        """Whether it has been ready before."""
+        """True if it has been ready before."""
         return self._has_started
 
     @property

@@ -29,21 +29,21 @@ class Timings:
     """Seconds. Each wait is shorter than the one that contains it."""
 
     deadline_s: float
-    """Without an answer or progress for so long, a worker is lost."""
+    """Longest time without an answer or progress; after it a worker is lost."""
     load_s: float
     """Longest start of an epoch, with new processes and weights."""
     lease_s: float
-    """How long workers wait for a new supervisor."""
+    """Time for which workers wait for a new supervisor."""
     beat_s: float = 0.5
     """Interval of heartbeats."""
     stall_s: float = 3.0
-    """With a worker that has made no progress for so long, a pipeline gets no new requests."""
+    """Longest time without progress of a worker; after it the pipeline gets no new requests."""
     grace_s: float = 0.3
     """A killed rank's peers notice a moment before Ray reports which process died."""
     peers_s: float = 0.8
     """A rank that waits for a lost one reports it so long after the deadline, at most."""
     farewell_s: float = 1.0
-    """How long a worker without progress has to end its streams, before it is killed."""
+    """Time that a worker without progress has to end its streams, before it is killed."""
     busy_s: float = 10.0
     """Shortest deadline of a starting worker: opening libraries blocks a process for seconds."""
     ping_s: float = 2.0

@@ -1,4 +1,4 @@
-"""One worker as its supervisor sees it: calls, heartbeats, and its death."""
+"""A worker as its supervisor sees it: calls, heartbeats, and its death."""
 
 import asyncio
 import logging
@@ -29,14 +29,14 @@ from serve_app.pipeline.timings import Timings
 logger = logging.getLogger(__name__)
 
 _NODE_DIED = "its node has died"
-"""Why an actor died, if its node did; Ray's words for it."""
+"""Reason why an actor died, if its node did; Ray's words for it."""
 
 _PID = re.compile(r"\bpid[:=] *(\d+)")
 _EXIT_DETAIL = re.compile(
     r"Worker exit detail: (?!Worker unexpectedly exits with a connection error code 2)"
     r"(.{1,200}?)\.?(?: Some common causes| There are some potential|\n|$)"
 )
-"""How a process has ended, where Ray knows more than that its connection did."""
+"""Pattern of how a process has ended, where Ray knows more than that its connection did."""
 
 _LOOK_MARGIN_S = 0.01
 """So that a look at the end of a deadline is not too early for it."""
@@ -44,7 +44,7 @@ _LOOK_MARGIN_S = 0.01
 
 @dataclass(kw_only=True, eq=False)
 class Worker:
-    """One actor in its slot, with its heartbeats; built inside a running event loop."""
+    """An actor in its slot, with its heartbeats; built inside a running event loop."""
 
     slot: RankSlot
     """A spare that takes the slot of a lost worker gets another one."""
@@ -55,7 +55,7 @@ class Worker:
     lease: Callable[[], Lease]
     timings: Timings
     host: "Worker | None" = None
-    """Of a fallback: the verify rank in the same process."""
+    """The verify rank in the same process, for a fallback; None for other workers."""
 
     def __post_init__(self) -> None:
         self._pulse = Pulse(self.timings)

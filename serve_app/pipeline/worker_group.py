@@ -72,13 +72,14 @@ class WorkerGroup:
         """Node of the last drafting actor, and what its engine measured there."""
         self._epoch = 0
         self.kind = EpochKind.NONE
-        """Of the present epoch."""
+        """Kind of the present epoch."""
         self.claimed_trouble: EesdError | None = None
-        """Why the epoch of claimed workers cannot go on; None if it can, and without claims."""
+        """Error for which the epoch of claimed workers cannot go on; None if it can, and without
+        claims."""
         self.crashed_leaders: deque[str] = deque(maxlen=8)
         """Names of the latest leaders that have reported their own crash."""
         self.spawned_s = 0.0
-        """When the last slot was filled, by the clock of `time.monotonic`."""
+        """Time at which the last slot was filled, by the clock of `time.monotonic`."""
 
     @property
     def epoch(self) -> int:
@@ -106,12 +107,12 @@ class WorkerGroup:
 
     @property
     def is_draft_ready(self) -> bool:
-        """Whether every draft slot has a worker with loaded weights."""
+        """True if every draft slot has a worker with loaded weights."""
         return not any(self._is_late(slot) for slot in self._draft_slots)
 
     @property
     def can_fall_back(self) -> bool:
-        """Whether the draft stage is not ready, and all verify ranks are there with fallbacks."""
+        """True if the draft stage is not ready, and all verify ranks are there with fallbacks."""
         return (
             self._parallel.fallback
             and self._has_been_full
@@ -128,7 +129,7 @@ class WorkerGroup:
 
     @property
     def has_other_head(self) -> bool:
-        """Whether new workers get another exit head than the configured one."""
+        """True if new workers get another exit head than the configured one."""
         return self.workers.spec is not self._as_configured
 
     def set_head(self, folder: str) -> None:

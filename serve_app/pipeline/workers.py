@@ -49,14 +49,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """How an actor of this pipeline is made."""
+    """Description from which an actor of this pipeline is made."""
 
     app: str
     namespace: str
     """Ray's namespace of the workers' names."""
     pipeline: str
     digest: str
-    """Of the configuration: only a supervisor with the same one may claim the workers."""
+    """Digest of the configuration: only a supervisor with the same one may claim the workers."""
     owner: str
     """The supervisor's name in their leases."""
     node_id: str
@@ -97,9 +97,9 @@ class Workers:
         """The slot with the bundle, by the name of the slot that uses it: a spare brings its
         own, and leaves that of the lost worker to the next spare."""
         self.spec = spec
-        """How later workers are made."""
+        """Description from which later workers are made."""
         self.start_s: float | None = None
-        """How long the start of all workers took; None before the first."""
+        """Seconds that the start of all workers took; None before the first."""
         self._in_slot: dict[str, Worker] = {}
         self._coming: dict[str, asyncio.Task[Worker]] = {}
         """Tasks that spawn workers, by slot: they start while the survivors still leave."""

@@ -1,4 +1,4 @@
-"""Where the logs of a service stay after it has ended: a private folder for each start."""
+"""Folder for the logs of a service that stay after it has ended: a private one for each start."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What Ray's errors say, in one line: many have several, and those of actors a traceback."""
+"""Texts of Ray's errors, in one line: many have several, and those of actors a traceback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

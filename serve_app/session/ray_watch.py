@@ -35,7 +35,7 @@ class RayWatch:
         self._silent_since_s: float | None = None
         """None while the head answers."""
         self.answers = True
-        """Whether Ray could be called at the last look."""
+        """True if Ray could be called at the last look."""
 
     def look(self) -> bool:
         """Returns whether Ray can be called. Raises EngineError when it has ended: at once for

@@ -1,4 +1,4 @@
-"""Whether a service on this machine alone keeps warm spares by default.
+"""Default of warm spares for a service on this machine alone.
 
 A spare on a CPU costs memory and no device. On a machine with GPUs each would hold one.
 """

@@ -21,7 +21,7 @@ _NOISE_US = {"gloo": 1000.0, "nccl": 30.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTime:
-    """One operation at one size: of sendrecv one way, of the others one call."""
+    """Times of an operation at one size: of sendrecv one way, of the others one call."""
 
     operation: Operation
     size_bytes: int
@@ -65,12 +65,12 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLimits:
-    """What a link must reach."""
+    """Limits that a link must meet."""
 
     slow_factor: float
     """Times the median of the other links."""
     max_latency_us: float | None
-    """Of the smallest message between two nodes; None: no limit."""
+    """Latency of the smallest message between two nodes; None: no limit."""
     min_bandwidth_gbps: float | None
     """GB/s of the largest message between two nodes; None: no limit."""
 

@@ -20,7 +20,7 @@ class LinkGroup:
     """A group of ranks to measure."""
 
     address: str
-    """Where rank 0 listens for the rendezvous."""
+    """Address at which rank 0 listens for the rendezvous."""
     port: int
     num_ranks: int
     backend: Backend
@@ -29,7 +29,7 @@ class LinkGroup:
 
 
 class LinkRank:
-    """One rank, on the interface that is measured."""
+    """A rank, on the interface that is measured."""
 
     def __init__(self, *, node_address: str, interface: str | None) -> None:
         """`interface`: None: the one of `node_address`, over which the service connects its ranks.

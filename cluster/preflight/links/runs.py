@@ -32,7 +32,7 @@ _NCCL_TESTS_TIMEOUT_S = 400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSettings:
-    """How links are measured."""
+    """Settings of a measurement of links."""
 
     sizes: tuple[int, ...]
     """Bytes; nccl-tests have their own."""

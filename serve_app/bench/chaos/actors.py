@@ -118,7 +118,7 @@ class _NoResult:
 
 
 class _Spinning:
-    """One epoch's part of a drafting actor, with steps that do nothing."""
+    """The part of a drafting actor in one epoch, with steps that do nothing."""
 
     def __init__(self, part: DraftEpoch) -> None:
         self._part = part

@@ -23,7 +23,7 @@ from serve_app.settings import apply_settings
 _REQUESTS = 200
 _QUICK_REQUESTS = 40
 _FINDING_OUT_S = 30.0
-"""How much longer than the deadline it may take until a process that hangs is replaced."""
+"""Longest time beyond the deadline until a process that hangs is replaced."""
 
 
 def main(options: ChaosOptions) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFault:
-    """One fault of the schedule."""
+    """A fault of the schedule."""
 
     number: int
     kind: str
@@ -31,14 +31,14 @@ class PlannedFault:
     choice: int
     """Which target it hits: taken modulo the number of possible ones."""
     comes_back: bool
-    """Of a process that hangs: whether it continues in the end, or is killed."""
+    """True for a process that hangs if it continues in the end; otherwise it is killed."""
 
 
 class Targets(Protocol):
     """The running service. Raises EngineError for what does not answer."""
 
     async def pipeline(self, choice: int) -> "tuple[PipelineState, Ledger]":
-        """One of the pipelines that answer, and its requests."""
+        """Returns one of the pipelines that answer, and its requests."""
         ...
 
     async def routers(self) -> list[ProcessInfo]: ...
@@ -106,7 +106,7 @@ class Links(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """What a fault may use."""
+    """Tools that a fault may use."""
 
     targets: Targets
     processes: Processes
@@ -118,35 +118,35 @@ class Means:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """What a fault hit, and when."""
+    """Target of a fault, and the times of the injection and of its effect."""
 
     victim: str
     injected_s: float
     landed_s: float
     pipeline: "PipelineState | None" = None
-    """As it was before; None where the fault hits no pipeline."""
+    """State of the pipeline before the fault; None where the fault hits no pipeline."""
     replica: bool = False
-    """Whether it hit the pipeline's replica: the workers go on."""
+    """True if it hit the pipeline's replica: the workers go on."""
     ledger: "Ledger | None" = None
     is_replaced: "Callable[[], Awaitable[bool]] | None" = None
-    """Of a process that belongs to no pipeline: whether another one has taken its place."""
+    """Tells whether another process has taken the place of one that belongs to no pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultKind:
-    """One kind of fault."""
+    """Kind of fault, and its effects."""
 
     inject: "Callable[[Means, PlannedFault], Awaitable[Hit]]"
     share: int = 1
-    """How often it comes in one turn of all kinds."""
+    """Number of times that it comes in one turn of all kinds."""
     pauses_streams: bool = True
-    """Whether streams wait until it is mended."""
+    """True if streams wait until it is mended."""
     breaks_connections: bool = False
-    """Whether clients resume their streams after it."""
+    """True if clients resume their streams after it."""
     is_slow: bool = False
-    """Whether the service notices it by its deadline alone. One of these comes in each turn."""
+    """True if the service notices it by its deadline alone. One of these comes in each turn."""
     needs_tracing: bool = False
-    """Whether it needs the rights of a debugger."""
+    """True if it needs the rights of a debugger."""
 
 
 def fault_named(kind: str) -> FaultKind:
@@ -372,4 +372,4 @@ FAULT_KINDS: Mapping[str, FaultKind] = {
         breaks_connections=True,
     ),
 }
-"""In the order that a schedule shuffles."""
+"""Kinds by name, in the order that a schedule shuffles."""

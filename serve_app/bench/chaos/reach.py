@@ -1,4 +1,4 @@
-"""How processes and links are reached, here and on other hosts.
+"""Access to processes and links, here and on other hosts.
 
 Processes of other hosts are reached through a Ray task on their node, or through a command that the
 operator gives. Connections are cut on this machine alone, and on Linux.

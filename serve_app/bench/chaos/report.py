@@ -35,9 +35,9 @@ class InjectedFault:
     pipeline: str
     """Empty for the router, which belongs to none."""
     injected_s: float
-    """When it was sent."""
+    """Time of the injection."""
     landed_s: float
-    """When it had happened for certain: on another host up to seconds later."""
+    """Time at which it had happened for certain: on another host up to seconds later."""
     when_ready: bool
     streams: frozenset[str]
     """Names of the requests that the pipeline had in its ledger."""
@@ -45,10 +45,10 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noticed:
-    """When and how the service noticed a fault."""
+    """Time and reason with which the service noticed a fault."""
 
     after_s: float
-    """From the injection, by the clock of the pipeline's node."""
+    """Seconds from the injection, by the clock of the pipeline's node."""
     trouble: str
 
 
@@ -78,7 +78,7 @@ def _num_missing(wanted: Sequence[int], got: Sequence[int]) -> int | None:
 
 
 def _goes_back(wanted: Sequence[int], got: Sequence[int], start: int) -> bool:
-    """Whether `got` goes on, from `start`, with tokens from before `start`."""
+    """Returns whether `got` goes on, from `start`, with tokens from before `start`."""
     rest = list(got[start:])
     return any(
         list(wanted[origin : origin + len(rest)]) == rest[: len(wanted) - origin]
@@ -97,16 +97,16 @@ def _says_the_same(one: Streamed, other: Streamed) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """How long the streams of a pipeline were silent, from the fault on.
+    """Time for which the streams of a pipeline were silent, from the fault on.
 
     Both are infinite where every stream broke off there.
     """
 
     fault: InjectedFault
     first_s: float
-    """Until the first of them had a token again."""
+    """Seconds until the first of them had a token again."""
     last_s: float
-    """Until the last of them had."""
+    """Seconds until the last of them had a token again."""
 
 
 def recovery_of(fault: InjectedFault, streams: Sequence[Streamed]) -> Recovery | None:
@@ -145,8 +145,8 @@ def silence_after(fault: InjectedFault, stream: Streamed) -> float | None:
 def _is_alone(
     recovery: Recovery, others: Sequence[Recovery], faults: Sequence[InjectedFault]
 ) -> bool:
-    """Whether none of its streams waited for the end of another fault, or for the front, at the
-    same time."""
+    """Returns whether none of its streams waited for the end of another fault, or for the front, at
+    the same time."""
     start, end = recovery.fault.injected_s, recovery.fault.injected_s + recovery.last_s
     if any(
         fault_named(fault.kind).breaks_connections

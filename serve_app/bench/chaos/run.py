@@ -38,16 +38,16 @@ _ANSWER_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 _NOTICE_POLL_S = 0.5
 _READY_WITHIN_S = 180.0
-"""If the service takes longer, no more faults are injected."""
+"""Longest wait for a ready service: if it takes longer, no more faults are injected."""
 _STREAM_ATTEMPTS = 200
-"""Of a client after its connection broke: for about a minute."""
+"""Attempts of a client after its connection broke: for about a minute."""
 _MENDING_ATTEMPTS = 5
 _MENDING_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCommands:
-    """How the link of another host is cut and mended, with `{host}` for its address."""
+    """Commands that cut and mend the link of another host, with `{host}` for its address."""
 
     down: str
     up: str
@@ -56,15 +56,15 @@ class LinkCommands:
 
 @dataclass(slots=True, kw_only=True)
 class Injected:
-    """What was done to the service."""
+    """Record of the faults of one run."""
 
     faults: list[InjectedFault] = field(default_factory=list)
     unnoticed: list[int] = field(default_factory=list)
     """Numbers of faults after which nothing was mended in time."""
     noticed: dict[int, Noticed] = field(default_factory=dict)
-    """By the number of the fault, where a pipeline has noticed it."""
+    """Reactions by the number of the fault, where a pipeline has noticed it."""
     interruptions_before: int = 0
-    """In the undisturbed pass, where a deadline is too short for the machine."""
+    """Interruptions in the undisturbed pass, where a deadline is too short for the machine."""
     missed: list[str] = field(default_factory=list)
     """Faults that found no target, and what could not be mended, and why."""
     ended_early: bool = False
@@ -80,7 +80,7 @@ class ServiceUnderTest:
         self.actors = Actors(config.app_name, namespace=config.router.namespace)
 
     async def states(self) -> list[PipelineState]:
-        """Of the pipelines that answer."""
+        """Returns the states of the pipelines that answer."""
         return await self._of_all("state")
 
     async def ledger(self, pipeline: str) -> Ledger | None:
@@ -237,7 +237,8 @@ class FaultInjector:
         self.injected = Injected()
 
     async def run(self, plan: Iterator[PlannedFault], *, until: asyncio.Event, say: Say) -> None:
-        """One fault at a time; what is frozen or cut off in the end is mended before it returns."""
+        """Injects one fault at a time; what is frozen or cut off in the end is mended before it
+        returns."""
         began_s = time.monotonic()
         try:
             for planned in plan:
@@ -324,7 +325,7 @@ class FaultInjector:
         return await self._service.is_ready() and all([await mended() for _, mended in self._open])
 
     async def _is_past(self, hit: Hit) -> bool:
-        """Whether the process, the replica or the epoch that was hit is no more."""
+        """Returns whether the process, the replica or the epoch that was hit is no more."""
         if hit.is_replaced is not None:
             try:
                 return await hit.is_replaced()

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from serve_app.openai.errors import BodyTooLarge
 
 LIMIT_HEADER = b"x-eesd-max-body-bytes"
-"""From an ingress to its proxy; no client sees it."""
+"""Header from an ingress to its proxy; no client sees it."""
 _PATHS_WITH_BODIES = ("/v1/", "/tokenize", "/detokenize")
 _DIGITS = 20
 

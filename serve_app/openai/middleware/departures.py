@@ -42,7 +42,7 @@ class Departures:
 
 
 class _Answer:
-    """How far one answer has come."""
+    """Progress of one answer."""
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, *, errors: tuple[type[Exception], ...]

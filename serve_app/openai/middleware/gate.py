@@ -62,7 +62,7 @@ class AdmissionGate:
         self._quotas = quotas
         self._log = RefusalLog()
         self._num_bytes = 0
-        """Of all bodies that are incomplete."""
+        """Bytes of all bodies that are incomplete."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

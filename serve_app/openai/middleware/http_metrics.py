@@ -1,4 +1,4 @@
-"""What the clients of one ingress are answered, and when: as they see it, refusals included.
+"""Metrics of the answers of one ingress: as the clients see them, refusals included.
 
 The metrics of a pipeline know neither requests that never reach it nor texts that end at a stop
 string.
@@ -128,7 +128,7 @@ class CountedRequests:
             await self._app(scope, receive, send)
             return
         status = int(HTTPStatus.INTERNAL_SERVER_ERROR)
-        """Of a request without an answer."""
+        """Status of a request without an answer."""
 
         async def noted(message: Message) -> None:
             nonlocal status

@@ -25,7 +25,7 @@ _METHODS = frozenset(
 )
 _MAX_TRACEPARENT_CHARS = 64
 _MAX_CHARS = 256
-"""Of an attribute with a text of the client's."""
+"""Characters of an attribute with a text of the client's, at most."""
 
 
 class TracedRequests:

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 60.0
 _MAX_CLIENTS = 256
-"""With lines of their own in one interval."""
+"""Kinds of refusals with lines of their own in one interval, at most."""
 _OTHERS = "others"
 
 _Kind = tuple[str, int]

@@ -54,10 +54,10 @@ class SpeculationFields(Fields):
     workload: Annotated[str, Field(pattern=WORKLOAD_PATTERN)] | None = None
     """Class of similar requests, which share a pooled prior; derived when absent."""
     tree: TreeShape | None = None
-    """Whether alternatives are drafted too: `none`, `static` or `dynamic`; the service's default
-    when absent."""
+    """Drafting of alternatives: `none`, `static` or `dynamic`; the service's default when
+    absent."""
     detailed: bool = False
-    """Whether the statistics list every round."""
+    """Lists every round in the statistics."""
 
     @property
     def params(self) -> SpeculationParams:
@@ -81,13 +81,13 @@ class GenerationFields(SamplingFields):
     model: str | None = None
     """Name of the served model; may be left out."""
     return_token_ids: bool = False
-    """Whether the answer has the ids of its tokens and those of the prompt."""
+    """Adds the ids of the answer's tokens, and those of the prompt, to the answer."""
     return_token_origins: bool = False
-    """Whether the answer says of each token where it came from: `accepted` from the draft,
-    `recovered` after a rejection, `bonus` after a draft that was right to its end, or `target`
-    where nothing was drafted; with its text, and the drafted and accepted tokens of each draft."""
+    """Adds to each token of the answer where it came from: `accepted` from the draft, `recovered`
+    after a rejection, `bonus` after a draft that was right to its end, or `target` where nothing
+    was drafted; with its text, and the drafted and accepted tokens of each draft."""
     stream: bool = False
-    """Whether the answer comes as server-sent events."""
+    """Sends the answer as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
     """Options of streams."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
@@ -96,14 +96,14 @@ class GenerationFields(SamplingFields):
     """Added to that of the API key: requests of a lower number come first, and take the place of
     running ones of a higher number."""
     speculation: SpeculationFields = SpeculationFields()
-    """How to draft; never changes the text."""
+    """Settings of drafting; they never change the text."""
     cache_salt: CacheSalt | None = None
     """A secret: of the API key's requests, only those with the same one reuse each other's prefixes
     in the KV cache."""
 
     @property
     def states_length(self) -> bool:
-        """Whether it says how many tokens the answer has at most, or a default does."""
+        """True if it says how many tokens the answer has at most, or a default does."""
         return self.max_tokens is not None
 
     @property
@@ -125,11 +125,11 @@ class CompletionFields(GenerationFields):
     max_tokens: NonNegativeInt | None = None
     """0 generates nothing, for the log-probabilities of the prompt."""
     echo: bool = False
-    """Whether the answer begins with the prompt."""
+    """Begins the answer with the prompt."""
     logprobs: NumAlternatives | None = None
     """Number of alternatives reported for every token; with `echo` also those of the prompt."""
     add_special_tokens: bool = True
-    """Whether the tokenizer's beginning token precedes a text."""
+    """Puts the tokenizer's beginning token before a text."""
 
     @property
     def states_length(self) -> bool:
@@ -137,7 +137,7 @@ class CompletionFields(GenerationFields):
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """One entry per prompt, as text or as token ids."""
+        """Prompts, as texts or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -153,13 +153,13 @@ class ChatFields(GenerationFields, ToolFields):
     max_completion_tokens: PositiveInt | None = None
     """The newer name of `max_tokens`; overrides it."""
     logprobs: bool = False
-    """Whether the log-probability of every token is reported."""
+    """Reports the log-probability of every token."""
     top_logprobs: NumAlternatives | None = None
     """Needs `logprobs`."""
     add_generation_prompt: bool = True
-    """Whether the template opens an answer."""
+    """Lets the template open an answer."""
     continue_final_message: bool = False
-    """Whether the answer continues the last message; needs `add_generation_prompt: false`."""
+    """Continues the last message; needs `add_generation_prompt: false`."""
     chat_template_kwargs: dict[str, object] = {}
     """Options of the chat template."""
 

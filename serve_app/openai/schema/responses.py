@@ -65,13 +65,13 @@ class ResponsesFields(Fields):
     text: TextFields = TextFields()
     """`format`: what the answer has to look like, as `response_format` of a chat."""
     stream: bool = False
-    """Whether the answer comes as named server-sent events."""
+    """Sends the answer as named server-sent events."""
     metadata: dict[str, str] = Field(default_factory=dict)
     """Repeated in the answer."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
     """Becomes part of the answer's id."""
     speculation: SpeculationFields = SpeculationFields()
-    """How to draft; never changes the text."""
+    """Settings of drafting; they never change the text."""
     cache_salt: CacheSalt | None = None
     """A secret: of the API key's requests, only those with the same one reuse each other's prefixes
     in the KV cache."""
@@ -128,7 +128,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (),
     "truncation": ("disabled",),
 }
-"""What would change the answer -> values that do not."""
+"""Fields that would change the answer -> values that do not."""
 
 
 def _message(message: InputMessage) -> JsonObject:

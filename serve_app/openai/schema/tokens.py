@@ -17,9 +17,9 @@ class TokenizeFields(Fields):
     messages: Messages | None = None
     """A conversation, by the model's chat template."""
     add_special_tokens: bool = True
-    """Whether the tokenizer's beginning token precedes a text."""
+    """Puts the tokenizer's beginning token before a text."""
     add_generation_prompt: bool = True
-    """Whether the template opens an answer."""
+    """Lets the template open an answer."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

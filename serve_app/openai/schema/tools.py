@@ -46,7 +46,7 @@ class ToolFields(BaseModel):
     """`none`: no calls; `auto`: the model decides; `required`, or one tool: the answer is made of
     calls with arguments that match their schemas."""
     parallel_tool_calls: bool = True
-    """Whether the answer may have several calls."""
+    """Allows several calls in the answer."""
 
     @property
     def usable_tools(self) -> list[Tool]:
@@ -54,5 +54,5 @@ class ToolFields(BaseModel):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer is made of calls."""
+        """True if the answer is made of calls."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)

@@ -10,7 +10,8 @@ from eesd_dist.text.grammars import json_rule, lark
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How one family of models writes calls: objects with a name and arguments, between marks."""
+    """Form in which a family of models writes calls: objects with a name and arguments, between
+    marks."""
 
     name: Literal["hermes", "llama3_json", "mistral"]
     mark: str
@@ -20,15 +21,15 @@ class ToolFormat:
     between: str
     """Between two calls."""
     closing: str
-    """After an object, or after the last one."""
+    """Text after an object, or after the last one."""
     arguments: Literal["arguments", "parameters"]
     """The key of a call's arguments."""
     is_list: bool = False
-    """Whether one mark precedes all calls."""
+    """True if one mark precedes all calls."""
     needs_mark: bool = True
     """Else an object that names a tool is a call too, if it begins the answer."""
     takes_several: bool = True
-    """Whether its templates take answers with several calls back."""
+    """True if its templates take answers with several calls back."""
     id_length: int = 24
 
 
@@ -72,9 +73,9 @@ _SIGNS: Sequence[tuple[str, ToolFormat]] = (
     ("<|python_tag|>", LLAMA3),
     ('"parameters"', LLAMA3),
 )
-"""What a template writes that has seen calls of a format, the surest first."""
+"""Text that a template writes that has seen calls of a format, the surest first."""
 _OTHERS = ("[ARGS]", "<function=")
-"""Of formats in which calls are no JSON objects: later Mistral models, Qwen3-Coder."""
+"""Text of formats in which calls are no JSON objects: later Mistral models, Qwen3-Coder."""
 
 
 def format_of(template: str | None) -> ToolFormat | None:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from serve_app.openai.tools.formats import ToolFormat
 
 _SPECIAL = re.compile(r'["\\]')
-"""What ends a run inside a JSON string."""
+"""Characters that end a run inside a JSON string."""
 _ARGUMENTS = ("arguments", "parameters")
 """Keys of arguments: models write the one of another format, too."""
 _MOST_HELD = 128
@@ -23,10 +23,10 @@ _MOST_HELD = 128
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What a piece of text adds to one call."""
+    """The addition of a piece of text to one call."""
 
     index: int
-    """Of the call, from 0."""
+    """Index of the call, from 0."""
     id: str | None
     """Id and name come once, first."""
     name: str | None
@@ -67,7 +67,7 @@ class ToolCallParser:
         self._most_calls = most_calls
         self._state: Literal["text", "between", "call", "closing"] = "text"
         self._is_start = True
-        """Whether nothing but blanks has come."""
+        """True while nothing but blanks has come."""
         self._held = ""
         """Text that may become a mark."""
         self._raw: list[str] = []
@@ -77,9 +77,9 @@ class ToolCallParser:
         self._num_sent = 0
         """Pieces of the call's arguments that were returned."""
         self._num_calls = 0
-        """Those with a name."""
+        """Number of calls with a name."""
         self._is_named = False
-        """Whether the call that is being read, or was read last, has a name."""
+        """True if the call that is being read, or was read last, has a name."""
         self._content: list[str] = []
         self._calls: list[_Growing] = []
 
@@ -244,20 +244,20 @@ class _CallReader:
         self._key: str | None = None
         """None while a key is read."""
         self._raw: list[str] = []
-        """Of the key, or of a value that is not an object of arguments."""
+        """Text of the key, or of a value that is not an object of arguments."""
         self._streams: bool | None = None
-        """Whether the value is an object of arguments; None before its first character."""
+        """True if the value is an object of arguments; None before its first character."""
         self.name: str | None = None
         self.arguments: list[str] = []
         """Pieces of their text, only added to."""
         self.is_over = False
         self._has_arguments = False
-        """Whether one value of arguments is over; another one is left out."""
+        """True once a value of arguments is over; another one is left out."""
         self.has_failed = False
 
     @property
     def is_in_text(self) -> bool:
-        """Whether characters other than quotes and backslashes change nothing."""
+        """True while characters other than quotes and backslashes change nothing."""
         return self._in_string and not self._is_escaped
 
     def feed(self, char: str) -> None:

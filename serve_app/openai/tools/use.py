@@ -18,14 +18,14 @@ class ToolUse:
 
     form: ToolFormat
     tools: tuple[Mapping[str, object], ...]
-    """As the client sent them, for the chat template."""
+    """Tools as the client sent them, for the chat template."""
     names: tuple[str, ...]
-    """Of those that may be called."""
+    """Names of the tools that may be called."""
     most_calls: int | None
     grammar: str | None
-    """Of an answer that has to be made of calls."""
+    """Grammar of an answer that has to be made of calls."""
     notes: tuple[str, ...] = ()
-    """What of its schemas is not obeyed, for the client."""
+    """Parts of its schemas that are not obeyed, for the client."""
 
 
 def tool_use_of(

@@ -1,1 +1,1 @@
-"""Where the ranks of a pipeline run: their slots, and the placement groups of these."""
+"""Placement of the ranks of a pipeline: their slots, and the placement groups of these."""

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _PREFERENCE_WAIT_S = 5.0
-"""How long a preferred placement is waited for."""
+"""Time for which a preferred placement is waited for."""
 _POLL_STATUS_S = 1.0
 _TELL_S = 10.0
 _TELL_WAITING_S = 2.0
@@ -213,7 +213,7 @@ async def placement_groups_for(
 
 
 class _Placing:
-    """One attempt to place one group or two; all of them are removed if it fails."""
+    """An attempt to place one group or two; all of them are removed if it fails."""
 
     def __init__(self, relation: Strategy, *, name: str, owner: str) -> None:
         self._relation = relation

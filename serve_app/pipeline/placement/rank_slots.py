@@ -1,4 +1,4 @@
-"""What a pipeline requests of the cluster, and why the cluster cannot provide it.
+"""Requests of a pipeline to the cluster, and the reasons why the cluster cannot provide them.
 
 It decides whether bundles go into one placement group or two, which nodes the second is kept to or
 from, and how to explain bundles without a node. Pure: it is given the nodes and does not call Ray.
@@ -39,7 +39,7 @@ class RankSlot:
     labels: dict[str, str] = field(default_factory=dict)
     """Label selectors its node must satisfy."""
     is_spare: bool = False
-    """Its worker waits to take the slot of another one."""
+    """True if its worker waits to take the slot of another one."""
 
     def may_take(self, slot: "RankSlot") -> bool:
         """Returns whether a spare in this slot can take the other one."""
@@ -48,7 +48,7 @@ class RankSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node of the cluster, as Ray sees it now."""
+    """A node of the cluster, as Ray sees it now."""
 
     node_id: str
     name: str
@@ -59,7 +59,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundles:
-    """One placement group: its slots, and their strategy."""
+    """A placement group: its slots, and their strategy."""
 
     slots: tuple[RankSlot, ...]
     strategy: Strategy
@@ -235,7 +235,7 @@ def require_room(groups: Sequence[Bundles], relation: Strategy, nodes: Sequence[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fit:
-    """How many bundles of a group fit, tried one after the other."""
+    """Number of bundles of a group that fit, tried one after the other."""
 
     unplaced: tuple[RankSlot, ...]
     held: Mapping[str, tuple[RankSlot, ...]]
