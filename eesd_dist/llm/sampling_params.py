@@ -22,7 +22,8 @@ _DEFAULT_TOKENS = 16
 
 
 class SamplingParams(SamplingFields):
-    """How the tokens of a text are chosen and where it ends, as in vLLM and in the HTTP API.
+    """Parameters of how the tokens of a text are chosen and where it ends, as in vLLM and the HTTP
+    API.
 
     Raises RequestError for a parameter that is unknown or out of range."""
 
