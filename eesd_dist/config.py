@@ -109,7 +109,7 @@ class CacheConfig(Section):
     """Number of pages, whatever memory there is. None: sized from memory."""
 
     prefix_caching: bool = True
-    """Whether a prompt with the same prefix as an earlier one reuses its pages."""
+    """Reuses the pages of an earlier prompt for a prompt with the same prefix."""
 
 
 class SchedulerConfig(Section):
@@ -128,9 +128,9 @@ class SchedulerConfig(Section):
     """Maximum tokens of one prompt in one round."""
 
     overlap: Overlap = "auto"
-    """Whether there are two microbatches, of which one is drafted while the other is verified.
-    `auto`: while this is faster than one batch by measured costs, as it is where drafting takes
-    about as long as verifying."""
+    """Uses two microbatches, of which one is drafted while the other is verified. `auto`: while
+    this is faster than one batch by measured costs, as it is where drafting takes about as long as
+    verifying."""
 
 
 class TreeConfig(Section):
@@ -164,7 +164,7 @@ class TreeConfig(Section):
 
 
 class SpeculationConfig(Section):
-    """How drafts are made and accepted."""
+    """Settings for making and accepting drafts."""
 
     controller: str = "goodput"
     """Name in `control.registry` of the controller that decides when to stop drafting; a request
@@ -178,12 +178,12 @@ class SpeculationConfig(Section):
     """`coupled` gives the same tokens as plain decoding; `rejection` is the published baseline."""
 
     learn_costs: bool = True
-    """Whether the seconds of finished rounds correct the start-up profile; a `cost_file` is never
+    """Corrects the start-up profile by the seconds of finished rounds; a `cost_file` is never
     corrected."""
 
     prompt_lookup: bool = True
-    """Whether `goodput` may draft what followed the text's last tokens where they stood before, in
-    the prompt or the text, instead of the exit head's tokens."""
+    """Lets `goodput` draft what followed the text's last tokens where they stood before, in the
+    prompt or the text, instead of the exit head's tokens."""
 
     tree: TreeConfig = TreeConfig()
     """Alternatives to the exit head's first choices."""
@@ -192,7 +192,7 @@ class SpeculationConfig(Section):
     """Draft length of the `fixed` controller."""
 
     redraw: Literal["token", "round"] = "round"
-    """Whether Thompson sampling draws theta once a round or for every token."""
+    """Draws of theta in Thompson sampling: once a round or for every token."""
 
     discount: float = Field(default=0.98, gt=0.0, le=1.0)
     """Factor by which the counts of earlier rounds are multiplied in every round."""
@@ -201,12 +201,13 @@ class SpeculationConfig(Section):
     """Kappa of `calibration`: weight of the calibrated probability in judged tokens. 0: Beta-TS."""
 
     stop_rule: StopRule = "auto"
-    """How sampled acceptance probabilities give a draft length. `bernoulli`: one Bernoulli draw per
-    token, the published rule. `optimal`: continue while the round's expected tokens per second
-    rise, by the measured cost model. `auto`: `optimal` when costs are known, else `bernoulli`."""
+    """Rule that turns sampled acceptance probabilities into a draft length. `bernoulli`: one
+    Bernoulli draw per token, the published rule. `optimal`: continue while the round's expected
+    tokens per second rise, by the measured cost model. `auto`: `optimal` when costs are known, else
+    `bernoulli`."""
 
     log_evidence: bool = False
-    """Whether outcomes have the exit head's evidence even when no controller asks for it."""
+    """Adds the exit head's evidence to outcomes even when no controller asks for it."""
 
     seed: int = 0
     """Seed of the controllers' random draws, which never change a text."""
@@ -238,7 +239,7 @@ class ParallelConfig(Section):
     """Ranks of the verify stage."""
 
     fallback: bool = False
-    """Whether the first D verify ranks, D being the number of draft ranks, also hold a draft rank's
+    """Makes the first D verify ranks, D being the number of draft ranks, also hold a draft rank's
     part of the target: the embedding, 1/D of layers [0, N) and their KV pages, without the exit
     head. Plain decoding continues there while a process of the draft stage is replaced."""
 

@@ -99,7 +99,7 @@ class CapacityError(EesdError):
     """No room now; the same request may be served later."""
 
     retry_after_s: float = 1.0
-    """When to try again; an ingress replaces it by an estimate."""
+    """Seconds after which to try again; an ingress replaces it by an estimate."""
 
 
 class QueueFull(CapacityError):

@@ -1,4 +1,4 @@
-"""Where a number comes from: hardware, versions, commit, command, seed.
+"""Provenance of a number: hardware, versions, commit, command, seed.
 
 Every benchmark and checkpoint contains a `Provenance`, so that its figures can be reproduced. What
 cannot be determined (no git, no GPU driver) is None or empty.
@@ -45,7 +45,7 @@ class Provenance:
     commit: str | None
     """Full git SHA of the checkout the code runs from; None outside one."""
     has_local_changes: bool | None
-    """Whether tracked files differ from `commit`; None outside a checkout."""
+    """True if tracked files differ from `commit`; None outside a checkout."""
     python: str
     system: str
     versions: tuple[tuple[str, str], ...]

@@ -42,12 +42,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the text, including the model's end tokens unless `ignore_eos` is set."""
     top_logprobs: int | None = None
-    """How many alternatives to report with each token's log-probability; None reports nothing."""
+    """Number of alternatives to report with each token's log-probability; None reports nothing."""
     prompt_logprobs: int | None = None
-    """How many alternatives to report with the log-probability of each token of the prompt but the
+    """Number of alternatives to report with the log-probability of each token of the prompt but the
     first; None reports nothing."""
     grammar: str | None = None
-    """What the text must match, as `text.grammars` writes it; None: any text."""
+    """Grammar that the text must match, as `text.grammars` writes it; None: any text."""
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that may be generated; None: any."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -59,7 +59,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the choice depends on which tokens came before."""
+        """True if the choice depends on which tokens came before."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -86,7 +86,7 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSpec:
-    """What to return of every row of a request's text, for training a head."""
+    """Features to return of every row of a request's text, for training a head."""
 
     exits: tuple[int, ...]
     """Layers after which hidden states are returned, ascending."""
@@ -109,33 +109,36 @@ class Request:
     traceparent: str | None = None
     """W3C trace context of the HTTP request this belongs to."""
     crashes: int = 0
-    """How often an engine reported a crash with it since its last token, in any pipeline."""
+    """Number of crashes that engines reported with it since its last token, in any pipeline."""
     is_suspect: bool = False
-    """Whether it may be the cause: it runs alone until its next token."""
+    """True while the request is quarantined: it may be the cause, and runs alone until its next
+    token."""
     submission: int = 0
     """Number of this submission to an engine; later ones are higher. Emissions have it too, since
     those of an earlier submission may still arrive."""
     is_continued: bool = False
-    """Whether its client has begun to get other texts of the same HTTP request: where there is no
+    """True if its client has begun to get other texts of the same HTTP request: where there is no
     room it waits, since refusing it would end them too."""
     caller: str = ""
     """The name of the API key that it came with. Callers share an engine fairly."""
     cache_salt: str = field(default="", repr=False)
-    """Only requests with the same one find each other's prefixes in the KV cache; a secret."""
+    """Secret salt: only requests with the same one find each other's prefixes in the KV cache."""
     weight: float = 1.0
-    """Of its caller: twice the weight is twice the share."""
+    """Weight of its caller: twice the weight is twice the share."""
     priority: int = 0
     """Requests of a lower number come first, and take the place of those of a higher one."""
     resume_window_s: float = 0.0
-    """How long its emissions are kept after the end of its stream, for a client that resumes it."""
+    """Seconds for which its emissions are kept after the end of its stream, for a client that
+    resumes it."""
     resumption: int = 0
-    """When a client resumed its stream, in Unix nanoseconds: the latest one is served; 0: never."""
+    """Time when a client resumed its stream, in Unix nanoseconds: the latest one is served; 0:
+    never."""
     features: FeatureSpec | None = None
     """Set by an operator's `eesd distill` only; no HTTP request can. It never changes the text."""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its first emission has them; one that goes on has emitted them before."""
+        """True if its first emission has them; a request that goes on has emitted them before."""
         return self.sampling.prompt_logprobs is not None and not self.generated
 
 
@@ -158,11 +161,11 @@ class Evidence(Value, frozen=True, kw_only=True):
     """
 
     depth: int
-    """How many tokens this draft already has."""
+    """Number of tokens that this draft already has."""
     top1_prob: float = 1.0
     """Probability of the head's likeliest token; computed only for controllers that use it."""
     temperature: float = 0.0
-    """Of the request; 0 for a greedy choice."""
+    """Temperature of the request; 0 for a greedy choice."""
     gap: float = 0.0
     """Score of the drafted token minus that of the runner-up, noise included: the larger, the more
     the target's logits must differ for another choice. In units of the Gumbel noise (logits over
@@ -203,16 +206,16 @@ class Outcome(Value, frozen=True, kw_only=True):
     num_drafted: int
     num_accepted: int
     evidence: tuple[Evidence, ...] = ()
-    """One per token of a chain that the exit head drafted, in order; empty for a tree, where
-    branches have it."""
+    """Evidence for each token of a chain that the exit head drafted, in order; empty for a tree,
+    where branches have it."""
     is_lookup: bool = False
-    """Whether the tokens were found by prompt lookup: the exit head was not asked."""
+    """True if the tokens were found by prompt lookup: the exit head was not asked."""
     branches: tuple[Branch, ...] = ()
-    """For a tree: the nodes on the verified path with drafted children, from the root on."""
+    """Nodes of a tree with drafted children on the verified path, from the root on."""
 
     @property
     def num_first_accepted(self) -> int:
-        """How often the exit head's first choice was accepted."""
+        """Number of times that the exit head's first choice was accepted."""
         if self.is_lookup:
             return 0
         if self.branches:
@@ -221,7 +224,7 @@ class Outcome(Value, frozen=True, kw_only=True):
 
     @property
     def num_first_rejected(self) -> int:
-        """How often it was rejected; tokens after a rejected one are not judged."""
+        """Number of times that it was rejected; tokens after a rejected one are not judged."""
         if self.is_lookup:
             return 0
         if self.branches:
@@ -248,11 +251,12 @@ class Emission(Value, frozen=True, kw_only=True):
     num_drafted: int = 0
     num_cached_prompt_tokens: int = 0
     queue_s: float | None = None
-    """On the first emission: seconds from arrival to the first round, where known."""
+    """Seconds from arrival to the first round, on the first emission, where known."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """On the first emission, where asked for: of the prompt's tokens but the first."""
+    """Log-probabilities of the prompt's tokens but the first, on the first emission, where asked
+    for."""
     error: str | None = None
-    """Why the request itself makes it impossible to go on; with ABORT."""
+    """Reason in the request itself that makes it impossible to go on; with ABORT."""
     submission: int = 0
     """Submission of its request."""
     num_interruptions: int = 0
@@ -305,7 +309,7 @@ class LoadProgress:
     """The last piece loaded: a layer, the embedding or the LM head; empty before the first."""
     seconds: float
     waited_s: float = 0.0
-    """Of these, seconds in which packing waited for a piece to be read."""
+    """Part of `seconds` in which packing waited for a piece to be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,9 +317,9 @@ class RoundTrace:
     """Which traces a round is written to."""
 
     trace_id: int = 0
-    """Of the first of them, as the round's header tells it to the verify ranks; 0: none."""
+    """Id of the first of them, as the round's header tells it to the verify ranks; 0: none."""
     span_id: int = 0
-    """Of the round's span there."""
+    """Id of the round's span there."""
     parents: tuple[str, ...] = ()
     """A traceparent for each trace: of its requests, those that are sampled."""
 
@@ -344,15 +348,15 @@ class RoundStats:
     commit_s: float
     started_unix_s: float
     elapsed_s: float
-    """From the start of planning to the end of the commit, with what the loop did for other rounds
-    in between."""
+    """Seconds from the start of planning to the end of the commit, with what the loop did for other
+    rounds in between."""
     num_lookup_drafted: int = 0
-    """Of the drafted tokens, those found by prompt lookup."""
+    """Number of drafted tokens that were found by prompt lookup."""
     num_lookup_accepted: int = 0
     sent_bytes: int = 0
-    """To verify rank 0: header and hidden states."""
+    """Bytes sent to verify rank 0: header and hidden states."""
     received_bytes: int = 0
-    """From verify rank 0: the verdicts."""
+    """Bytes received from verify rank 0: the verdicts."""
     queued_s: float = 0.0
     """Time after sending during which an earlier round's verdict was still outstanding."""
     waited_s: float = 0.0

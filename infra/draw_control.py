@@ -192,7 +192,7 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     is_reference: bool = False
-    """Whether to draw it grey and dashed: oracle, plain decoding, best fixed length."""
+    """True to draw it grey and dashed: oracle, plain decoding, best fixed length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ _OVERLAP = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guest:
-    """One request: its text, and the number of emitted tokens of the run at its arrival.
+    """A request: its text, and the number of emitted tokens of the run at its arrival.
 
     An engine without work does not wait for that number.
     """

@@ -92,7 +92,7 @@ class Case:
 
     @property
     def is_promised(self) -> bool:
-        """Whether a mismatch is a bug; `fast` numerics do not guarantee equal texts."""
+        """True if a mismatch is a bug; `fast` numerics do not guarantee equal texts."""
         return self.numerics == "invariant"
 
     @property

@@ -137,7 +137,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeOfClass:
-    """One request with a text that changes from an easy class to a hard one and back."""
+    """Request with a text that changes from an easy class to a hard one and back."""
 
     stream: Trace
     seams: tuple[int, ...]
@@ -225,7 +225,7 @@ class Findings:
     mixed: Rates
     curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
     from_logs: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """By class and variant: regret as `control.regret` estimates it from the log of the run."""
+    """Regret by class and variant, as `control.regret` estimates it from the log of the run."""
     change: ChangeOfClass
     priors: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     reliability: Reliability

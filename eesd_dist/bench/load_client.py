@@ -37,11 +37,11 @@ class Streamed:
     """The service's figures, in the chunk of the usage."""
     finish_reason: str | None
     is_done: bool
-    """Whether `[DONE]` was received."""
+    """True if `[DONE]` was received."""
     num_resumed: int = 0
-    """How often its connection broke and it continued on another one."""
+    """Number of times that its connection broke and it continued on another one."""
     num_turned_away: int = 0
-    """How often a front that was being replaced has answered with an error."""
+    """Number of errors answered by a front that was being replaced."""
     error: str | None
     """Error of the service or the connection."""
     asked_s: float
@@ -73,7 +73,7 @@ class Listener:
         self._finish_reason: str | None = None
         self._is_done = False
         self._event_id = ""
-        """Of the event that is being received."""
+        """Id of the event that is being received."""
         self._last_event_id = ""
         self._num_resumed = 0
         self._num_turned_away = 0
@@ -86,7 +86,7 @@ class Listener:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a request needs to begin this stream or to continue it."""
+        """Headers that a request needs to begin this stream or to continue it."""
         if self._last_event_id:
             return {"Last-Event-ID": self._last_event_id}
         return {"X-Eesd-Event-Ids": "true"}

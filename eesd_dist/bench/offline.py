@@ -53,7 +53,7 @@ class Score:
 
     seconds: float = 0.0
     kernels_s: float = 0.0
-    """Of `seconds`, the time in compiled calls: layers, LM heads, choices."""
+    """Part of `seconds` in compiled calls: layers, LM heads, choices."""
     prompt_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of each prompt."""
     tokens: int = 0

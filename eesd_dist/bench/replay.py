@@ -23,7 +23,7 @@ from eesd_dist.types import Outcome, RequestId, SpeculationParams, TreeShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way of drafting in a comparison."""
+    """Way of drafting in a comparison."""
 
     label: str
     controller: str | None
@@ -69,7 +69,7 @@ class ReplaySetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedRound:
-    """One request's part of a round."""
+    """A request's part of a round."""
 
     request: int
     """Index of its arrival."""
@@ -194,7 +194,7 @@ def replay(
 
 
 class _Reader:
-    """One request that takes its text from a trace."""
+    """A request that takes its text from a trace."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Level:
-    """One level of a round: number of guesses, and of those drafted."""
+    """Level of a round: number of guesses, and of those drafted."""
 
     offered: int
     taken: int

@@ -1,4 +1,4 @@
-"""Where the time of a round goes: the loop's wall clock by stage.
+"""Breakdown of a round's time: the loop's wall clock by stage.
 
 The one round timer of all benchmarks. It reads what engines report about their rounds, in this
 process or from a service's `/debug/rounds`, and starts no clock.

@@ -54,7 +54,7 @@ class Controller(Protocol):
 
     @property
     def needs_probs(self) -> bool:
-        """Whether it reads `Evidence.top1_prob`, for which the drafter passes over the logits."""
+        """True if it reads `Evidence.top1_prob`, for which the drafter passes over the logits."""
         ...
 
     def begin_round(self) -> None:
@@ -80,7 +80,7 @@ class RoundLoad(Value, frozen=True, kw_only=True):
     num_known: int
     """Known rows of the round: one per request, more for a prefill chunk."""
     overlapped: bool
-    """Whether another microbatch is verified at the same time: the round then takes the longer of
+    """True if another microbatch is verified at the same time: the round then takes the longer of
     drafting and verifying, not both."""
 
 

@@ -69,7 +69,7 @@ class Calibrator:
 
     @property
     def needs_probs(self) -> bool:
-        """Whether it reads `Evidence.top1_prob`."""
+        """True if it reads `Evidence.top1_prob`."""
         return self.logit_top1 != 0.0
 
     def probability(self, evidence: Evidence) -> float:
@@ -152,7 +152,7 @@ UNFITTED = Calibrator(
     bias=-0.6,
     logit_top1=0.0,
 )
-"""Without data: the weights of the bundled head, rounded, and the prior of every fit."""
+"""Calibrator without data: the weights of the bundled head, rounded, and the prior of every fit."""
 
 
 def features(evidence: Evidence) -> tuple[float, ...]:

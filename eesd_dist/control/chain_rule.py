@@ -1,4 +1,4 @@
-"""How far to draft one chain, as numbers: a rule that needs nothing from its controller in between.
+"""Rule, as numbers, for how far to draft one chain; it needs its controller only before and after.
 
 A controller that can say in advance how it will decide returns a `ChainRule` at the start of a
 round, and a compiled drafter drafts the whole chain in one call. The functions here are that
@@ -62,7 +62,7 @@ class ChainRule(NamedTuple):
 
 
 class ChainReport(NamedTuple):
-    """What a controller learns from the drafting of one chain."""
+    """Results that a controller learns from the drafting of one chain."""
 
     means: tuple[float, ...]
     """Acceptance that the rule gave each guess, in order, the one that ended the draft included."""
@@ -253,4 +253,5 @@ def _straightened(curve: Doubles, forecast: float) -> float:
 
 
 PORTABLE = (value_of_longer, wants_guess, acceptance, takes, _sigmoid, _straightened)
-"""What kernels call of this module; they compile it, since this module is imported everywhere."""
+"""Functions of this module that kernels call; they compile them, since this module is imported
+everywhere."""

@@ -21,7 +21,7 @@ class CostModel:
     """Seconds of a round, as measured on this machine."""
 
     draft_step_s: float
-    """One drafted token through layers [0, N) and the exit head."""
+    """Seconds of one drafted token through layers [0, N) and the exit head."""
     verify_s: tuple[float, ...]
     """verify_s[i]: a verify pass over i + 1 rows of one request. A draft of k tokens has k + 1
     rows; beyond the table `verify_rows_s` applies, or the slope of the table."""
@@ -34,7 +34,7 @@ class CostModel:
     verify_rows_s: Points = ()
     """A verify pass over more rows than `verify_s` has, by rows, without `request_s`."""
     draft_rows_s: Points = ()
-    """One drafted token for each request of a batch, by number of requests."""
+    """Seconds of one drafted token for each request of a batch, by number of requests."""
     known_rows_s: Points = ()
     """`round_s` by number of requests."""
 

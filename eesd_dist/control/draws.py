@@ -15,7 +15,7 @@ from random import Random
 
 
 class Deviate:
-    """One draw of randomness for many distributions."""
+    """A draw of randomness for many distributions."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng

@@ -16,23 +16,22 @@ from eesd_dist.control.cost import CostModel
 
 _RATIO_STD = 0.6
 _EXTRA_STD = 0.3
-"""Of the prior, the second one as a share of a round without drafts."""
+"""Standard deviations of the prior, the second one as a share of a round without drafts."""
 _DRIFT_ROUNDS = 200
-"""After so many measured rounds without news the prior's uncertainty is reached again."""
+"""Number of measured rounds without news after which the prior's uncertainty is reached again."""
 _NOISE = 0.15
 """Standard deviation of a round's time, as a share of the forecast."""
 _EDGE = 2.0
 """Standard deviations beyond which a time says no more."""
 _FEW_ROUNDS, _ONE_IN = 64, 4
-"""After so many rounds, one in four is learnt from."""
+"""Number of rounds after which only some are learnt from, and their share: one in four."""
 _CHANGE = 0.03
 """Relative change of a usual round's time that makes a new model worth its making."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundCost:
-    """What a finished round tells of its costs; one without prompt lookups, which are drafted for
-    less."""
+    """Costs of a finished round without prompt lookups, which are drafted for less."""
 
     levels: Sequence[int]
     """Tokens drafted at each depth, over all requests."""

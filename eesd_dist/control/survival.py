@@ -61,8 +61,8 @@ class Siblings:
 
 
 class RankShares:
-    """How often each alternative was right if all before it were wrong: over all requests, with
-    older verdicts discounted."""
+    """Share of verdicts in which each alternative was right if all before it were wrong: over all
+    requests, with older verdicts discounted."""
 
     def __init__(self, *, discount: float) -> None:
         self._discount = discount

@@ -60,7 +60,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One text to generate."""
+    """A text to generate."""
 
     prompt: Prompt
     temperature: float

@@ -68,7 +68,7 @@ class Difference:
 
     @property
     def rises(self) -> bool:
-        """Whether the new head is better with confidence: the interval is above 0."""
+        """True if the new head is better with confidence: the interval is above 0."""
         return self.low > 0.0
 
 

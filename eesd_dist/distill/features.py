@@ -122,7 +122,7 @@ class FeatureManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeatureSequence:
-    """One text and the target's features over it. Row t is about the token after token t."""
+    """A text and the target's features over it. Row t is about the token after token t."""
 
     tokens_T: Tensor
     """int64."""

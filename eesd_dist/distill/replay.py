@@ -37,7 +37,7 @@ class Guesses:
     """A head's guess of every token that the target wrote."""
 
     logits_GV: Tensor
-    """On the CPU."""
+    """Logits of the guesses, on the CPU."""
     tokens: Sequence[int]
     gaps: Sequence[float]
     top1_probs: Sequence[float]

@@ -24,7 +24,7 @@ from eesd_dist.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One round's collection and training."""
+    """Collection and training of one round."""
 
     folder: Path
     collection: CollectRequest

@@ -45,7 +45,7 @@ _NUM_TIMED = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """One head: its training, and its prompts for calibration and evaluation."""
+    """Training of one head, and its prompts for calibration and evaluation."""
 
     training: TrainRequest
     machine: Machine

@@ -191,7 +191,7 @@ class SweepRow:
     """Accepted share of the judged tokens, in drafts of full length."""
     draft_step_ms: float
     tokens_per_round: float
-    """With the default controller, as the next three fields."""
+    """Tokens per round with the default controller, as the next three fields."""
     tokens_per_s: float
     plain_tokens_per_s: float
     over_plain: float

@@ -63,7 +63,7 @@ class Layout:
     split: int
     """The draft stage runs layers [0, split)."""
     max_model_len: int
-    """Before pages that are sized from memory limit it."""
+    """Maximum length in tokens, before pages that are sized from memory limit it."""
     dtype: DType
     """Type of the target's and the exit head's weights."""
     device: torch.device
@@ -113,7 +113,7 @@ def device_named(name: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftWeights:
-    """One draft rank's weights in memory, without pages."""
+    """Weights of one draft rank in memory, without pages."""
 
     span: SpanWeights
     head: HeadWeights | None
@@ -139,7 +139,7 @@ class DraftWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyWeights:
-    """One verify rank's weights in memory, without pages."""
+    """Weights of one verify rank in memory, without pages."""
 
     span: SpanWeights
     room: KvRoom

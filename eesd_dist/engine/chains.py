@@ -15,10 +15,10 @@ from eesd_dist.model.attention.rows import RowSegment
 
 # Shapes: T known rows, D hidden channels.
 class ChainStart(NamedTuple):
-    """One request of a round: its known rows, and how to draft after them."""
+    """A request of a round: its known rows, and how to draft after them."""
 
     tokens: Sequence[int]
-    """Of the known rows."""
+    """Tokens of the known rows."""
     segment: RowSegment
     """The known rows."""
     most: int
@@ -34,7 +34,7 @@ class ChainStart(NamedTuple):
 
 
 class DraftedChain(NamedTuple):
-    """One request's results."""
+    """Results of one request."""
 
     rows_TD: RowSlice
     """The known rows, and one of each drafted token."""
@@ -50,7 +50,7 @@ class ChainDrafter(Protocol):
     """Layers [0, N) and the exit head of one rank. One call at a time."""
 
     has_masks: bool
-    """Whether guesses may have a mask."""
+    """True if guesses may have a mask."""
 
     def draft(self, chains: Sequence[ChainStart]) -> tuple[Tensor, list[DraftedChain]]:
         """Runs all known rows, and drafts after them. Returns the rows [T, D] after the layers,

@@ -52,7 +52,7 @@ class StepResult:
     rounds: tuple[RoundStats, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     features: tuple[TextFeatures, ...] = ()
-    """Of the texts that have ended in this turn, where they were asked for."""
+    """Features of the texts that have ended in this turn, where they were asked for."""
     awaits_masks: bool = False
     """True if nothing could run, and masks are being made in threads."""
 

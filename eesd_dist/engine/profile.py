@@ -124,7 +124,7 @@ class _Bench:
     kv_range: _KvRange
     epoch: int
     round_ids: Iterator[int] = field(default_factory=count)
-    """Each round has its own: a rank that stays in one round makes no progress."""
+    """Ids of rounds, a new one for each: a rank that stays in one round makes no progress."""
 
     def verify_s(self, rows: Sequence[int]) -> float:
         """Measures a verify pass over `rows`, a row count per request."""

@@ -16,7 +16,7 @@ from eesd_dist.types import Emission, Request, RequestId, TokenLogprobs
 
 
 class PromptLogprobs:
-    """Those of an engine's requests that have no token yet."""
+    """Prompt log-probabilities of an engine's requests that have no token yet."""
 
     def __init__(self) -> None:
         self._found: dict[RequestId, list[TokenLogprobs]] = {}

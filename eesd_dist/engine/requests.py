@@ -30,11 +30,11 @@ class EngineLoad:
     free_pages: int
     num_pages: int
     num_preemptions: int = 0
-    """Since the engine was built, as the two below."""
+    """Preemptions since the engine was built, as the two below."""
     num_prompt_tokens: int = 0
     """Prompt tokens of requests that have begun."""
     num_cached_prompt_tokens: int = 0
-    """Of those, found in the prefix cache."""
+    """Number of those tokens that were found in the prefix cache."""
 
 
 class _Arrival(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from eesd_dist.types import Value
 
 _FEW = 3
-"""With more slices of each tensor, one gathering copy is faster than a copy of each."""
+"""Number of slices of each tensor beyond which one gathering copy is faster than a copy of each."""
 
 
 class RowSlice(Value, frozen=True, eq=False):

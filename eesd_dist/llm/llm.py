@@ -311,7 +311,7 @@ class LLM:
 
 
 def _is_one_prompt(prompts: object) -> bool:
-    """Whether these are not several prompts in a list."""
+    """Returns True if these are not several prompts in a list."""
     return (
         isinstance(prompts, str | Mapping)
         or not isinstance(prompts, Sequence)

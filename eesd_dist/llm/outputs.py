@@ -1,4 +1,4 @@
-"""What `LLM` returns: texts, and how they came about."""
+"""Results of `LLM`: texts, and how they came about."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated text."""
+    """A generated text."""
 
     index: int
     text: str
@@ -54,7 +54,7 @@ class RequestMetrics:
     """Times of one prompt, in seconds since the call began."""
 
     first_token_s: float
-    """When the first text's first token was there."""
+    """Time when the first text's first token was there."""
     finished_s: float
     num_cached_prompt_tokens: int
     """Tokens of the prompt that were found in the KV cache."""
@@ -91,12 +91,13 @@ class RequestOutput:
         """None where token ids were given."""
         self.prompt_token_ids = list(prompt_token_ids)
         self.prompt_logprobs = prompt_logprobs
-        """As `CompletionOutput.logprobs`; None for the first token."""
+        """Log-probabilities of the prompt's tokens, as `CompletionOutput.logprobs`; None for the
+        first token."""
         self.seed = seed
         """The seed of the texts, also where it was drawn: with it they are the same again."""
         self.metrics = metrics
         self.error = error
-        """What is wrong with the prompt; None where it was continued."""
+        """Error of the prompt; None where it was continued."""
         self._outputs = list(outputs)
 
     @property

@@ -22,7 +22,7 @@ _DEFAULT_TOKENS = 16
 
 
 class SamplingParams(SamplingFields):
-    """How the tokens of a text are chosen and where it ends, as in vLLM and in the HTTP API.
+    """Parameters for the choice of a text's tokens and for its end, as in vLLM and the HTTP API.
 
     Raises RequestError for a parameter that is unknown or out of range."""
 

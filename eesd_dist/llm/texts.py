@@ -18,12 +18,12 @@ from eesd_dist.types import Emission, FinishReason, Request, TokenId, TokenLogpr
 
 
 class GrowingText:
-    """One text of a prompt."""
+    """A text of a prompt."""
 
     def __init__(self, request: Request, assembler: TextAssembler) -> None:
         self.request = request
         self.error: RequestError | None = None
-        """Why it cannot be generated."""
+        """Reason why it cannot be generated."""
         self.first_token_s = 0.0
         self.finished_s = 0.0
         self._assembler = assembler
@@ -85,7 +85,7 @@ class GrowingText:
 
 @dataclass(slots=True, kw_only=True)
 class ParentRequest:
-    """One prompt of a call, and its texts."""
+    """A prompt of a call, and its texts."""
 
     request_id: str
     params: SamplingParams
@@ -94,7 +94,7 @@ class ParentRequest:
     tokens: tuple[TokenId, ...] = ()
     texts: Sequence[GrowingText] = ()
     error: RequestError | None = None
-    """Why there are no texts."""
+    """Reason why there are no texts."""
 
     def output(self, codec: TextCodec) -> RequestOutput:
         error = self.error or next((text.error for text in self.texts if text.error), None)

@@ -12,7 +12,7 @@ class AttentionShape:
     head_dim: int
     page_size: int
     window: int | None = None
-    """How many of the last positions a row may see; None: all."""
+    """Number of the last positions that a row may see; None: all."""
     scores: Scores = PLAIN_SCORES
 
     @property

@@ -32,7 +32,7 @@ _FORMATS: Mapping[str, tuple[str, str]] = {
         "load them with transformers and save them with save_pretrained, which writes safetensors",
     ),
 }
-"""What files are, and what to do, by their names."""
+"""Descriptions of files, and what to do, by their names."""
 _MERGE = "merge it into the base model with merge_and_unload of peft, and save that"
 _FOREIGN_TENSORS: Mapping[str, tuple[str, str]] = {
     r"\.(qweight|qzeros|g_idx)$": ("weights quantized by GPTQ or AWQ", ""),
@@ -40,7 +40,7 @@ _FOREIGN_TENSORS: Mapping[str, tuple[str, str]] = {
     r"\.(SCB|absmax|quant_map|quant_state\.\w+)$": ("weights quantized by bitsandbytes", ""),
     r"\.(lora_[AB]\.|base_layer\.)": ("a LoRA adapter next to its base model", _MERGE),
 }
-"""What tensors are, and what to do, by patterns of their names."""
+"""Descriptions of tensors, and what to do, by patterns of their names."""
 _UNQUANTIZED = "use the checkpoint that is not quantized"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from eesd_dist.errors import CheckpointError
 
 _LARGEST = 10**8
-"""Of a dimension: above it, the file is wrong."""
+"""Largest dimension: above it, the file is wrong."""
 
 
 class ConfigFields:

@@ -45,7 +45,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 }
 
 _CHECKED_ROWS = (*range(1, 41), 64, 96, 129, 254, 300, 384, 448, 500, 521, 640, 801)
-"""Up to a prefill chunk plus a full batch of drafts."""
+"""Row counts of the self-check, up to a prefill chunk plus a full batch of drafts."""
 _CHECKED_ALONE = 24
 """Number of checked calls with the smallest row count."""
 _TILE_ROWS_CUDA = 16
@@ -114,14 +114,14 @@ def in_row_tiles(pack: Pack, *, tile_rows: int) -> Pack:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to multiply by a weight matrix."""
+    """Way to multiply by a weight matrix."""
 
     name: str
     pack: Pack
     is_independent: bool = False
-    """Whether rows are independent by construction, for any row count: not checked, not padded."""
+    """True if rows are independent by construction, for any row count: not checked, not padded."""
     has_few_tilings: bool = False
-    """Whether the checked row counts have every tiling: longer runs need not be split."""
+    """True if the checked row counts have every tiling: longer runs need not be split."""
 
 
 _LIBRARY = Candidate("library float32", _upcast_linear)

@@ -42,9 +42,9 @@ class RowArrays(NamedTuple):
     """The row sees one key for each position up to its own."""
     kv_slot_R: Ints
     in_order_R: Ints
-    """How many of a row's keys are at the KV slot of their position: all, but for a tree."""
+    """Number of a row's keys at the KV slot of their position: all, but for a tree."""
     branch_R: Ints
-    """Where a row's other keys begin in `branch_slots`."""
+    """Index in `branch_slots` where a row's other keys begin."""
     branch_slots: Ints
     """KV slots in order of position."""
 

@@ -25,7 +25,8 @@ class Shard:
     rank: int
     size: int
     kv_heads: range
-    """One that several ranks hold where there are more ranks than key-value heads."""
+    """Key-value heads of the rank: one that several ranks hold where there are more ranks than
+    heads."""
     heads: range
     """The query heads that belong to `kv_heads`; of a shared one, this rank's part of them."""
     channels: range
@@ -38,7 +39,7 @@ class Shard:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank adds the bias of a row-split product, which is summed over ranks."""
+        """True if this rank adds the bias of a row-split product, which is summed over ranks."""
         return self.rank == 0
 
     @classmethod

@@ -13,7 +13,7 @@ CPU_BUDGET_BYTES = 512 * 2**20
 
 NUM_READERS = 4
 _LOGITS_BYTES = 1 << 28
-"""Of a block of rows over the whole vocabulary, in float32."""
+"""Bytes of a block of rows over the whole vocabulary, in float32."""
 READ_AHEAD_BYTES = 2**30
 """Most bytes of pieces that are read ahead, unless one piece is larger."""
 

@@ -28,7 +28,7 @@ class RopeSpec:
 
     kind: str
     inverse_frequencies: tuple[float, ...]
-    """One per rotated pair of channels; float32 values."""
+    """Inverse frequency of each rotated pair of channels; float32 values."""
     attention_scaling: float
     """Factor of cosine and sine (yarn, longrope); 1 for other types."""
     head_dim: int

@@ -43,7 +43,8 @@ class ModelSpec:
     """Per layer. Layers rotate the same channels, by different angles."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    """From generation_config.json when it names any in the vocabulary, else from config.json."""
+    """End tokens from generation_config.json when it names any in the vocabulary, else from
+    config.json."""
 
     @property
     def queries_per_kv(self) -> int:

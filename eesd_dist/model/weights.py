@@ -113,7 +113,7 @@ class _Files(threading.local):
 
 
 class Checkpoint:
-    """One folder of weights, opened lazily file by file. Threads may read at the same time: each
+    """A folder of weights, opened lazily file by file. Threads may read at the same time: each
     opens the files for itself."""
 
     def __init__(self, folder: Path) -> None:

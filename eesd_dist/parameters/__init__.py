@@ -1,4 +1,4 @@
-"""What a request says of its answer, checked once for the HTTP API, batches and `eesd_dist.LLM`."""
+"""Parameters of a request's answer, checked once for the HTTP API, batches and `eesd_dist.LLM`."""
 
 from eesd_dist.parameters.conversation import (
     MAX_MESSAGES,

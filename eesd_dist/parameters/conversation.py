@@ -15,9 +15,9 @@ from eesd_dist.parameters.structured_output import naming
 MAX_MESSAGES = 4096
 """Messages of a conversation, and parts of a message."""
 _MAX_DEPTH = 64
-"""Of the arguments of a call."""
+"""Maximum depth of the arguments of a call."""
 _NAMED_CHARS = 32
-"""Of a client's word in an error."""
+"""Maximum length of a client's word in an error, in characters."""
 
 
 class ContentPart(Fields):
@@ -26,7 +26,7 @@ class ContentPart(Fields):
 
 
 class Message(Fields):
-    """One message; undeclared fields go to the chat template unchanged."""
+    """A message; undeclared fields go to the chat template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] = ""

@@ -1,4 +1,4 @@
-"""What all JSON objects of requests have in common."""
+"""Rules that all JSON objects of requests have in common."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar

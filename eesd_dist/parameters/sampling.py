@@ -1,5 +1,5 @@
-"""How the tokens of an answer are chosen and where it ends: the fields that say it, of the HTTP API
-and of `eesd_dist.LLM`, and the parameters that they become for one vocabulary."""
+"""Fields of the HTTP API and of `eesd_dist.LLM` for how the tokens of an answer are chosen and
+where it ends, and the parameters that they become for one vocabulary."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,8 @@ NumAlternatives = Annotated[int, Field(ge=0, le=20)]
 
 
 class SamplingFields(Fields, StructuredFields):
-    """How the tokens of an answer are chosen and where it ends, in the names of OpenAI and vLLM."""
+    """Fields for how the tokens of an answer are chosen and where it ends, in the names of OpenAI
+    and vLLM."""
 
     frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit for each time that the answer has it."""
@@ -69,15 +70,15 @@ class SamplingFields(Fields, StructuredFields):
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_ENTRIES, fail_fast=True)] = []
     """Words that must not be generated, also after a blank."""
     include_stop_str_in_output: bool = False
-    """Whether the answer has the stop text or token that ended it."""
+    """Includes in the answer the stop text or token that ended it."""
     ignore_eos: bool = False
-    """Whether the model's end tokens are tokens like others."""
+    """Treats the model's end tokens as tokens like others."""
     max_tokens: PositiveInt | None = None
     """Most tokens of the answer; what the context has room for in a chat, 16 in a completion."""
     min_tokens: NonNegativeInt = 0
     """No end token and no stop text ends the answer before."""
     skip_special_tokens: bool = True
-    """Whether special tokens are left out of the text."""
+    """Leaves special tokens out of the text."""
     prompt_logprobs: NumAlternatives | None = None
     """Number of alternatives reported for every token of the prompt but the first; not in
     streams."""

@@ -31,7 +31,7 @@ class JsonSchema(Fields):
     """`response_format.json_schema`."""
 
     name: str = ""
-    """For the client only."""
+    """Name for the client only."""
     description: str = ""
     schema_: JsonObject | None = Field(default=None, alias="schema")
     """Absent: any JSON object."""
@@ -60,7 +60,7 @@ class StructuredOutputs(Fields):
     choice: Choices | None = None
     """The answer is one of these."""
     grammar: Text | None = None
-    """In Lark's form or in GBNF."""
+    """Grammar in Lark's form or in GBNF."""
     whitespace_pattern: Text | None = None
     """Regular expression of what may stand between the parts of JSON; by default a blank, or a new
     line and its indent."""
@@ -76,17 +76,17 @@ class StructuredFields(BaseModel):
     response_format: ResponseFormat | None = None
     """`{"type": "text"}`, `json_object` or `json_schema`."""
     structured_outputs: StructuredOutputs | None = None
-    """One of `json`, `json_object`, `regex`, `choice`, `grammar`."""
+    """Object with one of `json`, `json_object`, `regex`, `choice`, `grammar`."""
     guided_json: Schema | None = None
-    """As `structured_outputs.json`."""
+    """Alias of `structured_outputs.json`."""
     guided_regex: Text | None = None
-    """As `structured_outputs.regex`."""
+    """Alias of `structured_outputs.regex`."""
     guided_choice: Choices | None = None
-    """As `structured_outputs.choice`."""
+    """Alias of `structured_outputs.choice`."""
     guided_grammar: Text | None = None
-    """As `structured_outputs.grammar`."""
+    """Alias of `structured_outputs.grammar`."""
     guided_whitespace_pattern: Text | None = None
-    """As `structured_outputs.whitespace_pattern`."""
+    """Alias of `structured_outputs.whitespace_pattern`."""
 
 
 class AskedGrammar(NamedTuple):
@@ -94,7 +94,7 @@ class AskedGrammar(NamedTuple):
     """The field that asks for it."""
     grammar: str
     notes: tuple[str, ...] = ()
-    """What of it is not obeyed, for the client."""
+    """Parts of it that are not obeyed, for the client."""
 
 
 def has_grammar(fields: StructuredFields) -> bool:

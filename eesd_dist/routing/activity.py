@@ -1,4 +1,4 @@
-"""What the engine of a pipeline does, and what it could do at most by its measured costs."""
+"""Activity of a pipeline's engine, and what it could do at most by its measured costs."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _PERCENTILE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """What the engine of a pipeline has to do, and did in the last seconds."""
+    """Work that the engine of a pipeline has to do, and did in the last seconds."""
 
     num_waiting: int = 0
     """Live requests in its queue."""
@@ -29,11 +29,12 @@ class Activity:
     draft_length: float = 0.0
     """Tokens drafted for a request in one round."""
     first_token_s: float | None = None
-    """From arrival at the pipeline to the first token, the 90th percentile; None: no request."""
+    """Seconds from arrival at the pipeline to the first token, the 90th percentile; None: no
+    request."""
 
 
 NO_ACTIVITY = Activity()
-"""Of an engine that has nothing to do, or is not known."""
+"""Activity of an engine that has nothing to do, or is not known."""
 
 
 def max_tokens_per_s(cost: CostModel | None, activity: Activity, *, num_live: int) -> float | None:

@@ -48,10 +48,10 @@ class Priors:
     """The pools of all classes, from which priors of new requests are made."""
 
     pools: Mapping[str, Belief]
-    """Of an operator's file, and of requests without a caller."""
+    """Pools of an operator's file, and of requests without a caller."""
     is_pinned: bool
     by_caller: ByCaller = field(default_factory=dict)
-    """Of the callers with a name."""
+    """Pools of the callers with a name."""
 
     @property
     def all_pools(self) -> ByCaller:
@@ -103,7 +103,7 @@ class BeliefBook:
         )
         self._live: OrderedDict[RequestId, _Live] = OrderedDict()
         self._num_live_of: Counter[tuple[str, str]] = Counter()
-        """By caller and class."""
+        """Number of live requests by caller and class."""
         self._pools = self._new_pools()
         self._page = 0
         self._is_pinned = False

@@ -102,7 +102,7 @@ class _Pipeline:
     num_unheard: int = 0
     """Sum of these changes."""
     suspected_s: float = float("-inf")
-    """When it last failed."""
+    """Time when it last failed."""
 
     @property
     def load(self) -> int:
@@ -134,7 +134,7 @@ class _Pipeline:
 
 
 class PipelineChooser:
-    """One ingress's view of the pipelines of its service."""
+    """An ingress's view of the pipelines of its service."""
 
     def __init__(
         self,
@@ -147,8 +147,8 @@ class PipelineChooser:
         request_tokens: float = 128.0,
         max_imbalance: float = 16.0,
     ) -> None:
-        """As many blocks are remembered for each pipeline as it reports pages; `max_blocks` while
-        it reports none. 0: prefixes are not cached."""
+        """Remembers as many blocks for each pipeline as it reports pages; `max_blocks` while it
+        reports none. 0: prefixes are not cached."""
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._clock = clock

@@ -31,7 +31,7 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
-    """How much of its weights a rank has in memory."""
+    """Progress of a rank that loads its weights into memory."""
 
     rank: str
     bytes_done: int
@@ -41,14 +41,14 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartReport:
-    """How far the start of a pipeline is."""
+    """Progress of the start of a pipeline."""
 
     num_workers: int
-    """Of its slots, those with a process."""
+    """Number of its slots with a process."""
     num_slots: int
     """0 before they are placed."""
     loads: tuple[RankLoad, ...] = ()
-    """Of the ranks that have begun to load."""
+    """Progress of the ranks that have begun to load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,11 @@ class PipelineReport:
     leader: str
     """Name of the process that takes its requests; a replaced process has another."""
     address: Any
-    """How callers reach that process; not interpreted here."""
+    """Address at which callers reach that process; not interpreted here."""
     ranks: Mapping[str, Any] = field(default_factory=dict)
     """All its processes, by rank name, the leader first: for KV migration."""
     crashed: tuple[str, ...] = ()
-    """Its latest leaders that have died of their own fault, and may be the victims of a request."""
+    """Latest leaders that have died of their own fault, and may be the victims of a request."""
     epoch: int = 0
     app: str = ""
     """The service it belongs to; requests never go to another service's pipelines."""
@@ -72,28 +72,28 @@ class PipelineReport:
     is_ready: bool = True
     """False while workers are missing or make no progress: it generates no tokens now."""
     unavailable: str = ""
-    """Why it is not ready, for how long, and what it waits for; empty if it is ready."""
+    """Reason why it is not ready, for how long, and what it waits for; empty if it is ready."""
     is_starting: bool = False
     """It has never been ready: for Serve its replica does not run yet."""
     start_s: float | None = None
     """Seconds that its start took, weights included; None before it was ready."""
     kv_tokens: int | None = None
-    """What its KV pages hold; None before it was ready."""
+    """Tokens that its KV pages hold; None before it was ready."""
     draining: bool = False
     """True: takes no new requests and finishes the old ones."""
     is_stopping: bool = False
     """Serve takes it down."""
     activity: Activity = NO_ACTIVITY
     cost: CostModel | None = None
-    """Its measured costs; None where nothing was measured."""
+    """Measured costs of the pipeline; None where nothing was measured."""
     max_running: int = 1
     """Requests that share its rounds at most."""
     weight: float | None = None
-    """Its speed, in a unit common to all pipelines; None where it was not measured."""
+    """Speed of the pipeline, in a unit common to all; None where it was not measured."""
     promotion: Promotion | None = None
     """None: drafts with the exit head of its configuration."""
     start: StartReport | None = None
-    """How far it is with starting; None if it is ready, or `unavailable` says more."""
+    """Progress of its start; None if it is ready, or `unavailable` says more."""
 
     @property
     def takes_requests(self) -> bool:
@@ -101,7 +101,7 @@ class PipelineReport:
 
     @property
     def membership(self) -> tuple[object, ...]:
-        """What callers should know at once when it changes."""
+        """Values that callers should know at once when they change."""
         return (self.leader, self.epoch, self.is_ready, self.draining)
 
 

@@ -1,4 +1,4 @@
-"""What the ingresses of a service tell the router: requests that wait, settings, metrics."""
+"""Reports of a service's ingresses to the router: requests that wait, settings, metrics."""
 
 from dataclasses import dataclass, field
 
@@ -7,12 +7,12 @@ from eesd_dist.routing.fleet.size import FleetTargets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngressReport:
-    """One ingress's latest report."""
+    """Latest report of one ingress."""
 
     num_waiting: int
     """Requests for which no pipeline is ready."""
     targets: FleetTargets | None
-    """Of autoscaling, from its `user_config`; None: those of the application."""
+    """Targets of autoscaling, from its `user_config`; None: those of the application."""
     heard_s: float
 
 
@@ -22,7 +22,7 @@ class IngressReports:
 
     expiry_s: float
     _reports: dict[tuple[str, str], IngressReport] = field(default_factory=dict)
-    """By service and ingress."""
+    """Reports by service and ingress."""
     _pages: dict[tuple[str, str], bytes] = field(default_factory=dict)
     """Metrics of the same ingresses, as Prometheus text."""
 

@@ -43,7 +43,7 @@ class Pools:
         self._max_workloads = max_workloads
         self._max_pools = max_pools
         self._pools: dict[str, OrderedDict[str, Belief]] = {}
-        """Of each caller, the one that has not changed for the longest time first."""
+        """Pools of each caller, the one that has not changed for the longest time first."""
         self._num_pools = 0
         self._of_all: Mapping[str, Belief] | None = None
         """All classes of each caller merged; None until it is needed again."""

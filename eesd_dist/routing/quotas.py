@@ -22,7 +22,8 @@ _MINUTE_S = 60.0
 _MAX_CLOSED = 4096
 """Permits that are remembered after their end, for calls that arrive late."""
 BUSY_RETRY_S = 1.0
-"""When to try again where too many requests are being answered, of which any may end next."""
+"""Seconds until the next try where too many requests are being answered, of which any may end
+next."""
 
 Refusal = Literal["concurrency", "tokens"]
 Held = Mapping[str, Mapping[str, int]]
@@ -30,28 +31,28 @@ Held = Mapping[str, Mapping[str, int]]
 
 
 class Quota(Value, frozen=True, kw_only=True):
-    """What one caller may use. None: no limit."""
+    """Limits of what one caller may use. None: no limit."""
 
     max_concurrent: int | None = None
     tokens_per_minute: int | None = None
 
 
 class Standing(Value, frozen=True, kw_only=True):
-    """How a caller stands after it has asked to be served."""
+    """Standing of a caller after it has asked to be served."""
 
     refused: Refusal | None = None
     num_running: int = 0
     """Requests that are answered now, this one included if it is not refused."""
     num_tokens_left: int = 0
-    """Until the limit, not below 0."""
+    """Number of tokens until the limit, not below 0."""
     wait_s: float = 0.0
-    """Until all tokens of a minute are there again; of a refused request, until it may be tried
-    again."""
+    """Seconds until all tokens of a minute are there again; of a refused request, until it may be
+    tried again."""
 
 
 @dataclass(slots=True)
 class _Account:
-    """What one caller uses."""
+    """Account of what one caller uses."""
 
     at_s: float
     rate: float = 0.0
@@ -60,7 +61,7 @@ class _Account:
     """Tokens charged and not yet forgotten; above the limit where requests took more than was
     left."""
     held: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By ingress: permits in use, and the tokens that are charged for each so far."""
+    """Permits in use by ingress, and the tokens that are charged for each so far."""
 
     @property
     def num_running(self) -> int:
@@ -84,7 +85,7 @@ class QuotaBook:
         self._expiry_s = expiry_s
         self._accounts: dict[str, _Account] = {}
         self._heard_s: dict[str, float] = {}
-        """By ingress."""
+        """Time when each ingress was last heard of."""
         self._closed: OrderedDict[str, int | None] = OrderedDict()
         """Permits that are not held any more, and what was charged for each: in advance, where its
         end was not heard of; None where it was, and nothing changes any more."""

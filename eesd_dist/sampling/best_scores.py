@@ -27,11 +27,11 @@ class BestScores:
 
     by_rank_GRC: Tensor
     ranked_RC: Tensor
-    """Those of all ranks, in descending order."""
+    """Largest scores of all ranks, in descending order."""
     cutoff_R1: Tensor
     """All scores above this one are in `ranked_RC`; -inf where the whole row is."""
     is_complete: bool
-    """Whether whole rows are in `ranked_RC`, as far as the shapes tell."""
+    """True if whole rows are in `ranked_RC`, as far as the shapes tell."""
 
     @classmethod
     def of(cls, rows: ShardedRows) -> "BestScores":
@@ -73,12 +73,12 @@ def kth_scores(rows: ShardedRows, best: BestScores) -> Tensor:
 
 
 def is_wide(rule: RowRule) -> bool:
-    """Whether top_k may leave more than the largest scores, ties aside."""
+    """Returns True if top_k may leave more than the largest scores, ties aside."""
     return rule.top_k <= 0 or rule.top_k > NUM_BEST
 
 
 def needs_best(rule: RowRule) -> bool:
-    """Whether a row is filtered by rank or mass; min_p needs only the largest score."""
+    """Returns True if a row is filtered by rank or mass; min_p needs only the largest score."""
     return rule.top_k > 0 or rule.top_p < 1.0
 
 

@@ -32,7 +32,7 @@ class Nucleus:
     score_R1: Tensor
     """The lowest score of all, or -inf, where everything is kept."""
     has_excess_R1: Tensor
-    """Whether more tokens have this score than belong to the nucleus."""
+    """True where more tokens have this score than belong to the nucleus."""
     _best: BestScores
     _num_best_R1: Tensor
     """Size of the nucleus where its edge is above the cutoff of the largest scores."""
@@ -136,7 +136,8 @@ class _TailEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tail:
-    """What top_k left at and below the cutoff of the largest scores, in the rows where it did."""
+    """Tokens that top_k left at and below the cutoff of the largest scores, in the rows where it
+    did."""
 
     at: Sequence[int]
     """Indices of these rows among all."""

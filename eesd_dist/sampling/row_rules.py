@@ -89,7 +89,7 @@ class RowRule(Value, frozen=True, kw_only=True):
 
     @property
     def is_filtered(self) -> bool:
-        """Whether tokens are filtered by rank or mass, which never affects a greedy choice."""
+        """True if tokens are filtered by rank or mass, which never affects a greedy choice."""
         return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
     @property
@@ -116,7 +116,7 @@ class RowRule(Value, frozen=True, kw_only=True):
 
     @property
     def edits_logits(self) -> bool:
-        """Whether single logits change before the temperature."""
+        """True if single logits change before the temperature."""
         return bool(self.mask or self.logit_bias or self.forbidden) or self.needs_history
 
 

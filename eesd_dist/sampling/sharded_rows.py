@@ -15,7 +15,7 @@ from eesd_dist.transport.contracts import TensorGroup
 
 @dataclass(frozen=True, slots=True)
 class ShardedRows:
-    """One rank's part of the rows. Ranks are in the order of their columns' token ids."""
+    """A rank's part of the rows. Ranks are in the order of their columns' token ids."""
 
     scores_RV: Tensor
     """Float32."""

@@ -73,7 +73,7 @@ class WaitingRequests:
 
 
 class Fairness:
-    """What each caller was served."""
+    """Record of what each caller was served."""
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""How many KV pages a pipeline has: what the rank with the least room can hold.
+"""Number of KV pages of a pipeline: what the rank with the least room can hold.
 
 A page has the same index in every stage, so that all ranks have the same number. Decided without
 torch, by a pipeline replica for its ranks and by an engine in one process for itself.
@@ -13,11 +13,11 @@ from eesd_dist.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvRoom:
-    """What one rank can hold, and what one page takes there."""
+    """Room of one rank for KV pages, and what one page takes there."""
 
     budget_bytes: int
     page_bytes: int
-    """Of the keys and values of all layers that this process keeps, a fallback's included."""
+    """Bytes of the keys and values of all layers that this process keeps, a fallback's included."""
 
     @property
     def num_pages(self) -> int:

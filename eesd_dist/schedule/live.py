@@ -10,7 +10,7 @@ from eesd_dist.types import FinishReason, PageId, Request, RequestId, TokenId, T
 
 
 class LiveRequest:
-    """One request between its arrival and its last token.
+    """A request between its arrival and its last token.
 
     `tokens` must not be lost; pages, microbatch and `num_computed` can be recomputed.
     """
@@ -72,7 +72,8 @@ class LiveRequest:
         self.microbatch = 0
         self.num_cached_prompt_tokens = 0
         self.last_turn = 0
-        """When it last ran, in turns of all requests; if not all fit, the lowest goes first."""
+        """Turn in which it last ran, counted over all requests; if not all fit, the lowest goes
+        first."""
         self.in_flight = False
         self.is_aborted = False
 
@@ -105,7 +106,7 @@ class LiveRequest:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether it has still to report the log-probabilities of its prompt."""
+        """True while it has still to report the log-probabilities of its prompt."""
         return self.request.wants_prompt_logprobs and self.num_generated == 0
 
     @property
@@ -123,7 +124,7 @@ class LiveRequest:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only its last token has not been computed."""
+        """True if only its last token has not been computed."""
         return len(self.tokens) - self.num_computed == 1
 
     @property

@@ -45,11 +45,11 @@ class KvLayout:
     machine: str
     """Hardware properties that select the compute routines, and so decide a key's last bits."""
     finds_prefixes: bool
-    """Whether prefix caching is on."""
+    """True if prefix caching is on."""
     gpu: str = ""
     """UUID of the GPU that holds the pages; empty on a CPU. Need not be equal."""
     has_nccl: bool = False
-    """Whether this rank's torch has NCCL. Need not be equal."""
+    """True if this rank's torch has NCCL. Need not be equal."""
 
     def why_not(self, other: "KvLayout") -> str | None:
         """Returns a description of the first difference; None when pages can migrate."""
@@ -80,9 +80,9 @@ class LeasedPages:
     """The tokens in the pages."""
     pages: tuple[PageId, ...]
     drafts: bool
-    """Whether the exit head's pages are filled too."""
+    """True if the exit head's pages are filled too."""
     cache_salt: str = field(default="", repr=False)
-    """Of the request: only requests with the same one find these pages, here and there."""
+    """Salt of the request: only requests with the same one find these pages, here and there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class PageTraffic:
     num_pages: int
     num_bytes: int
     seconds: float
-    """From the first chunk to the last message."""
+    """Seconds from the first chunk to the last message."""
 
 
 class PageLeases:

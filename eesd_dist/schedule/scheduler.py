@@ -32,7 +32,7 @@ from eesd_dist.types import (
 
 
 class PlanItem(Value, frozen=True, kw_only=True, eq=False):
-    """One request's rows in a round: `num_known` known tokens from `start`, then its draft."""
+    """A request's rows in a round: `num_known` known tokens from `start`, then its draft."""
 
     live: LiveRequest
     start: int
@@ -65,7 +65,7 @@ class Committed(Value, frozen=True, kw_only=True):
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     failure: str | None = None
-    """Why the text cannot go on: then it ends without these tokens."""
+    """Reason why the text cannot go on: then it ends without these tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ _SCHEDULE_DELAY_MS = 500.0
 _MAX_WAITING = 8192
 _IDS = {"traceId", "spanId", "parentSpanId"}
 _MAX_SPANS_OF_TRACE = 512
-"""To keep in one process."""
+"""Number of spans of a trace that one process keeps at most."""
 
 
 def make_provider(

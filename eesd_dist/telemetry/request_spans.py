@@ -32,7 +32,7 @@ Attributes = dict[str, AttributeValue]
 _PROPAGATOR = TraceContextTextMapPropagator()
 _SAMPLED_DIGITS = frozenset("13579bdfBDF")
 _FLAGS_END = 54
-"""Where the last digit of the flags is in a traceparent."""
+"""Index of the last digit of the flags in a traceparent."""
 
 
 def context_of(traceparent: str | None, tracestate: str | None = None) -> Context:

@@ -26,7 +26,7 @@ class SpanRecord(Value, frozen=True, kw_only=True):
 
     @property
     def is_request(self) -> bool:
-        """Whether it is that of a whole HTTP request."""
+        """True if it is the span of a whole HTTP request."""
         return names.HTTP_METHOD in self.attributes
 
 

@@ -18,7 +18,7 @@ class _Start:
     traceparent: str
     arrived_unix_s: float
     num_tokens: int
-    """Of its prompt, and of its text so far if it goes on here."""
+    """Tokens of its prompt, and of its text so far if it goes on here."""
     began_unix_s: float | None = None
     """None before its first round."""
 

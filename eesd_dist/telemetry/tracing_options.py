@@ -10,20 +10,21 @@ MAX_ROUND_SPANS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingOptions:
-    """What is traced, and where spans go. Without an exporter and kept traces it is off."""
+    """Options of what is traced, and where spans go. Without an exporter and kept traces it is
+    off."""
 
     endpoint: str | None = None
     """Base URL of a collector."""
     protocol: OtlpProtocol = "http/protobuf"
     folder: str | None = None
-    """For a file of spans, where there is no collector."""
+    """Folder for a file of spans, where there is no collector."""
     sampler: str | None = None
-    """As in OTEL_TRACES_SAMPLER, which it overrides; `sampler_arg` likewise."""
+    """Sampler as in OTEL_TRACES_SAMPLER, which it overrides; `sampler_arg` likewise."""
     sampler_arg: str | None = None
     max_traces_kept: int = 0
-    """In the memory of this process."""
+    """Maximum number of traces in the memory of this process."""
     max_round_spans: int = MAX_ROUND_SPANS
-    """For each request; see `RoundSpans`."""
+    """Maximum number of spans of rounds for each request; see `RoundSpans`."""
 
     @property
     def exports(self) -> bool:

@@ -18,7 +18,7 @@ TextFinish = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """What one emission adds to a text."""
+    """Addition of one emission to a text."""
 
     text: str
     """Text to show now. Text that might become a stop string is shown later than its tokens."""

@@ -41,9 +41,9 @@ class Pieces:
     replacements: tuple[tuple[str, str], ...] = ()
     """Replacements of SentencePiece decoders, mainly of the marker for the space."""
     has_raw_bytes: bool = False
-    """Whether `<0x..>` entries are bytes."""
+    """True if `<0x..>` entries are bytes."""
     strips_first_space: bool = False
-    """Whether the first space of a full text is removed."""
+    """True if the first space of a full text is removed."""
 
     @classmethod
     def of_decoder(cls, decoder: object, *, file: object) -> Self:

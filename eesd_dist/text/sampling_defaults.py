@@ -1,4 +1,4 @@
-"""How a checkpoint's authors want it sampled: `generation_config.json`, read as vLLM reads it."""
+"""Sampling that a checkpoint's authors want: `generation_config.json`, read as vLLM reads it."""
 
 import json
 from pathlib import Path

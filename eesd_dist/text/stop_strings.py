@@ -17,7 +17,7 @@ class Checked:
     text: str
     """Text that may be shown now."""
     num_pieces: int
-    """How many of the pieces belong to the text; fewer than all only after a match."""
+    """Number of pieces that belong to the text; fewer than all only after a match."""
     matched: str | None = None
     """The stop string that ended the text."""
 
@@ -83,7 +83,7 @@ class StopStrings:
 
 
 class _Progress:
-    """How much of one stop string the text ends with."""
+    """Progress in one stop string: how much of it the text ends with."""
 
     __slots__ = ("_borders", "length", "stop")
 

@@ -50,7 +50,7 @@ _TEMPLATE_ERRORS = (
 
 
 class TextCodec(Protocol):
-    """What other modules need of a tokenizer."""
+    """Tokenizer as far as other modules need it."""
 
     @property
     def vocab_size(self) -> int:

@@ -54,7 +54,7 @@ class TensorGroup(Protocol):
 
 
 class RowSegment(Record, frozen=True):
-    """One request's rows, at consecutive KV slots [start, start + num_rows) of its page table.
+    """A request's rows, at consecutive KV slots [start, start + num_rows) of its page table.
 
     A row's KV slot is its position in the text, except in a drafted tree: the tree's tokens follow
     the known ones in the order they were drafted, whatever their positions in the text.
@@ -93,7 +93,7 @@ class RowSegment(Record, frozen=True):
 
 
 class Segment(Record, frozen=True, kw_only=True):
-    """One request's rows in a round, at KV slots [start, start + num_rows) of its page table.
+    """A request's rows in a round, at KV slots [start, start + num_rows) of its page table.
 
     The last `num_sampled` rows get a verdict (0 in the middle of a prefill). `tokens` are the input
     tokens of the segment's rows. A row's KV slot is its position, and its verdict is about the
@@ -127,18 +127,18 @@ class Segment(Record, frozen=True, kw_only=True):
     top_logprobs: Count | None
     """None: no log-probabilities requested."""
     parents: Parents = ()
-    """In a tree, the drafted row that each drafted row follows; -1 is the last known row. Empty for
-    a chain, where every row follows the one before it."""
+    """Drafted row that each drafted row of a tree follows; -1 is the last known row. Empty for a
+    chain, where every row follows the one before it."""
     wants_features: bool = False
-    """Whether the reply has features of all its rows."""
+    """True if the reply has features of all its rows."""
     forced: tuple[Count, ...] = ()
     """Tokens that follow the segment's first rows, one each: the prompt's own. Their
     log-probabilities are reported."""
     forced_top_logprobs: Count = 0
     """Alternatives to report with each."""
     masks: bytes = b""
-    """One mask per sampled row, all of one size: a bit per token that may be chosen, the lowest bit
-    of the first byte for token 0. Empty: any token."""
+    """Masks, one per sampled row, all of one size: a bit per token that may be chosen, the lowest
+    bit of the first byte for token 0. Empty: any token."""
 
     @property
     def num_reported(self) -> int:
@@ -180,7 +180,8 @@ class RoundHeader(Record, frozen=True, kw_only=True):
 
 
 class RowFeatures(Record, frozen=True, kw_only=True):
-    """What the target computed for the rows of all segments that want features, in their order."""
+    """Results that the target computed for the rows of all segments that want features, in their
+    order."""
 
     hidden: tuple[Floats, ...]
     """[R, D] per exit of the header: hidden states after that many layers."""

@@ -74,7 +74,7 @@ _KEEPALIVE = (
 
 SocketAddress = tuple[str, int]
 Connection = tuple[SocketAddress, SocketAddress]
-"""From where to where."""
+"""Addresses from which and to which a socket is connected."""
 
 
 class TransferBackend(Protocol):
@@ -85,7 +85,7 @@ class TransferBackend(Protocol):
 
 
 class GlooDevice:
-    """One listening socket on the address at which the peers reach this host, behind a guard."""
+    """Listening socket on the address at which the peers reach this host, behind a guard."""
 
     def __init__(self, address: str, *, refused: RefusedConnections | None = None) -> None:
         """Gloo opens the socket before it can get a guard. A socket that has a connection by then

@@ -33,8 +33,8 @@ from eesd_dist.transport.rank_sums import sum_in_rank_order
 logger = logging.getLogger(__name__)
 
 OWN_FAILURES = (torch.AcceleratorError, torch.OutOfMemoryError)
-"""What torch raises when this process's device fails: a CUDA error, or out of memory. NCCL's errors
-(DistBackendError) are usually about a peer and are not among them."""
+"""Errors that torch raises when this process's device fails: a CUDA error, or out of memory. NCCL's
+errors (DistBackendError) are usually about a peer and are not among them."""
 
 
 class Tag(IntEnum):
@@ -48,7 +48,7 @@ class Tag(IntEnum):
 
 
 class Transfer:
-    """One send or receive in progress. It owns the tensor until `finish` returns."""
+    """A send or receive in progress. It owns the tensor until `finish` returns."""
 
     __slots__ = ("_arrivals", "_group", "_operation", "_peer", "_pending", "_tally", "_x")
 
@@ -128,7 +128,8 @@ class ProcessGroup:
         self._round_id: int | None = None
         self._of_round = ""
         self.contributed_unix_s = 0.0
-        """When this rank began its part of the last sum or gathering, which the others wait for."""
+        """Time when this rank began its part of the last sum or gathering, which the others wait
+        for."""
         self._all_reduce = Tally("all_reduce")
         self._all_gather = Tally("all_gather")
         self._broadcast = Tally("broadcast")
@@ -151,7 +152,7 @@ class ProcessGroup:
 
     @property
     def number(self) -> int | None:
-        """What `doing` was last called with. From any thread."""
+        """Number that `doing` was last called with. From any thread."""
         return self._number
 
     def counts(self) -> GroupCounts:

@@ -176,7 +176,7 @@ _connections = Decoder(frozenset[Connection])
 
 
 class _Exchange:
-    """What the ranks of one group tell each other through the store while they join."""
+    """Exchange of the ranks of one group through the store while they join."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class _Exchange:
         operation: str,
     ) -> None:
         self.members = members
-        """With their nodes, once these are known."""
+        """Members with their nodes, once these are known."""
         self.rank = rank
         self.timeout_s = timeout_s
         self._operation = operation

@@ -94,7 +94,7 @@ class _Meeting:
 
 
 class ThreadGroup:
-    """One rank's view of a group of threads of this process."""
+    """A rank's view of a group of threads of this process."""
 
     def __init__(self, *, rank: int, meeting: _Meeting) -> None:
         self._rank = rank

@@ -72,9 +72,9 @@ class Kind(IntEnum):
     REPLY = 2
     CLOSE = 3
     COMMAND = 4
-    """From the drafting actor to the other ranks of its stage: see `transport.commands`."""
+    """Message from the drafting actor to the other ranks of its stage: see `transport.commands`."""
     PAGES = 5
-    """From a rank to its peer rank in another pipeline: see `transport.page_wire`."""
+    """Message from a rank to its peer rank in another pipeline: see `transport.page_wire`."""
 
 
 class TensorShape(Record, frozen=True, kw_only=True):

@@ -83,7 +83,7 @@ class ShardFollower:
 
 
 class FollowerEpoch:
-    """One draft follower's loop in one epoch."""
+    """Loop of one draft follower in one epoch."""
 
     def __init__(self, shard: OwnShard, heads: HeadShelf, group: ProcessGroup) -> None:
         self._shard = shard

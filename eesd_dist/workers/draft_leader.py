@@ -132,7 +132,7 @@ class EngineLeader:
         self._preparing = threading.Lock()
         """Held while weights are loaded."""
         self._loaded: LoadedRank | None = None
-        """Of the first load; None before it."""
+        """Report of the first load; None before it."""
         self._grammars = GrammarCompiler.of_folder(config.model.path)
         self._groups = EpochGroups(config)
         self._connected: list[ProcessGroup] = []

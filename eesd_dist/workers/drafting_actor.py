@@ -559,5 +559,5 @@ class DraftActor(WorkerActor):
 
 
 def _is_next_attempt(request: Request, *, after: Request) -> bool:
-    """Whether the same connection of the client asks again."""
+    """Returns True if the same connection of the client asks again."""
     return request.resumption == after.resumption and request.submission > after.submission

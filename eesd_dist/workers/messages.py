@@ -26,7 +26,7 @@ StreamItem = tuple[Emission, ...] | EesdError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """One membership of a pipeline's ranks. Messages of an older one are ignored."""
+    """Membership epoch of a pipeline's ranks. Messages of an older one are ignored."""
 
     number: int
     store: Address
@@ -64,7 +64,7 @@ class LoadReport:
     """The last piece loaded: a layer, the embedding or the LM head; empty before the first."""
     seconds: float
     waited_s: float
-    """Of these, seconds in which packing waited for a piece to be read."""
+    """Part of `seconds` in which packing waited for a piece to be read."""
     peak_memory_bytes: int
     """Peak of the process since its start, mapped files included."""
 
@@ -82,7 +82,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedRank:
-    """What a rank tells of itself once its weights are in memory."""
+    """Report of a rank about itself once its weights are in memory."""
 
     weights: str
     """Digest of the target's files, taken when they were read."""
@@ -93,7 +93,7 @@ class LoadedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One batch of a client's unread items."""
+    """Batch of a client's unread items."""
 
     outbox: str
     """A new name means that the streams of the earlier one have ended, since nothing read them."""
@@ -105,13 +105,13 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
-    """What a worker is, for a supervisor that did not start it."""
+    """Identity of a worker, for a supervisor that did not start it."""
 
     app: str
     pipeline: str
     slot: str
     digest: str
-    """Of the configuration that it was started with."""
+    """Digest of the configuration that it was started with."""
     bundle: str = ""
     """Name of the slot with the bundle it runs in; empty: its own."""
 
@@ -122,23 +122,23 @@ class Tenancy:
 
     identity: WorkerIdentity
     owner: str
-    """Its supervisor; empty if it never had one."""
+    """Supervisor of the worker; empty if it never had one."""
     process_info: ProcessInfo
     epoch: int
     """The epoch that it is in; 0: none."""
     newest_epoch: int
     """The newest that it was ever to join; it joins none with a lower number."""
     is_degraded: bool
-    """Its epoch has fallbacks; only verify ranks know."""
+    """True if its epoch has fallbacks; only verify ranks know."""
     num_pages: int = 0
     """KV pages of its latest epoch; 0 before the first."""
     head: str = ""
     """Folder of the exit head that it drafts with; empty for none."""
     start_s: float | None = None
-    """As in its lease."""
+    """Seconds that the pipeline took to start, as in its lease."""
     lease_s: float = 0.0
     left_s: float = 0.0
-    """Of its lease; the worker then exits unless it is renewed."""
+    """Seconds left of its lease; the worker then exits unless it is renewed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class Lease:
     owner: str
     seconds: float
     start_s: float | None = None
-    """How long the pipeline took to start, for the supervisor after this one."""
+    """Seconds that the pipeline took to start, for the supervisor after this one."""
     log_level: str = "INFO"
     """The level of the worker's log lines from now on."""
 
@@ -162,13 +162,13 @@ class WorkerStatus:
     progress: int
     """Grows with every token, prompt row or round of its epoch; unchanged work is no progress."""
     is_busy: bool
-    """Whether it has work, so that its progress must grow."""
+    """True if it has work, so that its progress must grow."""
     has_computed: bool = False
-    """Whether its epoch has given a token or a prompt row so far; only of a drafting actor."""
+    """True if its epoch has given a token or a prompt row so far; only of a drafting actor."""
     phase: str = ""
     """A long phase that it is in, such as loading; empty: none."""
     allowed_s: float = 0.0
-    """How long that phase may go without progress."""
+    """Seconds that this phase may go without progress."""
     num_live: int = 0
     """Open streams; only of a drafting actor."""
     num_moved: int = 0
@@ -176,12 +176,12 @@ class WorkerStatus:
     load: LoadReport | None = None
     """Progress of its weights; None before loading begins."""
     activity: Activity = NO_ACTIVITY
-    """What its engine does; only of a drafting actor."""
+    """Activity of its engine; only of a drafting actor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopEnd:
-    """Why an actor's data-plane loop has ended; no error when it was stopped."""
+    """Reason why an actor's data-plane loop has ended; no error when it was stopped."""
 
     error: EesdError | None
 
@@ -245,7 +245,7 @@ class HeadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlReport:
-    """What a drafting actor's controllers work with."""
+    """Report of what a drafting actor's controllers work with."""
 
     head: HeadReport | None
     """None when nothing is drafted."""
@@ -261,7 +261,7 @@ class ControlReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryOptions:
-    """Where metrics and spans go, the model's name in them, and the form of log lines."""
+    """Destinations of metrics and spans, the model's name in them, and the form of log lines."""
 
     model_name: str
     tracing: TracingOptions = field(default_factory=TracingOptions)
@@ -294,11 +294,11 @@ class PageLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePart:
-    """One rank's end of a reservation: the pages that it sends over a link or receives."""
+    """A rank's end of a reservation: the pages that it sends over a link or receives."""
 
     link: str
     number: str
-    """Of the reservation."""
+    """Number of the reservation."""
     epoch: int
     """The receiving pipeline's epoch when the reservation was made."""
     pages: tuple[int, ...]

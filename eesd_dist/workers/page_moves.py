@@ -1,4 +1,4 @@
-"""One actor's part in the KV migration of live requests to another pipeline.
+"""Part of one actor in the KV migration of live requests to another pipeline.
 
 The drafting actor makes leases and reservations. Every rank sends pages to its peer rank, or
 receives them, over a group of two that lasts for one KV migration. Everything runs in threads
@@ -55,7 +55,7 @@ class PageSharing:
         self._clock = clock
         self._meetings: dict[str, StoreHost] = {}
         self._due: dict[str, tuple[float, Callable[[str], object]]] = {}
-        """When each lease, reservation and meeting expires, and what ends it."""
+        """Time when each lease, reservation and meeting expires, and what ends it."""
 
     def forget(self) -> None:
         """Closes all stores; their epoch is over."""
@@ -254,7 +254,7 @@ def _greet(group: ProcessGroup) -> None:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, queues work after that of earlier rounds, and lets no later round wait for it."""
+    """Queues work on a GPU after that of earlier rounds, and lets no later round wait for it."""
     if device.type != "cuda":
         yield
         return

@@ -35,8 +35,8 @@ def set_log_level(level: str) -> None:
 
 
 PROCESS_LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
-"""What Ray raises when the process behind a call has died. It is not a `RayActorError` where Ray's
-memory monitor has killed the process."""
+"""Errors that Ray raises when the process behind a call has died. It is not a `RayActorError` where
+Ray's memory monitor has killed the process."""
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PageTransfer(Protocol):
-    """One rank's KV pages in a migration. Calls may take a while and disturb no round.
+    """A rank's KV pages in a migration. Calls may take a while and disturb no round.
 
     Each raises EngineError while the rank has no pages yet.
     """
@@ -105,7 +105,7 @@ class StepLike(Protocol):
 
     @property
     def features(self) -> "tuple[TextFeatures, ...]":
-        """Of ended texts that an operator has asked for."""
+        """Features of ended texts that an operator has asked for."""
         ...
 
 

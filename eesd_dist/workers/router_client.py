@@ -51,7 +51,7 @@ class RouterLink:
         self._priors_id = ""
         """Id of the pools received last; empty before the first."""
         self._asked_s = -math.inf
-        """When pools were last asked for."""
+        """Time when pools were last asked for."""
         self._admitted: deque[Admission] = deque(maxlen=max_kept)
         self._outcomes: deque[Outcome] = deque(maxlen=max_kept)
         self._finished: deque[RequestId] = deque(maxlen=max_kept)

@@ -96,7 +96,7 @@ def _stage_of(weights: VerifyWeights, num_pages: int) -> VerifyStage:
 
 
 class VerifyEpoch:
-    """One verify rank's loop in one epoch."""
+    """Loop of one verify rank in one epoch."""
 
     def __init__(
         self,

@@ -85,7 +85,8 @@ class DraftWatch:
         self._recent = RecentRounds()
         self._requests: dict[RequestId, _Watched] = {}
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_FIRST_TOKENS_KEPT)
-        """When the latest first tokens left, and how long after the arrival of their requests."""
+        """Times when the latest first tokens left, and how long after the arrival of their
+        requests."""
 
     def arrived(self, request: Request) -> None:
         self._requests[request.request_id] = _Watched(request)

@@ -23,7 +23,7 @@ from eesd_dist.workers.tenure import Tenure
 
 
 class Role(Protocol):
-    """What this process computes, as far as these calls need it."""
+    """Computation of this process, as far as these calls need it."""
 
     @property
     def pages(self) -> PageTransfer: ...

@@ -24,7 +24,7 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ProductCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One call of a packed product."""
+    """Cost of one call of a packed product."""
 
     num_in: int
     num_out: int
@@ -53,9 +53,9 @@ class RoundCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     draft_s: float
     """The known rows and the draft, in the drafting process."""
     verify_s: float
-    """On verify rank 0."""
+    """Seconds on verify rank 0."""
     round_s: float
-    """From one verdict to the next."""
+    """Seconds from one verdict to the next."""
     tokens_per_round: float
     """Emitted by all requests together, on average."""
     num_rounds: int
@@ -72,7 +72,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: MeasuredModel
     device: str
     bytes_per_weight: int
-    """Of a packed product: 2 for float16 weights."""
+    """Bytes of a weight in a packed product: 2 for float16 weights."""
     draft_tensor_parallel_size: int
     verify_tensor_parallel_size: int
     num_threads: int

@@ -1,4 +1,4 @@
-"""One pipeline in processes of this machine, over Gloo: the drafting process and its verify ranks.
+"""Pipeline in processes of this machine, over Gloo: the drafting process and its verify ranks.
 
 The processes run the functions of a served pipeline, without Ray.
 """

@@ -1,4 +1,4 @@
-"""One engine of the fuzz as plain values: its configuration, requests and troubles.
+"""An engine of the fuzz as plain values: its configuration, requests and troubles.
 
 A case is complete: written to a file it can be replayed on another machine that has the model
 folder. Random models are named by the seed that generates them.
@@ -56,7 +56,7 @@ class Link:
     """`inline`: verified while the engine waits, so that a case repeats exactly. `thread`: verified
     in a separate thread, so that replies arrive at any time."""
     encoded: bool = False
-    """Whether rounds and replies are encoded and decoded as between processes."""
+    """True if rounds and replies are encoded and decoded as between processes."""
     late_masks: float = 0.0
     """Probability that a mask is late: its request sits the round out, or its draft is cut."""
     seed: int = 0
@@ -117,7 +117,7 @@ class Loss:
     after: int
     """Number of further rounds, or commands of draft ranks, before the loss."""
     fresh: bool
-    """Whether the verify stage is loaded again, or only drops its pages."""
+    """True if the verify stage is loaded again; False if it only drops its pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ Trouble = Abort | Resume | Loss | Migration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One engine of the fuzz, or two between which requests move."""
+    """An engine of the fuzz, or two between which requests move."""
 
     seed: int
     number: int

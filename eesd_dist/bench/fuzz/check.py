@@ -16,7 +16,7 @@ PLAIN = "plain decoding"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One failure of a case."""
+    """Failure of a case."""
 
     entry: str
     """The entry with the wrong text; `ENGINE` or `PLAIN` if one of these failed."""

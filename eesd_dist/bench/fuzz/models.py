@@ -93,7 +93,7 @@ _OWN_KEYS: Mapping[str, Callable[[Random, Config], dict[str, Any]]] = {
     "olmo2": lambda rng, config: {"attention_bias": rng.random() < 0.3},
     "phi3": _part_of_each_head,
 }
-"""By `model_type`: keys of its config in addition to those of every family."""
+"""Keys of a model's config in addition to those of every family, by `model_type`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One engine of a case with its stages: builds, breaks, restores and closes it."""
+"""The engine of one case with its stages: builds, breaks, restores and closes it."""
 
 from pathlib import Path
 from random import Random

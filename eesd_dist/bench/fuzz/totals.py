@@ -18,7 +18,7 @@ from eesd_dist.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
-    """One finished engine."""
+    """Results of one finished engine."""
 
     number: int
     model: str

@@ -9,7 +9,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measurement or check."""
+    """Row of the report: a measurement or a check."""
 
     section: str
     name: str

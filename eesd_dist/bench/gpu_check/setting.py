@@ -28,7 +28,7 @@ class Setting:
 
     @property
     def is_small(self) -> bool:
-        """Whether to use small sizes, as on a CPU, where only the checks themselves are tested."""
+        """True to use small sizes, as on a CPU, where only the checks themselves are tested."""
         return self.device_name == "cpu"
 
     @property
@@ -55,7 +55,7 @@ class SectionModule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One section, which runs in one process."""
+    """Section of the checks, which runs in one process."""
 
     name: str
     module: str

@@ -8,7 +8,7 @@ from eesd_dist.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Width:
-    """One rank's share of one layer and of the LM head."""
+    """Sizes of one rank's share of a layer and of the LM head."""
 
     hidden: int
     heads: int

@@ -27,7 +27,7 @@ _BLOCK = 64
 """Tokens per held-out block: neighbouring tokens of one text are alike."""
 _KNOTS = 20
 _FEWEST_FOR_CURVE = 100 * _KNOTS
-"""With fewer held-out tokens the curve would fit noise."""
+"""Least number of held-out tokens for a curve; with fewer it would fit noise."""
 
 
 def fit_calibrator(

@@ -27,7 +27,7 @@ _MEAN_MEMORY, _POOL_MEAN_MEMORY = 0.95, 0.995
 """Discounts per guess of the running means of a request and of all requests."""
 _PRIOR_GUESSES = 4.0
 _MOST_TEMPERATURES = 64
-"""Of which the calibration is kept."""
+"""Maximum number of temperatures of which the calibration is kept."""
 
 
 def _own_drift() -> Drift:

@@ -22,7 +22,7 @@ _OWN_MEMORY, _POOL_MEMORY = 0.95, 0.995
 """Discounts per draft."""
 _HEAD_MEMORY, _HEAD_POOL_MEMORY, _HEAD_PRIOR = 0.9, 0.99, 4.0
 _HEAD_STD = 1.5
-"""Of one round's gain, in tokens."""
+"""Standard deviation of one round's gain, in tokens."""
 
 
 def class_of(context: int) -> int:
@@ -61,12 +61,12 @@ def _all_hits() -> list[Hits]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestSources:
-    """What one request's rounds have shown."""
+    """Observations from one request's rounds."""
 
     hits: list[Hits] = field(default_factory=_all_hits)
     head: Gain = field(default_factory=Gain)
     context_class: int = 0
-    """Of its lookup that has no verdict yet."""
+    """Context class of its lookup that has no verdict yet."""
 
 
 class Sources:

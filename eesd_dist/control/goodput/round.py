@@ -1,4 +1,4 @@
-"""One round of `goodput`: decides which guesses of each level to compute and which to draft."""
+"""Round of `goodput`: decides which guesses of each level to compute and which to draft."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,8 +31,8 @@ from eesd_dist.types import Outcome, RequestId
 _GOING_ON = 0.5
 """Beyond the common length, the part of the requests that could go on that do: by their guesses."""
 _LOOKUP_STEPS, _LOOKUP_ROW_STEPS = 0.2, 0.1
-"""What a lookup and each of its tokens cost to draft, in draft steps: its rows run through the
-layers together, without the exit head."""
+"""Cost of drafting a lookup and each of its tokens, in draft steps: its rows run through the layers
+together, without the exit head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class RoundSetup:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Draft:
-    """One request's draft so far."""
+    """Draft of one request so far."""
 
     request: RequestForecast
     chance: float
@@ -67,7 +67,7 @@ class Draft:
     rule: ChainRule | None = None
     """Decides level by level; None until the first level."""
     answer: int = YES
-    """Of the rule, to whether this level's guess is wanted."""
+    """Answer of the rule to whether this level's guess is wanted."""
     spent: float = 0.0
     """Tokens that draws above the mean have cost."""
 
@@ -125,7 +125,7 @@ class GoodputRound:
 
     @property
     def share(self) -> float:
-        """One request's share of the round."""
+        """Share of the round that belongs to one request."""
         return 1.0 / self._num_ours
 
     @property

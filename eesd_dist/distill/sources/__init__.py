@@ -1,1 +1,1 @@
-"""Where texts and the rows of the target come from: an engine here, or a running service."""
+"""Sources of texts and of the target's rows: an engine here, or a running service."""

@@ -1,4 +1,4 @@
-"""Where the rows of texts come from: a target in this process, or the stages of a running service.
+"""Sources of the rows of texts: a target in this process, or the stages of a running service.
 
 Every step that needs the target asks a `RowSource`: for texts that the target writes, or for texts
 read unchanged, each with the features of its rows. What follows depends on rows alone, and is the

@@ -21,7 +21,7 @@ _PAGE_SIZE = 32
 
 @dataclass(slots=True, kw_only=True)
 class Written:
-    """One text, with the outcomes of its rounds in order."""
+    """A text, with the outcomes of its rounds in order."""
 
     tokens: list[TokenId] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)

@@ -131,7 +131,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedBatch:
-    """One rank's rows of one step, and how they are split into micro-batches."""
+    """A rank's rows of one step, and how they are split into micro-batches."""
 
     rows: Sequence[Row]
     after: Position

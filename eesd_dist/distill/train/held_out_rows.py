@@ -10,7 +10,7 @@ from eesd_dist.distill.train.batches import BatchShape, Row, rows_of
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldOutBatch:
-    """One rank's rows of a batch."""
+    """A rank's rows of a batch."""
 
     rows: list[Row]
     counts: bool

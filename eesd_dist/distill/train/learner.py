@@ -98,8 +98,8 @@ class Progress:
 
 
 class _HeadLoss(nn.Module):
-    """One forward pass as a module for DeepSpeed. ZeRO-3 gathers all of its parameters at once:
-    they are one layer, which uses them without calling a submodule."""
+    """Forward pass as a module for DeepSpeed. ZeRO-3 gathers all of its parameters at once: they
+    are one layer, which uses them without calling a submodule."""
 
     def __init__(self, head: TrainableExitHead, vocabulary: DraftVocabulary, loss: LossOptions):
         super().__init__()

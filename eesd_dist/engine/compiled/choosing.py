@@ -41,7 +41,7 @@ NUM_ROWS = MOST_ROWS
 # Shapes: B = NUM_ROWS, S sampled rows, P threads, V vocabulary, W the same, padded to a block,
 # M masks, U words of 32 tokens of the target's vocabulary.
 class Memory(NamedTuple):
-    """What a call needs in between."""
+    """Memory that a call needs in between."""
 
     logits_BW: Floats
     scores_PV: Floats
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """How to choose a token after each sampled row, and the tokens."""
+    """Parameters for choosing a token after each sampled row, and the tokens."""
 
     rows_S: Ints
     """Index of each sampled row."""
@@ -60,13 +60,13 @@ class Choices(NamedTuple):
     """Temperatures; 0: greedy."""
     mixed_seeds_S: npt.NDArray[np.uint64]
     positions_S: Ints
-    """Of the tokens to be chosen."""
+    """Positions of the tokens to be chosen."""
     masks_S: Ints
     """Which mask holds for each row; -1: none."""
     tokens_S: Ints
     """-1: the mask leaves no token."""
     gaps_S: Floats
-    """How far the best score is above the second; empty: not wanted."""
+    """Best score minus the second one; empty: not wanted."""
 
 
 class MemoryByThreads:

@@ -1,4 +1,4 @@
-"""One compiled call for the drafting of a round: layers, exit head, choices and stop rules.
+"""Compiled call for the drafting of a round: layers, exit head, choices and stop rules.
 
 The known rows of all requests run through the layers. Then, level by level, the exit head reads
 what it has not read of every request that wants a guess by its rule, guesses a token with the
@@ -68,7 +68,7 @@ use_in_kernels(chain_rule.PORTABLE)
 # Shapes: B requests, T known rows of all, K longest draft, M rows of one step, N = T + B * K,
 # L rows that the head has not read, V draft vocabulary, C curves, Q their points, U price tables.
 class Stage(NamedTuple):
-    """What does not depend on the requests: weights, and memory for so many rows."""
+    """Data that does not depend on the requests: weights, and memory for so many rows."""
 
     layers: LayersCall
     head: LayersCall
@@ -77,7 +77,7 @@ class Stage(NamedTuple):
     memory: Memory
     embedding_at: int
     embedding_bytes: int
-    """Of a row."""
+    """Bytes of a row of the embedding."""
     num_channels: int
     is_bfloat16: bool
     """The embedding; else float32."""
@@ -91,9 +91,9 @@ class Batch(NamedTuple):
     source_T: Longs
     """Address of each row's embedding."""
     ints_4B: Ints
-    """By request: its first known row; where its rows begin in the results, with room for its draft
-    after each; tokens to draft at most, 0 for no guess either; where its part of `lagging_L`
-    begins. One request more, the end."""
+    """Integers by request: its first known row; where its rows begin in the results, with room for
+    its draft after each; tokens to draft at most, 0 for no guess either; where its part of
+    `lagging_L` begins. One request more, the end."""
     divisors_B: Floats
     """Temperature of the choice; 0: greedy."""
     mixed_seeds_B: npt.NDArray[np.uint64]
@@ -108,11 +108,12 @@ class Rules(NamedTuple):
     """The requests' `ChainRule`s."""
 
     numbers_BN: Doubles
-    """As NUM_NUMBERS says."""
+    """Numbers of each rule, as NUM_NUMBERS says."""
     prices_UK: Doubles
     curves_CQ2: Doubles
     ints_B4: Ints
-    """By request: which prices are its own and how many, which curve and how many points."""
+    """Integers by request: which prices are its own and how many, which curve and how many
+    points."""
 
 
 class Drafted(NamedTuple):
@@ -122,7 +123,7 @@ class Drafted(NamedTuple):
     """The rows after the layers, request by request: known ones, drafted ones; after the last, rows
     without meaning."""
     tokens_BK: Longs
-    """Of every guess, taken or not."""
+    """Tokens of every guess, taken or not."""
     gaps_BK: Floats
     means_BK: Doubles
     """Acceptance of each guess by the rule's mean."""
@@ -134,7 +135,7 @@ class Work(NamedTuple):
     """Memory for a step's rows."""
 
     longs_2M: Longs
-    """Where a row comes from, and where it goes after the layers."""
+    """Addresses where a row comes from, and where it goes after the layers."""
     ints_4M: Ints
     """A row's table, position and keys in order, and zeros."""
     alive_B: Ints

@@ -1,4 +1,4 @@
-"""One compiled call for a verify pass: layers, LM head and the choice of every sampled row.
+"""Compiled call for a verify pass: layers, LM head and the choice of every sampled row.
 
 Rows are those of `run_layers` and `LogitsHead`, choices those of `rule.choose`, bit for bit.
 

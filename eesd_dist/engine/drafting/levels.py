@@ -23,7 +23,8 @@ from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.types import Evidence
 
 CATCH_UP_ROWS = 32
-"""In rounds without drafts the exit head lags behind; it catches up this many rows at a time."""
+"""Number of rows at a time by which the exit head catches up; it lags behind in rounds without
+drafts."""
 
 
 class FreshRows(NamedTuple):

@@ -25,9 +25,9 @@ class Match(NamedTuple):
     """An earlier occurrence of the text's last tokens."""
 
     context: int
-    """How many tokens before it agree, 2 to MOST_CONTEXT."""
+    """Number of tokens before it that agree, 2 to MOST_CONTEXT."""
     tokens: list[TokenId]
-    """What followed it."""
+    """Tokens that followed it."""
 
     def up_to(self, count: int) -> "Match":
         """Returns the same with `count` tokens at most."""
@@ -41,7 +41,7 @@ class NgramIndex:
         self._last: dict[tuple[TokenId, TokenId], int] = {}
         """The latest place of each pair: that of its second token."""
         self._before: list[int] = [_NOWHERE]
-        """For every place, the place of the same pair before it."""
+        """Place of the same pair before each place."""
 
     def match(self, tokens: Sequence[TokenId], limit: int) -> Match | None:
         """Returns the occurrence with the longest context, of equal ones the latest, and at most

@@ -1,4 +1,4 @@
-"""One request's draft of one round, and the draft stage's state of the request between rounds.
+"""Draft of one request in one round, and the draft stage's state of the request between rounds.
 
 Tracks which token follows which, the slots of their rows, and which rows the exit head has seen.
 Does not depend on models, policies or sampling rules.
@@ -41,9 +41,9 @@ class DraftState:
     lagging_TD: list[RowSlice] = field(default_factory=list)
     """Rows that the exit head has not read yet, from position exit_len on."""
     num_lagging: int = 0
-    """How many they are."""
+    """Number of lagging rows."""
     ngrams: NgramIndex = field(default_factory=NgramIndex)
-    """Of its tokens."""
+    """N-gram index over the request's tokens."""
 
     def lag(self, rows_TD: RowSlice) -> None:
         """Adds rows to those that the exit head has not read."""
@@ -58,13 +58,13 @@ class DraftState:
 
 @dataclass(slots=True, kw_only=True)
 class DraftRun:
-    """One request's part of a round: known rows, then drafted rows in the order they were taken."""
+    """A request's part of a round: known rows, then drafted rows in the order they were taken."""
 
     item: PlanItem
     state: DraftState
     request_id: RequestId = field(init=False)
     is_tree: bool = field(init=False)
-    """Whether alternatives may be drafted; without any the rows still form a chain."""
+    """True if alternatives may be drafted; without any the rows still form a chain."""
     rows_TD: list[RowSlice] = field(default_factory=list)
     """The known rows, then the drafted ones."""
     kept_TD: dict[int, Tensor] = field(default_factory=dict)
@@ -81,19 +81,19 @@ class DraftRun:
     evidence: list[Evidence] = field(default_factory=list)
     probs_V: list[Tensor] = field(default_factory=list)
     is_lookup: bool = False
-    """Whether its tokens were found by prompt lookup, and are computed with the known rows."""
+    """True if its tokens were found by prompt lookup, and are computed with the known rows."""
     rests: bool = False
-    """Whether its controller left it out of this round, so that nothing is drafted."""
+    """True if its controller left it out of this round, so that nothing is drafted."""
     frontier: list[int] = field(default_factory=lambda: [ROOT])
     """The newest tokens, which the next guesses follow."""
     exit_AD: RowSlice | None = None
     """The exit head's output at the frontier; None until it has seen those rows."""
     level_TD: list[RowSlice] = field(default_factory=list)
-    """For a tree: the rows of its tokens, level by level."""
+    """Rows of a tree's tokens, level by level."""
     num_seen: int = 0
-    """For a tree: number of its tokens that the exit head has seen."""
+    """Number of a tree's tokens that the exit head has seen."""
     constraint: ConstrainedText | None = None
-    """What restricts the text, after the known tokens; None: any token may follow."""
+    """Constraint of the text, after the known tokens; None: any token may follow."""
 
     def __post_init__(self) -> None:
         self.request_id = self.item.live.request_id
@@ -211,7 +211,7 @@ class DraftRun:
 
     @property
     def is_unseen(self) -> bool:
-        """Whether there are rows that the exit head has not read."""
+        """True if there are rows that the exit head has not read."""
         return bool(self.state.lagging_TD) or self.num_seen < len(self.tokens) * self.is_tree
 
     def unseen(self) -> tuple[list[RowSlice], RowSegment]:

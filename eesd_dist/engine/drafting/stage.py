@@ -86,7 +86,7 @@ class DraftStage:
         )
         self._states: dict[RequestId, DraftState] = {}
         self.constraints: dict[RequestId, ConstrainedText] = {}
-        """Of the live requests that have one."""
+        """Constraints of the live requests that have one."""
 
     @property
     def span(self) -> LlamaSpan:

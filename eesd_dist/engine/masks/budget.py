@@ -11,9 +11,9 @@ from eesd_dist.errors import CapacityError
 from eesd_dist.types import Value
 
 FREE_S = 0.002
-"""What one mask, or reading one round's tokens, may take at no charge."""
+"""Time that one mask, or reading one round's tokens, may take at no charge."""
 _OWN_S = 0.1
-"""What a text may take although its caller is over its budget: others may have spent that."""
+"""Time that a text may take although its caller is over its budget: others may have spent that."""
 _FLAGGED_FOR_S = 600.0
 _NUM_CALLERS = 1024
 

@@ -23,7 +23,7 @@ _IDLE_S = 10.0
 class MadeMask(NamedTuple):
     mask: bytes
     seconds: float
-    """What it has cost, without waiting for other threads."""
+    """Time that it has cost, without waiting for other threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 _ROUND_S = 0.003
 """Time that masks may take in one turn of the round loop, in addition to those it needs."""
 _WAIT_S = 0.001
-"""How long a turn waits for masks of the quick lane."""
+"""Time that a turn waits for masks of the quick lane."""
 _MOST_S = 60.0
-"""How long one mask may take, waiting for processors included."""
+"""Maximum time of one mask, waiting for processors included."""
 _CHUNK = 8
 """Tokens that a text's matcher reads before the time is looked at."""
 
@@ -56,7 +56,7 @@ class Masks:
         self.wake: Callable[[], None] = lambda: None
         """Called when a mask is there, from any thread."""
         self._quick = MaskLane("masks", wake=lambda: self.wake())
-        """Of grammars that were cheap so far, or have to be compiled."""
+        """Lane of grammars that were cheap so far, or have to be compiled."""
         self._slow = MaskLane("slow masks", wake=lambda: self.wake())
         self._left_s = _ROUND_S
         self.is_behind = False

@@ -1,4 +1,4 @@
-"""What the masks of each grammar have cost, so that costly ones are made in threads.
+"""Costs of the masks of each grammar, recorded so that costly ones are made in threads.
 
 Depends on times alone. One thread.
 """

@@ -1,4 +1,4 @@
-"""What restricts one live text: its masks, as far as they are there.
+"""Constraint of one live text: its masks, as far as they are there.
 
 Depends on tokens alone, so that a row has the same mask with speculation on and off. Decides
 neither when nor where a mask is made: see `masks`.
@@ -20,7 +20,7 @@ from eesd_dist.types import Request
 
 
 class MaskMaker(Protocol):
-    """Where the masks of a draft are made."""
+    """Maker of the masks of a draft."""
 
     def after_draft(
         self, text: "ConstrainedText", draft: Sequence[int], *, is_needed: bool
@@ -31,7 +31,7 @@ class MaskMaker(Protocol):
 
 
 class ConstrainedText:
-    """One request's constraint. Used by the round loop; `matcher` by a lane while a job runs."""
+    """Constraint of one request. Used by the round loop; `matcher` by a lane while a job runs."""
 
     def __init__(
         self, request: Request, matcher: TokenMatcher | None, maker: MaskMaker, *, vocab_size: int
@@ -46,7 +46,7 @@ class ConstrainedText:
         self.tokens: list[int] = list(request.generated)
         self.matcher = matcher
         self.failure: str | None = None
-        """Why the text cannot go on; None: it can. Any token is allowed then."""
+        """Reason why the text cannot go on: any token is allowed then. None: it can."""
         self.spent_s = 0.0
         """Charged computing time of its masks."""
         self.is_asked = False

@@ -1,1 +1,1 @@
-"""What an engine keeps of a round besides tokens: rows of texts for training."""
+"""Data that an engine keeps of a round besides tokens: rows of texts for training."""

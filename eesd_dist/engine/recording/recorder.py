@@ -36,7 +36,7 @@ class VerifiedPiece:
     tokens_T: Ints
     """The token at each row."""
     num_prompt: int
-    """How many of the tokens were known: those of the prompt, at least one."""
+    """Number of tokens that were known: those of the prompt, at least one."""
     hidden_TD: Tensor
     """The rows after the draft stage's layers, on the device that computed them."""
     top_ids_TK: Ints

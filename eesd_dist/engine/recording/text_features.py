@@ -44,7 +44,7 @@ class TextFeatures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureLimits:
-    """What one engine can return features of."""
+    """Limits of the features that one engine can return."""
 
     split: int
     """First layer of the verify stage."""

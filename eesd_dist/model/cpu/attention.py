@@ -58,7 +58,7 @@ and products that small are no normal numbers, which are slow."""
 
 
 class Geometry(NamedTuple):
-    """What is the same for every row of a layer."""
+    """Sizes and factors that are the same for every row of a layer."""
 
     num_kv: int
     per_kv: int

@@ -51,12 +51,12 @@ class Widths(NamedTuple):
     heads: int
     """Channels of all heads."""
     channels: int
-    """Of the MLP."""
+    """Channels of the MLP."""
     hidden_steps: int
     mixed_steps: int
     channel_steps: int
     weight_bytes: int
-    """Of one output channel and one step."""
+    """Bytes of the weights of one output channel and one step."""
     bytes_per_input: int
     activation: int
     """0: SiLU, 1: GELU by tanh."""
@@ -73,7 +73,7 @@ class Scratch(NamedTuple):
     """Heads, then gate and up."""
     wide_bytes: int
     added: int
-    """What the half adds to x."""
+    """Address of what the half adds to x."""
     added_bytes: int
     angles: int
     """Cosines of every channel of the turned heads, then signed sines."""
@@ -93,7 +93,7 @@ class Norms(NamedTuple):
 
 
 class LayersCall(NamedTuple):
-    """What `run_layers` takes that is the same in all calls."""
+    """Arguments of `run_layers` that are the same in all calls."""
 
     geometry: Geometry
     widths: Widths

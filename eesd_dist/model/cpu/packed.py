@@ -76,7 +76,7 @@ class PackedProduct:
         per_step = 2 if kind == PAIRS else 1
         self.num_steps = -(-self.num_in // per_step)
         self.weight_bytes = 2 if kind in (np.int16, np.uint16) else _FLOAT_BYTES
-        """Of one output channel and one step."""
+        """Bytes of the weights of one output channel and one step."""
         self.block_bytes = self.num_steps * BLOCK * self.weight_bytes
         self.address = self.weights.data_ptr()
         self.bias_address = 0 if self.bias is None else self.bias.data_ptr()

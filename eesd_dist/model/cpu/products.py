@@ -15,7 +15,7 @@ Kind = npt.NDArray[np.generic]
 """An empty array; its type is the kind of weights (`tiles`)."""
 
 _BLOCK_BYTES = 4 * BLOCK
-"""Of a block of sums."""
+"""Bytes of a block of sums."""
 
 
 @inner
@@ -124,7 +124,7 @@ class LmHead(NamedTuple):
     num_steps: int
     bias: int
     width: int
-    """Of the rows, padded to a block."""
+    """Width of the rows, padded to a block."""
 
 
 @inner

@@ -232,10 +232,10 @@ def _offset(builder: Any, pointer: Any, offset: Any) -> Any:
 
 
 class _Step:
-    """What is done with one vector of weights: float32 numbers."""
+    """Operations on one vector of weights: float32 numbers."""
 
     weight_bytes = 4
-    """Of one output channel and one step."""
+    """Bytes of the weights of one output channel and one step."""
 
     def load(self, builder: Any, pointer: Any) -> Any:
         return _loaded(builder, pointer, _FLOATS, align=4)

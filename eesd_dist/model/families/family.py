@@ -67,9 +67,9 @@ class Traits:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether every query and key head is normed."""
+    """True if every query and key head is normed."""
     joint_qk_norm: bool = False
-    """With `qk_norm`: all query heads are normed together, and so are all key heads."""
+    """True if, with `qk_norm`, all query heads are normed together, and so are all key heads."""
     norms: Norms = field(default_factory=Norms)
     activation: Activation = SILU
     scores: Scores = PLAIN_SCORES
@@ -87,7 +87,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture, or several of the same arithmetic."""
+    """An architecture, or several of the same arithmetic."""
 
     model_types: tuple[str, ...]
     """Allowed values of `model_type`: transformers chooses the class by it."""

@@ -1,4 +1,4 @@
-"""One rank's part of an exit head as its files have it."""
+"""Part of an exit head on one rank, as its files have it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ _VOCABULARY = ("d2t", "t2d")
 # Shapes: D hidden channels, V draft vocabulary, W target vocabulary.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadParts:
-    """One rank's part of a head's weights: heads and channels of its layer, rows of its LM head.
+    """A rank's part of a head's weights: heads and channels of its layer, rows of its LM head.
     Norms are on every rank."""
 
     config: HeadConfig

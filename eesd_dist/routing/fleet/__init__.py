@@ -1,1 +1,1 @@
-"""How many pipelines a service has: their load, the wanted number, and which pipeline leaves."""
+"""Number of pipelines of a service: their load, the wanted number, and which pipeline leaves."""

@@ -50,9 +50,9 @@ class Fleet:
         self._lowered_to: int | None = None
         """The lowered number, until Serve has chosen the replica that it stops."""
         self.looked_s = now_s
-        """When `look` was last called."""
+        """Time of the last call of `look`."""
         self._since_s = now_s
-        """When the last pipeline was drained, or the number was lowered."""
+        """Time when the last pipeline was drained, or the number was lowered."""
         self._num_changes: dict[tuple[str, str], int] = {}
         self.state = FleetState(
             decision=self._size.decision,

@@ -33,7 +33,7 @@ class FleetLoad:
 
     @property
     def num_queued(self) -> int:
-        """Of these, requests in the queues of pipelines."""
+        """Requests among these that are in the queues of pipelines."""
         return sum(pipeline.activity.num_waiting for pipeline in self.pipelines)
 
     @property

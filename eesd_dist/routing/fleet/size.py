@@ -35,7 +35,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetTargets:
-    """What the policy aims at, and how fast it acts."""
+    """Targets of the policy, and how fast it acts."""
 
     min_count: int = 1
     max_count: int = 1
@@ -72,7 +72,7 @@ class FleetTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """How many pipelines a load needs, by the signal that needs most."""
+    """Number of pipelines that a load needs, by the signal that needs most."""
 
     count: float
     signal: Signal
@@ -87,7 +87,7 @@ class FleetDecision:
     signal: Signal
     reason: str
     since_s: float
-    """When it was decided, on the clock of the caller."""
+    """Time of the decision, on the clock of the caller."""
 
 
 class FleetSize:
@@ -100,11 +100,11 @@ class FleetSize:
             wanted=count, signal="start", reason=f"{count} at the start", since_s=now_s
         )
         self._above_since_s: float | None = None
-        """Since when the load has needed more; None while it does not."""
+        """Time since which the load has needed more; None while it does not."""
         self._least_above = 0
         """The least number it has needed since then."""
         self._below_since_s: float | None = None
-        """Since when one pipeline fewer would do; None while it would not."""
+        """Time since which one pipeline fewer would do; None while it would not."""
 
     @property
     def decision(self) -> FleetDecision:

@@ -60,7 +60,7 @@ class BadWords:
             self._excluded.setdefault(tuple(word[:-1]), []).append(word[-1])
         self._lengths = sorted({len(before) for before in self._excluded})
         self._mask = bytearray(_mask_of(range(vocab_size), vocab_size=vocab_size))
-        """Without the words of one token."""
+        """Mask without the words of one token."""
         _clear(self._mask, self._excluded.pop((), ()))
         self._tail: tuple[int, ...] = ()
 

@@ -52,7 +52,7 @@ class TokenMatcher:
 
     @property
     def failure(self) -> str | None:
-        """Why no more tokens can be matched: the text needs more work than the limits of
+        """Reason why no more tokens can be matched: the text needs more work than the limits of
         `compiler` allow. All tokens are allowed then."""
         error = self._matcher.get_error().partition("\n")[0]
         return f"the grammar needs more work than is allowed: {error}" if error else None

@@ -17,7 +17,7 @@ _FORMATS = frozenset(
         *("unknown", "uri", "uuid"),
     }
 )
-"""Those that llguidance knows."""
+"""Formats that llguidance knows."""
 _ONE = frozenset(
     {
         *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not"),
@@ -102,7 +102,7 @@ def _is_empty(value: Any, _: Schema) -> bool:
 
 
 def _counts_nothing(_: Any, schema: Schema) -> bool:
-    """Whether no item has to be among those that are counted."""
+    """Returns True if no item has to be among those that are counted."""
     return "contains" not in schema or (
         schema.get("minContains") == 0 and "maxContains" not in schema
     )

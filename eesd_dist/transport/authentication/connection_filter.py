@@ -49,8 +49,8 @@ _HANDLES_MORE = 256
 """The kernel gives a socket the lowest free handle, and other threads open some too."""
 
 _libc = ctypes.PyDLL(None, use_errno=True)
-"""Its calls keep the interpreter's lock. Python's own give it up, each time for 5 ms when another
-thread computes: time in which a new socket listens without a filter."""
+"""The C library. Its calls keep the interpreter's lock. Python's own give it up, each time for 5 ms
+when another thread computes: time in which a new socket listens without a filter."""
 
 
 class Listeners:

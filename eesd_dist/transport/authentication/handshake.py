@@ -24,7 +24,7 @@ class Address:
     host: str
     port: int
     secret: str = field(default="", repr=False)
-    """Without it the store refuses the connection."""
+    """Secret without which the store refuses the connection."""
 
 
 def new_secret() -> str:

@@ -95,7 +95,7 @@ class StoreHost:
 
 
 class StoreClient:
-    """One rank's connection to a store. Requests are for one thread at a time; `close` is not."""
+    """A rank's connection to a store. Requests are for one thread at a time; `close` is not."""
 
     def __init__(self, at: Address) -> None:
         self.at = at
@@ -230,7 +230,7 @@ class _Server:
         self._refused = refused
         self._values: dict[str, bytes] = {}
         self._peers: dict[socket.socket, _Peer] = {}
-        """In the order in which they connected."""
+        """Peers in the order in which they connected."""
         self._waiting: list[_Waiting] = []
         self._selector = selectors.DefaultSelector()
 

@@ -30,7 +30,7 @@ class RefusedConnections:
         self._num_refused = 0
         self._filters: weakref.WeakSet[Filter] = weakref.WeakSet()
         self._logged_s: dict[str, float] = {}
-        """When each host was last logged."""
+        """Time when each host was last logged."""
 
     @property
     def num_refused(self) -> int:

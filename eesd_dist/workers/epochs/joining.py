@@ -33,7 +33,7 @@ class Joining:
         self.newest = 0
         """The latest epoch with a call of `enter`."""
         self.num_pages = 0
-        """Of the latest epoch; 0 before the first."""
+        """Number of KV pages of the latest epoch; 0 before the first."""
         self._left = 0
         """Epochs up to this one are over."""
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 LOOP_THREAD = "eesd-loop"
 """The name of a loop's thread in the operating system, shown by `top -H`, gdb and /proc."""
 ABORT_WAIT_S = 5.0
-"""How long an aborted loop is waited for."""
+"""Time that an aborted loop is waited for."""
 _PR_SET_NAME = 15
 
 

@@ -43,7 +43,7 @@ class RoundLoop:
 
     @property
     def has_computed(self) -> bool:
-        """Whether a token was committed, or a prompt row computed."""
+        """True if a token was committed, or a prompt row computed."""
         return self._num_computed > 0
 
     def progress_of(self, *, has_work: bool) -> int:

@@ -15,7 +15,7 @@ class Admission:
 
     def __init__(self) -> None:
         self._waiting: dict[RequestId, None] = {}
-        """In the order of arrival, without the suspect."""
+        """Waiting requests in the order of arrival, without the suspect."""
         self._inside: dict[RequestId, None] = {}
         self._suspect: RequestId | None = None
         """The suspect that waits for a quiet engine, or runs and has no token yet."""
@@ -26,7 +26,7 @@ class Admission:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether a suspect waits or is tested: another one has to come again later."""
+        """True while a suspect waits or is tested: another one has to come again later."""
         return self._suspect is not None
 
     @property
@@ -63,7 +63,7 @@ class Admission:
 
     @property
     def needs_quiet(self) -> bool:
-        """Whether the next one to enter is a suspect: no round may be in flight then."""
+        """True if the next one to enter is a suspect: no round may be in flight then."""
         return self._suspect is not None and not self._inside
 
     def admit(self) -> tuple[RequestId, ...]:

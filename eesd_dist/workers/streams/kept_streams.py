@@ -1,4 +1,4 @@
-"""What the streams of a drafting actor have made so far, kept for clients that resume them.
+"""Streams of a drafting actor as far as they are made, kept for clients that resume them.
 
 A stream is kept from its first token, while it is live and for its window afterwards. Memory is
 bounded: the stream that ended first is forgotten first, then the one that began first. A forgotten
@@ -20,7 +20,7 @@ MAX_STREAMS = 4096
 
 @dataclass(slots=True, kw_only=True)
 class _Kept:
-    """One stream from its first token on."""
+    """A stream from its first token on."""
 
     submission: int
     window_s: float
@@ -44,9 +44,9 @@ class KeptStreams:
         self._max_streams = max_streams
         self._clock = clock
         self._live: dict[RequestId, _Kept] = {}
-        """In the order in which they began."""
+        """Live streams in the order in which they began."""
         self._ended: dict[RequestId, _Kept] = {}
-        """In the order in which they ended."""
+        """Ended streams in the order in which they ended."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -117,7 +117,8 @@ class KeptStreams:
 
 
 def _lacks_logprobs(request: Request) -> bool:
-    """Whether log-probabilities of tokens of an earlier attempt are wanted; they are not known."""
+    """Returns True if log-probabilities of tokens of an earlier attempt are wanted; they are not
+    known."""
     return bool(request.generated) and request.sampling.top_logprobs is not None
 
 

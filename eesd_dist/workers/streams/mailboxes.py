@@ -1,4 +1,4 @@
-"""One mailbox per live request, at the end where its token stream is read.
+"""Mailbox of each live request, at the end where its token stream is read.
 
 Used in one event loop only. No writer waits for a slow reader: pending emissions are taken
 together. A mailbox ends with the last token, an error or its reader.

@@ -1,4 +1,4 @@
-"""What a drafting actor has made and its clients have still to read: one outbox for each client.
+"""Outbox of each client: what a drafting actor has made and the client has still to read.
 
 A client is an ingress. It reads all its streams with one call at a time, which returns as soon as
 there is something: a round costs one message for each client, however many requests it has. A batch
@@ -20,7 +20,7 @@ from eesd_dist.workers.messages import Delivery, StreamItem
 from eesd_dist.workers.streams.kept_streams import KeptStreams
 
 TAKE_WAIT_S = 2.0
-"""After so long a call of a client without anything to read returns empty."""
+"""Seconds after which a call of a client without anything to read returns empty."""
 
 _Key = tuple[RequestId, int]
 """A request and its submission."""
@@ -31,7 +31,7 @@ class _Outbox:
     """The unread items of one client."""
 
     emissions: dict[_Key, list[Emission]] = field(default_factory=dict)
-    """In the order in which streams have something to read."""
+    """Emissions in the order in which streams have something to read."""
     ends: dict[_Key, EesdError] = field(default_factory=dict)
     unconfirmed: Delivery | None = None
     number: int = 0

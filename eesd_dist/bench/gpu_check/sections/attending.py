@@ -34,7 +34,7 @@ def first_difference(
 
 
 class _Trial:
-    """One text of `length` tokens, stored twice: in contiguous and in scattered pages."""
+    """Text of `length` tokens, stored twice: in contiguous and in scattered pages."""
 
     def __init__(
         self, shape: AttentionShape, dtype: torch.dtype, device: torch.device, length: int

@@ -27,7 +27,7 @@ class ProductFinding:
     holding: tuple[str, ...]
     failing: tuple[str, ...]
     taken_holds: bool
-    """Whether rows of the product that the engine takes are independent; False if it takes none."""
+    """True if rows of the product that the engine takes are independent; False if it takes none."""
     reason: str = ""
 
 

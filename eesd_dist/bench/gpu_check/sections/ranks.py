@@ -1,4 +1,4 @@
-"""One rank of a small group in a separate process, which prints its report as a line of JSON.
+"""A rank of a small group in a separate process, which prints its report as a line of JSON.
 
 python -m eesd_dist.bench.gpu_check.sections.ranks JOB RANK SIZE PORT DEVICE
 
@@ -42,7 +42,7 @@ class RankReport:
 
     ok: bool
     formed: bool
-    """Whether its group was connected."""
+    """True if its group was connected."""
     seconds: float
     said: str = ""
 
