@@ -99,13 +99,19 @@ class Watchdog:
                         return True
                     is_late = time.monotonic() >= watched.deadline
                 except RuntimeError:
-                    logger.exception("the communicator is in error: %s", watched.operation)
-                    is_late = True
+                    is_late = self._is_in_error(watched.operation)
                 if is_late:
                     self._on_late(watched.operation)
                     return False
             time.sleep(self._poll_s)
         return True
+
+    def _is_in_error(self, operation: str) -> bool:
+        """Returns whether an exception is an error of the communicator: not after its abort, which
+        another thread may begin while its work is polled."""
+        if not self._is_stopped:
+            logger.exception("the communicator is in error: %s", operation)
+        return not self._is_stopped
 
 
 class _Watched(NamedTuple):

@@ -81,7 +81,7 @@ class QueuedStep:
         """The rows after the layers."""
         self.best_G4 = best_G4
         """Of each guess the two best tokens and the bits of their scores; None without guesses.
-        Overwritten by the step after the next one."""
+        Overwritten by the next step, which may have read its tokens before."""
         self._read = read
 
     def read(self) -> Ints:

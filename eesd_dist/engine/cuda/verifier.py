@@ -23,6 +23,7 @@ from eesd_dist.model.layers.cuda_layers import (
     graph_pool,
 )
 from eesd_dist.model.layers.logits_head import LogitsHead
+from eesd_dist.model.rank_memory import logits_block
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.gpu_rule import best_two, packed_noise
 from eesd_dist.sampling.noise import key_words, noise_key
@@ -51,6 +52,8 @@ class GraphVerifier:
         self._rows_TD = torch.zeros(
             GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=device
         )
+        self._most_sampled = logits_block(span.spec.vocab_size)
+        """Their logits have this memory in a pass without a graph, too."""
         self._pool = graph_pool(device)
         self._has_graphs = True
         self._graphs: dict[_Size, Graph[Tensor]] = {}
@@ -69,6 +72,8 @@ class GraphVerifier:
         sampled = [segment for segment in segments if segment.num_sampled]
         num_rows, num_sampled = len(hidden_TD), sum(s.num_sampled for s in sampled)
         if not (self._has_graphs and num_sampled and num_rows <= GRAPH_ROWS[-1]):
+            return None
+        if _padded(num_sampled) > self._most_sampled:
             return None
         if any(segment.masks for segment in sampled):
             return None

@@ -23,6 +23,9 @@ SPLIT_TILES = 32
 _SINGLE_BLOCKS = 32
 """Up to this many blocks of keys of all divided tiles have a program each; more are divided by
 parts."""
+_MOST_SPLIT_ROWS = 1 << 14
+"""Most rows times splits: each has a float32 row of every query head in memory. Reached by 64 rows
+of 131,072 keys; with more rows of that length one program attends the keys of a tile."""
 NUMBERS_PER_TILE = 8
 _NUMBERS_PER_ROW = 3
 
@@ -75,6 +78,8 @@ def tiles_of(
     if num_blocks <= split_blocks:  # one program would have all of them
         return RowTiles(Tiling(num_tiles, rows), first_B, last_B)
     num_splits = _power_of_four(-(-num_blocks // split_blocks))
+    if num_splits * len(arrays.position_R) > _MOST_SPLIT_ROWS:
+        return RowTiles(Tiling(num_tiles, rows), first_B, last_B)
     return RowTiles(Tiling(num_tiles, rows, num_splits, split_blocks), first_B, last_B)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from eesd_dist.model.attention.cuda_attention import CudaAttention
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan
-from eesd_dist.model.attention.tiles import DeviceRows, RowTiles, Tiling, packed_rows
+from eesd_dist.model.attention.tiles import DeviceRows, RowTiles, Tiling, packed_rows, single_tiles
 from eesd_dist.model.cuda.rows import activated
 from eesd_dist.model.elementwise import SILU
 from eesd_dist.model.kv_layout import Ints, RowArrays
@@ -68,8 +68,9 @@ class CudaLayers:
         """Reads and writes these pages from now on."""
         self._attention = [_on_gpu(part) for part in pages]
         self._graphs: dict[tuple[int, Tiling], Graph[Tensor]] = {}
-        for attention in self._attention:
-            _ = attention.is_independent  # compared while weights are loaded, not in a round
+        # Layers with a window have kernels of their own. Compared while weights are loaded, not in
+        # a round.
+        self._may_tile = all(attention.is_independent for attention in self._attention)
 
     @torch.inference_mode()
     def forward(
@@ -78,7 +79,8 @@ class CudaLayers:
         """`after_layer` is called with the number of layers done and the rows after them."""
         num_rows = rows.num_rows
         if after_layer is not None or num_rows > GRAPH_ROWS[-1] or not self._has_graphs:
-            placed = self._attention[0].placed(rows.arrays, num_padded=num_rows)
+            tiles = self.tiles(rows.arrays)
+            placed = self._attention[0].placed(rows.arrays, num_padded=num_rows, tiles=tiles)
             return self.run(hidden_TD.to(self._rows_TD.dtype, copy=True), placed, after_layer)
         num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
         tiles = self.tiles(rows.arrays)
@@ -101,7 +103,10 @@ class CudaLayers:
         return found_TD.narrow(0, 0, num_rows)
 
     def tiles(self, arrays: RowArrays) -> RowTiles:
-        """Returns the tiles of these rows, as many as there are graphs for."""
+        """Returns the tiles of these rows, as many as there are graphs for; tiles of a row where
+        one layer needs them."""
+        if not self._may_tile:
+            return single_tiles(arrays, counts=GRAPH_TILES)
         return self._attention[0].tiles(arrays, counts=GRAPH_TILES)
 
     def run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None = None) -> Tensor:

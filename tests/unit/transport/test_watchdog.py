@@ -65,3 +65,22 @@ def test_work_in_time_and_work_after_stop_are_not_reported() -> None:
     watchdog.stop()
     watchdog.watch(ToyWork(done=False), operation="round 17")
     assert not late.wait(0.2)
+
+
+def test_an_error_of_a_communicator_that_was_aborted_is_not_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    late, is_asked = threading.Event(), threading.Event()
+
+    class AbortedWork(ToyWork):
+        def is_completed(self) -> bool:
+            watchdog.stop()  # as from another thread, during this call
+            is_asked.set()
+            raise RuntimeError("NCCL communicator was aborted")
+
+    watchdog = Watchdog(timeout_s=60.0, on_late=lambda _: late.set(), poll_s=0.005)
+    watchdog.watch(AbortedWork(done=False), operation="round 17")
+    assert is_asked.wait(5.0)
+    watchdog._thread.join(5.0)
+    assert not late.is_set()
+    assert not caplog.records

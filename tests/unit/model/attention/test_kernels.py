@@ -352,3 +352,20 @@ def test_tiles_cover_each_row_once(queries_per_kv: int) -> None:
         assert chosen.tiling.num_splits * max(1, chosen.tiling.split_blocks) * 64 > (
             arrays.position_R.max() if chosen.tiling.split_blocks else 0
         )
+
+
+def test_splits_of_long_texts_take_bounded_memory() -> None:
+    """A piece of 512 rows after 131,072 keys would have had splits of gigabytes."""
+    table = tuple(range(8193))
+
+    def tiling_of(*segments: RowSegment, queries_per_kv: int = 4) -> Tiling:
+        arrays = row_arrays(segments)
+        return tiles_of(arrays, queries_per_kv=queries_per_kv, keys=128).tiling
+
+    for queries_per_kv in (1, 4):
+        for num_rows in (65, 512, 2048):
+            piece = RowSegment(131_000, num_rows, table)
+            assert tiling_of(piece, queries_per_kv=queries_per_kv).num_splits == 1
+    assert tiling_of(RowSegment(131_000, 9, table)) == Tiling(1, 16, 256, 4)
+    assert tiling_of(*(RowSegment(131_000, 1, table) for _ in range(32))) == Tiling(32, 4, 256, 4)
+    assert tiling_of(RowSegment(4000, 500, table)).num_splits == 16

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eesd_dist.model import kernels
+from eesd_dist.model.cuda.launches import is_hopper
 from eesd_dist.model.cuda.product import Tile, TiledProduct, tile_for
 from eesd_dist.model.cuda.rows import activated
 from eesd_dist.model.elementwise import GELU_TANH, SILU, Activation
@@ -60,6 +61,19 @@ def test_tiles_of_a_hopper_are_the_fastest_measured(
 ) -> None:
     for num_out, expected in channels.items():
         assert tile_for(num_rows, num_out, is_hopper=True).channels == expected, num_out
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)],
+)
+def test_tiles_of_a_hopper_need_its_shared_memory(
+    capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU of capability 12 has 99 KiB for a program, and such tiles did not start there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert is_hopper.__wrapped__(torch.device("cuda", 0)) is expected
 
 
 @pytest.mark.parametrize("is_hopper", [False, True])

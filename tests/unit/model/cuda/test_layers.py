@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eesd_dist.model.attention import cuda_attention
 from eesd_dist.model.attention.pages import LayerPages
-from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.model.attention.rows import RowPlan, RowSegment, row_arrays
 from eesd_dist.model.layers import cuda_layers
 from eesd_dist.model.layers.cuda_layers import CudaLayers
 from eesd_dist.model.span import LlamaSpan
@@ -181,3 +181,21 @@ def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
         assert torch.equal(found_TD, expected_TD)
     twins.run([RowSegment(0, 9, (7, 8, 9))], torch.randn(9, twins.spec.hidden_size))
     assert caplog.text.count("no_graphs") == 1
+
+
+def test_one_layer_whose_tiles_change_bits_keeps_all_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first layer's check was asked for, and layers with a window have other kernels."""
+    save_tiny_model(tmp_path, "gemma2")
+    rows = row_arrays([RowSegment(0, 3, (7,))])
+    twins = Twins(tmp_path)
+    assert list(twins.twin.tiles(rows).last_B) == [2]
+    for is_wrong in (True, False):
+        monkeypatch.setattr(
+            cuda_attention,
+            "checked_tiles",
+            lambda shape, *_, wrong=is_wrong: (shape.window is None) != wrong,
+        )
+        twins.twin.take_pages(twins.pages)
+        assert list(twins.twin.tiles(rows).last_B) == [0, 1, 2]
