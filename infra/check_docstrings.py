@@ -18,7 +18,7 @@ OPENINGS = re.compile(
     r"[`,.:]*(?:After|As|At|Before|By|Each|For|From|How|If|In|Its|Not|Of|On|One|Only|Since|That|"
     r"Those|To|Until|Up|What|When|Where|Whether|Who|Why|With|Without)[`,.:]*(?:\s|$)"
 )
-ALLOWED = {"eesd_dist": 28, "serve_app": 0, "cluster": 0, "infra": 0, "tests/support": 27}
+ALLOWED = {"eesd_dist": 0, "serve_app": 0, "cluster": 0, "infra": 0, "tests/support": 27}
 """Fragments by folder. Lower a number when the check says so."""
 
 

@@ -17,6 +17,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import Layout
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kernels import LinearPacker
+from eesd_dist.model.kv_layout import PAGE_FORMS
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.transport.page_wire import Chunk
@@ -105,7 +106,7 @@ def machine_of(config: EngineConfig, layout: Layout) -> str:
             f"{_cpu_model()}, {capability}, products {packer.products}, "
             f"{config.parallel.num_threads} threads"
         )
-    return f"torch {torch.__version__}, {device.type}, {kind}"
+    return f"torch {torch.__version__}, {device.type}, {kind}, {PAGE_FORMS[device.type]}"
 
 
 def _cpu_model() -> str:

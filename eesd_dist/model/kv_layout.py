@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
 
+PAGE_FORMS = {"cpu": "keys by channel", "cuda": "keys by slot"}
+"""Form of a page by type of device. Ranks with other forms do not exchange pages."""
 LANES = 16
 """Numbers in one vector of the CPU kernel."""
 

@@ -122,16 +122,16 @@ class _Level(NamedTuple):
 
 
 class _Chain:
-    """One request's draft so far."""
+    """Draft of a request so far."""
 
     def __init__(self, at: int, start: ChainStart) -> None:
         assert not start.mask, "guesses with a mask are made by the level drafter"
         self.at = at
-        """Its page table."""
+        """Index of its page table."""
         self.start = start
         self.rule = Follower(start.rule, most=start.most)
         self.num_rows = start.segment.start + start.segment.num_rows
-        """From the text's first on, with the drafted ones."""
+        """Rows of the text with KV here, the drafted ones included."""
         self.rows: list[RowSlice] = []
         self.tokens: list[int] = []
         self.gaps: list[float] = []

@@ -31,15 +31,15 @@ from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.gpu_rule import best_two, best_two_on_gpu, packed_noise
 
 _FEW_ROWS = 64
-"""Up to this many rows have a graph whatever they are; more only if each is another request's,
-which excludes prompts."""
+"""Rows that have a graph whatever they are; more have one only if each is another request's, which
+excludes prompts."""
 
 logger = logging.getLogger(__name__)
 
 
 # Shapes: T rows of a step, H rows that the head reads, G guesses, D hidden channels.
 class HeadRows(NamedTuple):
-    """What the head reads in a step, and how it guesses."""
+    """Rows that the head reads in a step, and how it guesses."""
 
     rows: RowArrays
     source_H: Ints
@@ -49,7 +49,7 @@ class HeadRows(NamedTuple):
     divisors: Sequence[float]
     """Temperatures, 0 for a greedy guess."""
     words_G3: Ints
-    """Of the noise keys."""
+    """Words of the noise keys."""
     lagging: Sequence[RowSlice] = ()
 
 
@@ -61,14 +61,14 @@ class _Reading(Enum):
 
 
 class _Size(NamedTuple):
-    """What a graph is made for."""
+    """Key of a graph."""
 
     num_rows: int
-    """Of the step, with padding; as many may lag, and as many guesses be made."""
+    """Rows of the step, with padding; as many may lag, and as many guesses be made."""
     reading: _Reading
     tiling: Tiling
     read_tiling: Tiling | None = None
-    """Of the rows read, if they are not those of the step."""
+    """Tiles of the rows read, if they are not those of the step."""
 
 
 class QueuedStep:
@@ -80,7 +80,7 @@ class QueuedStep:
         self.hidden_TD = hidden_TD
         """The rows after the layers."""
         self.best_G4 = best_G4
-        """Of each guess the two best tokens and the bits of their scores; None without guesses.
+        """Two best tokens of each guess and the bits of their scores; None without guesses.
         Overwritten by the next step, which may have read its tokens before."""
         self._read = read
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # Shapes: T rows, D hidden channels, S sampled rows.
 class _Size(NamedTuple):
-    """What a graph is captured for; row counts include padding."""
+    """Key of a graph; row counts include padding."""
 
     num_rows: int
     num_sampled: int

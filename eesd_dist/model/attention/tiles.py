@@ -19,10 +19,9 @@ _QUERIES = (16, MOST_QUERIES)
 """Queries of a program: rows times the query heads of a KV head, padded. Each is compiled for
 every way to divide the keys."""
 SPLIT_TILES = 32
-"""Up to this many tiles, the keys of each are divided among programs: more fill a GPU alone."""
+"""Most tiles of a pass that divides the keys of each among programs: more fill a GPU alone."""
 _SINGLE_BLOCKS = 32
-"""Up to this many blocks of keys of all divided tiles have a program each; more are divided by
-parts."""
+"""Most blocks of keys of all divided tiles that have a program each; more are divided by parts."""
 _MOST_SPLIT_ROWS = 1 << 14
 """Most rows times splits: each has a float32 row of every query head in memory. Reached by 64 rows
 of 131,072 keys; with more rows of that length one program attends the keys of a tile."""
@@ -31,10 +30,10 @@ _NUMBERS_PER_ROW = 3
 
 
 class Tiling(NamedTuple):
-    """What the launches of a pass depend on, apart from the values of its arrays."""
+    """Properties of a pass that its launches depend on, apart from the values of its arrays."""
 
     num_tiles: int
-    """With padding."""
+    """Number of tiles with padding."""
     rows: int
     """Most rows of a tile."""
     num_splits: int = 1
@@ -129,7 +128,7 @@ class DeviceRows:
     ) -> None:
         """`slots`: None if they follow the rows in `packed`."""
         self.num_rows = num_rows
-        """With padding."""
+        """Number of rows with padding."""
         self.tiling = tiling
         stride, end = _aligned(num_rows), num_packed(num_rows, tiling.num_tiles)
         by_row = packed.narrow(0, 0, _NUMBERS_PER_ROW * stride).view(_NUMBERS_PER_ROW, stride)

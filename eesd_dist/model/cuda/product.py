@@ -18,7 +18,7 @@ from eesd_dist.model.cuda.product_kernel import descriptor_product_kernel, produ
 _PROGRAMS = 128
 """A call is split into this many programs where it can be: about the multiprocessors of a GPU."""
 _MULTIPROCESSORS = 132
-"""Of a Hopper. A constant, so that a tile never depends on the machine."""
+"""Multiprocessors of a Hopper: a constant, so that a tile never depends on the machine."""
 
 
 _ROW_COUNTS = (16, *range(64, 641, 64), 801)

@@ -1,4 +1,4 @@
-"""What a layer does to a row between its products, on a GPU in Triton: one launch for all rows.
+"""Work on a row between the products of a layer, on a GPU in Triton: one launch for all rows.
 
 A program computes a fixed part of one row, in float32, so that a row has the same bits in every
 batch. Annotations are quoted, since Triton's compiler reads those of parameters as code.

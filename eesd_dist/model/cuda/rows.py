@@ -1,4 +1,4 @@
-"""What a layer does to rows between its products, on a GPU: one launch each."""
+"""Work on rows between the products of a layer, on a GPU: one launch each."""
 
 import torch
 import triton

@@ -121,7 +121,7 @@ class CompiledLayers:
         self._memory = torch.zeros(0, dtype=torch.uint8)
         self._lock = Lock()
         self._calls: dict[int, LayersCall] = {}
-        """By number of rows, a power of two; in the present memory."""
+        """Calls by number of rows, a power of two, in the present memory."""
         # Compiled while weights are loaded, not by the first request.
         self._run(NO_ROWS, self.call_over(0).scratch, 0, 0, False, False)
 
@@ -190,7 +190,7 @@ class CompiledLayers:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other rank has a part of these layers."""
+        """True if no other rank has a part of these layers."""
         return self._group.size == 1
 
     @property

@@ -56,7 +56,7 @@ class CudaLayers:
         # Views of the tables, which layers share.
         self._rotations = [torch.view_as_real(table_SP).flatten(1) for table_SP in rotations]
         self.is_alone = all(layer.output.group.size == 1 for layer in layers)
-        """Whether one rank has the whole layers."""
+        """True if one rank has the whole layers."""
         self._has_graphs = self.is_alone
         device = rotations[0].device
         self._numbers = NumberBuffer(device)

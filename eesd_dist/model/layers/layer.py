@@ -1,4 +1,4 @@
-"""One decoder layer: the only copy of the forward pass, for serving and for training.
+"""Decoder layer: the only copy of the forward pass, for serving and for training.
 
 `LayerWeights` are the parameters, in an order that computes fast; `DecoderLayer` is the layer ready
 to run, made from them with the products that the caller packs them into. Attention and positions
@@ -35,7 +35,7 @@ AfterLayer = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """What is added to a row: a product summed over ranks, then normed and scaled."""
+    """Part that is added to a row: a product summed over ranks, then normed and scaled."""
 
     product: Linear
     group: TensorGroup
@@ -111,7 +111,7 @@ class DecoderLayer:
 
 
 class LayerWeights(nn.Module):
-    """One rank's part of one layer's parameters."""
+    """Part of a layer's parameters that a rank has."""
 
     def __init__(self, spec: ModelSpec, shard: Shard, tensors: dict[str, Tensor]) -> None:
         super().__init__()

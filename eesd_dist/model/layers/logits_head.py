@@ -32,7 +32,7 @@ class NormedProduct:
 
     @property
     def call(self) -> "LmHead":
-        """What another kernel needs to run it; this object owns the memory."""
+        """Arguments with which another kernel runs it; this object owns the memory."""
         from eesd_dist.model.cpu.products import LmHead
 
         product = self.product

@@ -93,7 +93,7 @@ class HeadNorm:
 
 
 class JointNorm:
-    """One norm over all query heads of a row, and one over all key heads."""
+    """Norms over all query heads of a row and over all its key heads."""
 
     def __init__(
         self,

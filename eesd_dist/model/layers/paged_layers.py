@@ -252,7 +252,7 @@ class LoadedLayers:
     num_ranks: int
     device: torch.device
     dtype: torch.dtype
-    """In which they compute."""
+    """Type in which they compute."""
 
     @classmethod
     def of(
