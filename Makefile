@@ -8,7 +8,7 @@ QUICK := not slow and not gpu
 DURATIONS := --durations=30 --durations-min=2
 SOURCES := eesd_launcher.py eesd_dist serve_app cluster tests infra
 
-.PHONY: install install-serving pins serve test fuzz-reduce test-fuzz test-hosts test-autoscaling test-endurance test-plan test-planted-errors test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
+.PHONY: install install-serving pins serve test test-services fuzz-reduce test-fuzz test-hosts test-autoscaling test-endurance test-plan test-planted-errors test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 
 # Everything, for developers.
 install: $(VENV)/.installed
@@ -35,12 +35,15 @@ pins: install
 serve: install-serving
 	$(BIN)/eesd serve
 
-# In two processes, one core each; then what needs both cores. Later runs use the kernels that the first one has compiled.
-# In the order of folders: each process starts its Ray for tests/serve once.
+# Services one after the other: two at once, and Ray may take too long to start. The second run uses the kernels of the first.
 test: export EESD_CACHE_DIR := $(CURDIR)/build/test-cache
 test: install
 	rm -rf $(EESD_CACHE_DIR)
 	$(BIN)/python -m pytest -m '$(QUICK)' --numprocesses 2 --dist loadfile $(DURATIONS) tests/unit tests/dist
+	$(BIN)/python -m pytest -m '$(QUICK)' $(DURATIONS) tests/serve tests/hosts
+
+# Services in two processes, then what needs both cores: for machines with more of them.
+test-services: install
 	$(BIN)/python -m pytest -m '$(QUICK) and not alone' --numprocesses 2 --dist loadfile --no-loadscope-reorder $(DURATIONS) tests/serve tests/hosts
 	$(BIN)/python -m pytest -m '$(QUICK) and alone' $(DURATIONS) tests/serve tests/hosts
 

@@ -31,7 +31,7 @@ with socket.create_connection((sys.argv[1], 7000), timeout=10) as connection:
 
 @pytest.fixture
 def pair() -> Iterator[Hosts]:
-    with Hosts(2, prefix="eesdp", subnet="10.77.12") as hosts:
+    with Hosts(2, prefix="eesdz", subnet="10.77.12") as hosts:
         yield hosts
 
 
@@ -102,13 +102,13 @@ def test_killing_a_host_ends_its_processes_and_no_others(pair: Hosts) -> None:
 
 
 def test_what_a_crash_has_left_is_removed_and_removing_it_twice_is_fine() -> None:
-    crashed = Hosts(2, prefix="eesdp", subnet="10.77.12")
+    crashed = Hosts(2, prefix="eesdz", subnet="10.77.12")
     crashed.up()
     sleeper = crashed.run(0, ["sleep", "100"])
     for _ in range(2):
-        down("eesdp")
+        down("eesdz")
     assert sleeper.wait(5) == -signal.SIGKILL
-    left = [*Path("/run/netns").glob("eesdp*"), *Path("/etc").glob("netns/eesdp*")]
+    left = [*Path("/run/netns").glob("eesdz*"), *Path("/etc").glob("netns/eesdz*")]
     assert left == []
-    assert not Path("/sys/class/net/eesdpleg").exists()
+    assert not Path("/sys/class/net/eesdzleg").exists()
     assert not crashed.folder.exists()
