@@ -12,7 +12,7 @@ from eesd_dist.bench.prompts import BUNDLED_MODEL, SHIPPED_PROMPTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostsOptions:
-    """Measures what the stages of an engine cost: input of `eesd plan`.
+    """Measures the costs of stages: input of `eesd plan`.
 
     Runs real rounds of one pipeline in processes of this machine, one thread a rank: the drafting
     process and the verify ranks, over Gloo, without overlap. Write the
