@@ -258,7 +258,7 @@ class ProcessGroup:
             raise PeerLost(
                 peer=self._names_of_others(),
                 operation=self._nccl.lost,
-                reason=f"no answer within {self.timeout_s:g} s",
+                reason=f"its communicator failed, or no answer within {self.timeout_s:g} s",
                 round_id=self._round_id,
                 epoch=self.epoch,
             )

@@ -6,7 +6,6 @@ and rule in the same order, and rows do not depend on each other, so that a row 
 with and without a graph. Does not decide how far to draft.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -23,9 +22,7 @@ from eesd_dist.model.kv_layout import Ints, RowArrays
 from eesd_dist.model.layers.cuda_layers import (
     GRAPH_ROWS,
     CudaLayers,
-    Graph,
-    NumberBuffer,
-    graph_pool,
+    Graphs,
 )
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.gpu_rule import best_two, best_two_on_gpu, packed_noise
@@ -33,8 +30,6 @@ from eesd_dist.sampling.gpu_rule import best_two, best_two_on_gpu, packed_noise
 _FEW_ROWS = 64
 """Rows that have a graph whatever they are; more have one only if each is another request's, which
 excludes prompts."""
-
-logger = logging.getLogger(__name__)
 
 
 # Shapes: T rows of a step, H rows that the head reads, G guesses, D hidden channels.
@@ -130,14 +125,11 @@ class DraftSteps:
         self._span, self._head = span, head
         self._layers, self._head_layers = layers, head_layers
         self._device = span.paged.device
-        self._numbers = NumberBuffer(self._device)
+        self._graphs: Graphs[_Size, tuple[Tensor, Tensor]] = Graphs(self._device, name="drafting")
         self._lagging_TD = torch.zeros(
             GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=self._device
         )
         self._downloads = _Downloads()
-        self._pool = graph_pool(self._device)
-        self._has_graphs = True
-        self._graphs: dict[_Size, Graph[tuple[Tensor, Tensor]]] = {}
 
     def queue(
         self, tokens: Sequence[int] | Tensor, rows: RowArrays, head: HeadRows | None
@@ -166,13 +158,13 @@ class DraftSteps:
 
     def may_queue_ahead(self, num_rows: int) -> bool:
         """Returns whether a step of so many chains, a row each, can have its tokens on the GPU."""
-        return self._has_graphs and num_rows <= GRAPH_ROWS[-1]
+        return self._graphs.has_room and num_rows <= GRAPH_ROWS[-1]
 
     def _reading(self, rows: RowArrays, head: HeadRows | None) -> _Reading | None:
         """Returns None for a step without a graph."""
         num_rows = len(rows.position_R)
         is_short = num_rows <= max(_FEW_ROWS, len(rows.tables_BW))
-        if not (self._has_graphs and is_short and num_rows <= GRAPH_ROWS[-1]):
+        if not (self._graphs.has_room and is_short and num_rows <= GRAPH_ROWS[-1]):
             return None
         if head is None:
             return _Reading.NOTHING
@@ -185,29 +177,18 @@ class DraftSteps:
     def _as_graph(
         self, size: _Size, packed: Ints, tokens: Sequence[int] | Tensor, head: HeadRows | None
     ) -> tuple[Tensor, Tensor]:
-        if self._numbers.write(packed):
-            self._graphs.clear()
+        self._graphs.upload(packed)
         if isinstance(tokens, Tensor):
-            self._numbers.on_device.narrow(0, 0, len(tokens)).copy_(tokens)
+            self._graphs.numbers.narrow(0, 0, len(tokens)).copy_(tokens)
         if head is not None and head.lagging:
             lagging_TD = joined(head.lagging)
             self._lagging_TD.narrow(0, 0, len(lagging_TD)).copy_(lagging_TD)
-        graph = self._graphs.get(size)
-        if graph is not None:
-            return graph.replay()
-        found = self._step(size)  # compiles the kernels
-        try:
-            self._graphs[size] = Graph(lambda: self._step(size), self._pool)
-        except RuntimeError as error:  # no memory, or an operation that graphs do not have
-            logger.warning("no_graphs drafting rows=%d error=%s", size.num_rows, error)
-            self._has_graphs = False
-            self._graphs.clear()
-        return found
+        return self._graphs.run(size, lambda: self._step(size))
 
     def _step(self, size: _Size) -> tuple[Tensor, Tensor]:
         """Launches the kernels over what is in the buffers."""
         count, lengths = size.num_rows, _lengths(size)
-        numbers = self._numbers.on_device
+        numbers = self._graphs.numbers
         rest = len(numbers) - sum(lengths)
         tokens_T, by_row, *reading, slots = torch.split(numbers, [*lengths, rest])
         rows = DeviceRows(by_row, count, size.tiling, slots=slots)

@@ -4,7 +4,6 @@ A graph has the layers, the LM head over the sampled rows and the choice, launch
 without it, so that a token is the same with and without one.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
@@ -18,9 +17,7 @@ from eesd_dist.model.kv_layout import Ints
 from eesd_dist.model.layers.cuda_layers import (
     GRAPH_ROWS,
     CudaLayers,
-    Graph,
-    NumberBuffer,
-    graph_pool,
+    Graphs,
 )
 from eesd_dist.model.layers.logits_head import LogitsHead
 from eesd_dist.model.rank_memory import logits_block
@@ -29,8 +26,6 @@ from eesd_dist.sampling.gpu_rule import best_two, packed_noise
 from eesd_dist.sampling.noise import key_words, noise_key
 from eesd_dist.sampling.row_rules import noise_temperature, positions_after
 from eesd_dist.transport.contracts import Segment
-
-logger = logging.getLogger(__name__)
 
 
 # Shapes: T rows, D hidden channels, S sampled rows.
@@ -48,15 +43,12 @@ class GraphVerifier:
     def __init__(self, span: LlamaSpan, layers: CudaLayers, head: LogitsHead) -> None:
         self._layers, self._head = layers, head
         device = span.paged.device
-        self._numbers = NumberBuffer(device)
+        self._graphs: Graphs[_Size, Tensor] = Graphs(device, name="verifying")
         self._rows_TD = torch.zeros(
             GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=device
         )
         self._most_sampled = logits_block(span.spec.vocab_size)
         """Their logits have this memory in a pass without a graph, too."""
-        self._pool = graph_pool(device)
-        self._has_graphs = True
-        self._graphs: dict[_Size, Graph[Tensor]] = {}
 
     @classmethod
     def of(cls, span: LlamaSpan) -> Self | None:
@@ -71,7 +63,7 @@ class GraphVerifier:
         Tokens are chosen by their score alone, from among all."""
         sampled = [segment for segment in segments if segment.num_sampled]
         num_rows, num_sampled = len(hidden_TD), sum(s.num_sampled for s in sampled)
-        if not (self._has_graphs and num_sampled and num_rows <= GRAPH_ROWS[-1]):
+        if not (self._graphs.has_room and num_sampled and num_rows <= GRAPH_ROWS[-1]):
             return None
         if _padded(num_sampled) > self._most_sampled:
             return None
@@ -89,29 +81,15 @@ class GraphVerifier:
         source_S[:num_sampled] = _sampled_rows(segments)
         packed = [source_S, _noise(sampled, num_padded=size.num_sampled)]
         packed.append(packed_rows(arrays, tiles, size.num_rows))
-        best_S4 = self._run(size, np.concatenate(packed), hidden_TD)
+        self._graphs.upload(np.concatenate(packed))
+        self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
+        best_S4 = self._graphs.run(size, lambda: self._pass(size))
         tokens_S: Ints = best_S4.narrow(0, 0, num_sampled).cpu().numpy()[:, 0]
         return tokens_S
 
-    def _run(self, size: _Size, packed: Ints, hidden_TD: Tensor) -> Tensor:
-        if self._numbers.write(packed):
-            self._graphs.clear()
-        self._rows_TD.narrow(0, 0, len(hidden_TD)).copy_(hidden_TD)
-        graph = self._graphs.get(size)
-        if graph is not None:
-            return graph.replay()
-        best_S4 = self._pass(size)  # compiles the kernels
-        try:
-            self._graphs[size] = Graph(lambda: self._pass(size), self._pool)
-        except RuntimeError as error:  # no memory, or an operation that graphs do not have
-            logger.warning("no_graphs verifying rows=%d error=%s", size.num_rows, error)
-            self._has_graphs = False
-            self._graphs.clear()
-        return best_S4
-
     def _pass(self, size: _Size) -> Tensor:
         """Launches the kernels over what is in the buffers."""
-        numbers = self._numbers.on_device
+        numbers = self._graphs.numbers
         lengths = [size.num_sampled, 4 * size.num_sampled]
         source_S, noise, rest = torch.split(numbers, [*lengths, len(numbers) - sum(lengths)])
         end = num_packed(size.num_rows, size.tiling.num_tiles)

@@ -57,17 +57,15 @@ class CudaLayers:
         self._rotations = [torch.view_as_real(table_SP).flatten(1) for table_SP in rotations]
         self.is_alone = all(layer.output.group.size == 1 for layer in layers)
         """True if one rank has the whole layers."""
-        self._has_graphs = self.is_alone
         device = rotations[0].device
-        self._numbers = NumberBuffer(device)
+        self._graphs: Graphs[tuple[int, Tiling], Tensor] = Graphs(device, name="layers")
         self._rows_TD = torch.zeros(GRAPH_ROWS[-1], hidden_size, dtype=dtype, device=device)
-        self._pool = graph_pool(device)
         self.take_pages(pages)
 
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
         """Reads and writes these pages from now on."""
         self._attention = [_on_gpu(part) for part in pages]
-        self._graphs: dict[tuple[int, Tiling], Graph[Tensor]] = {}
+        self._graphs.by_key.clear()
         # Layers with a window have kernels of their own. Compared while weights are loaded, not in
         # a round.
         self._may_tile = all(attention.is_independent for attention in self._attention)
@@ -78,29 +76,21 @@ class CudaLayers:
     ) -> Tensor:
         """`after_layer` is called with the number of layers done and the rows after them."""
         num_rows = rows.num_rows
-        if after_layer is not None or num_rows > GRAPH_ROWS[-1] or not self._has_graphs:
+        has_graphs = self.is_alone and self._graphs.has_room
+        if after_layer is not None or num_rows > GRAPH_ROWS[-1] or not has_graphs:
             tiles = self.tiles(rows.arrays)
             placed = self._attention[0].placed(rows.arrays, num_padded=num_rows, tiles=tiles)
             return self.run(hidden_TD.to(self._rows_TD.dtype, copy=True), placed, after_layer)
         num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
         tiles = self.tiles(rows.arrays)
-        if self._numbers.write(packed_rows(rows.arrays, tiles, num_padded)):
-            self._graphs.clear()
+        self._graphs.upload(packed_rows(rows.arrays, tiles, num_padded))
         self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
-        size = num_padded, tiles.tiling
-        graph = self._graphs.get(size)
-        if graph is not None:
-            return graph.replay().narrow(0, 0, num_rows).clone()
-        placed = DeviceRows(self._numbers.on_device, num_padded, tiles.tiling)
+        placed = DeviceRows(self._graphs.numbers, num_padded, tiles.tiling)
         x_TD = self._rows_TD.narrow(0, 0, num_padded)
-        found_TD = self.run(x_TD.clone(), placed)  # compiles the kernels
-        try:
-            self._graphs[size] = Graph(lambda: self.run(x_TD.clone(), placed), self._pool)
-        except RuntimeError as error:  # no memory, or an operation that graphs do not have
-            logger.warning("no_graphs rows=%d error=%s", num_padded, error)
-            self._has_graphs = False
-            self._graphs.clear()
-        return found_TD.narrow(0, 0, num_rows)
+        out_TD = self._graphs.run(
+            (num_padded, tiles.tiling), lambda: self.run(x_TD.clone(), placed)
+        )
+        return out_TD.narrow(0, 0, num_rows).clone()
 
     def tiles(self, arrays: RowArrays) -> RowTiles:
         """Returns the tiles of these rows, as many as there are graphs for; tiles of a row where
@@ -174,7 +164,45 @@ class NumberBuffer:
         return torch.zeros(len(self.on_device), dtype=torch.int32, pin_memory=has_gpu)
 
 
+K = TypeVar("K")
 T = TypeVar("T")
+
+
+class Graphs(Generic[K, T]):
+    """Graphs by what they are captured for, and the numbers that all of them read."""
+
+    def __init__(self, device: torch.device, *, name: str) -> None:
+        """`name`: what the graphs do, for the log."""
+        self._name = name
+        self._buffer = NumberBuffer(device)
+        self._pool = _graph_pool(device)
+        self.has_room = True
+        """False once a graph could not be captured: work is launched kernel by kernel then."""
+        self.by_key: dict[K, Graph[T]] = {}
+
+    @property
+    def numbers(self) -> Tensor:
+        """The numbers of the latest `upload` on the device, with what is behind them."""
+        return self._buffer.on_device
+
+    def upload(self, numbers: Ints) -> None:
+        if self._buffer.write(numbers):
+            self.by_key.clear()
+
+    def run(self, key: K, work: Callable[[], T]) -> T:
+        """Returns the output of the work, launched as a graph from its second run with this key on.
+        The next run may overwrite it. The work reads and writes the same memory in every run."""
+        graph = self.by_key.get(key)
+        if graph is not None:
+            return graph.replay()
+        out = work()  # compiles the kernels
+        try:
+            self.by_key[key] = Graph(work, self._pool)
+        except RuntimeError as error:  # no memory, or an operation that graphs do not have
+            logger.warning("no_graphs %s key=%s error=%s", self._name, key, error)
+            self.has_room = False
+            self.by_key.clear()
+        return out
 
 
 class Graph(Generic[T]):
@@ -200,7 +228,7 @@ class Graph(Generic[T]):
         return self._out
 
 
-def graph_pool(device: torch.device) -> Any:
+def _graph_pool(device: torch.device) -> Any:
     """Returns a pool of memory for graphs; None without a GPU."""
     if not torch.cuda.is_available():
         return None

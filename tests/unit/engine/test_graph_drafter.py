@@ -47,8 +47,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):Runtime
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_layers, "Graph", Rerun)
-    monkeypatch.setattr(steps, "Graph", Rerun)
-    monkeypatch.setattr(verifier, "Graph", Rerun)
     for module in (steps, verifier, cuda_layers):  # padding takes the interpreter time, too
         monkeypatch.setattr(module, "GRAPH_ROWS", (4, 8, 16, 32))
     monkeypatch.setattr(cuda_layers, "GRAPH_TILES", (4, 8, 16, 32))
@@ -195,8 +193,7 @@ def test_steps_without_a_graph_have_the_same_bits(
         assert_same(drafter.draft(chains)[1], expected)
         monkeypatch.undo()
         monkeypatch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
-        monkeypatch.setattr(cuda_layers, "Graph", Rerun)
-        monkeypatch.setattr(steps, "Graph", no_room)
+        monkeypatch.setattr(cuda_layers, "Graph", no_room)
         shard, drafter = twin(make_config())
         chains = starts(shard, num=4, seed=3)
         assert_same(drafter.draft(chains)[1], expected)
@@ -213,11 +210,11 @@ def test_a_longer_plan_than_its_buffer_makes_new_graphs(
         shard, drafter = twin(make_config())
         chains = starts(shard, num=4, seed=4)
         drafter.draft(chains[:1])
-        before = dict(drafter._steps._graphs)
+        before = dict(drafter._steps._graphs.by_key)
         assert_same(drafter.draft(chains)[1], expected)
         # A graph of before would read the old buffer; the twin of a graph here reads the new one.
         assert before
-        assert not before.items() & drafter._steps._graphs.items()
+        assert not before.items() & drafter._steps._graphs.by_key.items()
 
 
 def test_most_tokens_of_a_round_are_steps_with_one_graph(make_config: MakeConfig) -> None:
@@ -226,7 +223,7 @@ def test_most_tokens_of_a_round_are_steps_with_one_graph(make_config: MakeConfig
     chain = chain._replace(tokens=[9], segment=RowSegment(0, 1, chain.segment.pages))
     with torch.inference_mode():
         drafter.draft([chain._replace(rule=of_length(3))])
-    assert {(size.num_rows, size.reading.name) for size in drafter._steps._graphs} == {
+    assert {(size.num_rows, size.reading.name) for size in drafter._steps._graphs.by_key} == {
         (4, "ITS_ROWS"),
         (4, "NOTHING"),
     }
@@ -270,6 +267,6 @@ def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeCon
                 texts.setdefault(emission.request_id, []).extend(emission.tokens)
             num_drafted += sum(outcome.num_drafted for outcome in result.outcomes)
     assert num_drafted > 3
-    assert drafter._steps._graphs
-    assert {size.num_sampled for size in graphs._graphs} >= {4, 8}
+    assert drafter._steps._graphs.by_key
+    assert {size.num_sampled for size in graphs._graphs.by_key} >= {4, 8}
     assert [texts[f"off{n}"] for n in range(2)] == [texts[f"auto{n}"] for n in range(2)]

@@ -5,15 +5,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional
 
 from eesd_dist.engine.cuda import verifier
 from eesd_dist.engine.cuda.verifier import GraphVerifier
+from eesd_dist.engine.profile import greedy_segment
 from eesd_dist.model.attention.tiles import DeviceRows, RowTiles, single_tiles
 from eesd_dist.model.kv_layout import RowArrays
 from eesd_dist.model.layers import cuda_layers
-from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import Segment
 from tests.support.fake_cuda import Rerun
 
@@ -36,7 +37,7 @@ class PageLayers:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifier, "Graph", Rerun)
+    monkeypatch.setattr(cuda_layers, "Graph", Rerun)
     monkeypatch.setattr(verifier, "GRAPH_ROWS", (4, 8, 16))
 
 
@@ -50,28 +51,8 @@ def toy_verifier() -> GraphVerifier:
 
 
 def segment(*pages: int, num_rows: int = 3, num_sampled: int = 1, masks: bytes = b"") -> Segment:
-    return Segment(
-        start=0,
-        num_rows=num_rows,
-        num_sampled=num_sampled,
-        pages=PageTable(pages),
-        tokens=(5,) * num_rows,
-        history=(),
-        num_prompt=1,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=1,
-        min_tokens=0,
-        stop_token_ids=(),
-        logit_bias=(),
-        top_logprobs=None,
-        masks=masks,
-    )
+    rows = greedy_segment(start=0, num_rows=num_rows, pages=pages)
+    return replace(rows, num_sampled=num_sampled, masks=masks)
 
 
 def tokens_of(graphs: GraphVerifier, *segments: Segment) -> list[int] | None:
@@ -85,7 +66,7 @@ def test_tokens_follow_the_sampled_rows_of_each_segment() -> None:
     segments = segment(8, 9, num_sampled=2), segment(4, 3, num_sampled=0), segment(1, 2)
     for _ in range(2):  # the first run of a graph's size has no graph yet
         assert tokens_of(graphs, *segments) == [9, 9, 2]
-    assert len(graphs._graphs) == 1
+    assert len(graphs._graphs.by_key) == 1
     assert tokens_of(graphs, *reversed(segments)) == [2, 9, 9]
 
 
@@ -93,11 +74,11 @@ def test_a_longer_plan_than_its_buffer_makes_new_graphs(monkeypatch: pytest.Monk
     monkeypatch.setattr(cuda_layers, "_NUMBERS", 90)
     graphs = toy_verifier()
     assert tokens_of(graphs, segment(8, 9)) == [9]
-    before = dict(graphs._graphs)
+    before = dict(graphs._graphs.by_key)
     assert tokens_of(graphs, segment(*range(50))) == [49]
     assert tokens_of(graphs, segment(8, 9)) == [9]
     assert before
-    assert not before.items() & graphs._graphs.items()
+    assert not before.items() & graphs._graphs.by_key.items()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +109,7 @@ def test_without_room_for_a_graph_later_rounds_have_none(
     def no_room(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(verifier, "Graph", no_room)
+    monkeypatch.setattr(cuda_layers, "Graph", no_room)
     graphs = toy_verifier()
     assert tokens_of(graphs, segment(8, 9)) == [9]
     assert tokens_of(graphs, segment(8, 9)) is None
