@@ -19,4 +19,5 @@ def test_the_page_has_the_rows_of_the_planner() -> None:
 
 @pytest.mark.slow
 def test_the_page_ends_with_the_tables_of_the_command() -> None:
-    assert PAGE.read_text().endswith(f"\n\n{tables()}\n")
+    marked = f"<!-- forecasts -->\n\n{tables()}\n\n<!-- end of forecasts -->\n"
+    assert PAGE.read_text().endswith(marked)
