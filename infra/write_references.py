@@ -8,6 +8,7 @@ and the exit status is 1 if a table is not what it would be.
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -109,7 +110,8 @@ def _harmless(name: str) -> str:
 
 
 def _ignored() -> str:
-    return ", ".join(f"`{name}`" for name in sorted(IGNORED)) + "."
+    text = ", ".join(f"`{name}`" for name in sorted(IGNORED)) + "."
+    return textwrap.fill(text, width=120, break_on_hyphens=False) + "\n"
 
 
 def _errors() -> str:
