@@ -64,26 +64,24 @@ class ModelConfig(Section):
     """Folder of the exit head. None: `<path>/exit_head` if it exists, else plain decoding."""
 
     dtype: DTypeSetting = "auto"
-    """Type of the weights. `auto` takes the checkpoint's: the one in its config.json, else the one
-    its weights are stored in. A CPU computes with bfloat16 and float16 weights in float32; with
-    `fast` numerics and bfloat16 instructions it computes in bfloat16."""
+    """Type of the weights. `auto`: that of config.json, else of the stored weights. CPUs compute in
+    float32; in bfloat16 with `fast` numerics and bfloat16 instructions."""
 
     numerics: Numerics = "invariant"
-    """`invariant`: a row's result never depends on the other rows of the batch, so that results
-    with and without speculation agree bit for bit. `fast`: no such guarantee, and a stated mismatch
-    rate."""
+    """`invariant`: a row's result never depends on the other rows of the batch, so that speculation
+    changes no bit. `fast`: no such guarantee."""
 
     device: Device = "auto"
     """`auto` takes CUDA where there is one."""
 
     generation_config: Literal["auto", "none"] = "auto"
-    """`auto`: the checkpoint's generation_config.json gives the temperature, `top_p`, `top_k`,
-    `min_p` and `repetition_penalty` of requests that state none, and its `max_new_tokens` is the
-    most that an answer has. `none`: only its end tokens count."""
+    """`auto`: generation_config.json gives `temperature`, `top_p`, `top_k`, `min_p` and
+    `repetition_penalty` of requests without them; `max_new_tokens` bounds answers. `none`: only its
+    end tokens count."""
 
     ignore_config_keys: tuple[str, ...] = ()
-    """Keys of config.json that the model is computed without, although they are unknown and may
-    change the logits. Other unknown keys with a number or a switch refuse the model."""
+    """Unknown keys of config.json to compute the model without, although they may change logits.
+    Other unknown keys with a number or switch refuse the model."""
 
     max_model_len: PositiveInt | None = None
     """Maximum length of prompt and answer together, in tokens. It must fit the checkpoint's
@@ -98,12 +96,12 @@ class CacheConfig(Section):
     """Tokens in one page."""
 
     kv_cache_bytes: PositiveInt | None = None
-    """Bytes for the pages of one rank; ranks on one host take as much each. None: on a GPU what
+    """Bytes for the pages of each rank, also of several on one host. None: on a GPU what
     `gpu_memory_utilization` leaves, on a CPU 512 MiB."""
 
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Share of a GPU's memory that its rank may use for weights, activations and pages together.
-    Ranks that Ray gives a part of a GPU take that part of it."""
+    """Share of a GPU's memory for its rank's weights, activations and pages; of a part, where Ray
+    gives the rank a part of a GPU."""
 
     num_pages: PositiveInt | None = None
     """Number of pages, whatever memory there is. None: sized from memory."""
@@ -128,18 +126,16 @@ class SchedulerConfig(Section):
     """Maximum tokens of one prompt in one round."""
 
     overlap: Overlap = "auto"
-    """Uses two microbatches, of which one is drafted while the other is verified. `auto`: while
-    this is faster than one batch by measured costs, as it is where drafting takes about as long as
-    verifying."""
+    """Uses two microbatches: one is drafted while the other is verified. `auto`: while this is
+    faster than one batch by measured costs."""
 
 
 class TreeConfig(Section):
     """Drafts with alternatives."""
 
     shape: TreeShape = "none"
-    """`none`: chains. `static`: a fixed number of alternatives at each depth; the controller
-    decides the depth. `dynamic`: alternatives where they are likely to be accepted. A request may
-    override it."""
+    """`none`: chains. `static`: a fixed number of alternatives at each depth. `dynamic`:
+    alternatives where they are likely to be accepted. A request may override it."""
 
     widths: tuple[PositiveInt, ...] = (2, 2, 1)
     """`static`: number of tokens drafted after each token, by depth; one beyond the last entry."""
@@ -167,9 +163,9 @@ class SpeculationConfig(Section):
     """Settings for making and accepting drafts."""
 
     controller: str = "goodput"
-    """Name in `control.registry` of the controller that decides when to stop drafting; a request
-    may override it. `goodput` weighs the tokens of the batch against measured seconds; `beta` and
-    `calibration` are Thompson sampling per request; `fixed` and `smartspec` are baselines."""
+    """Controller of draft lengths, by its name in `control.registry`: `goodput`, `smartspec`,
+    `beta`, `calibration`, `fixed` (docs/control.md) or a registered one. A request may override
+    it."""
 
     max_draft_tokens: NonNegativeInt = 8
     """Maximum tokens of one draft; the controller usually stops earlier. 0 is plain decoding."""
@@ -201,9 +197,8 @@ class SpeculationConfig(Section):
     """Kappa of `calibration`: weight of the calibrated probability in judged tokens. 0: Beta-TS."""
 
     stop_rule: StopRule = "auto"
-    """Rule that turns sampled acceptance probabilities into a draft length. `bernoulli`: one
-    Bernoulli draw per token, the published rule. `optimal`: continue while the round's expected
-    tokens per second rise, by the measured cost model. `auto`: `optimal` when costs are known, else
+    """Draft length from sampled probabilities. `bernoulli`: the published draw per token.
+    `optimal`: by expected tokens per second. `auto`: `optimal` when costs are known, else
     `bernoulli`."""
 
     log_evidence: bool = False
@@ -213,8 +208,8 @@ class SpeculationConfig(Section):
     """Seed of the controllers' random draws, which never change a text."""
 
     learn: bool = True
-    """False pins the controllers, for reproducible runs: no outcome changes a belief, and with a
-    `cost_file` the same requests in the same order get the same draft lengths."""
+    """False pins the controllers: no outcome changes a belief, and with a `cost_file` equal
+    requests in equal order get equal draft lengths."""
 
     cost_file: Path | None = None
     """A measured cost model (`CostModel.save`) to use; None measures one at start-up."""
@@ -238,17 +233,18 @@ class ParallelConfig(Section):
     verify_tensor_parallel_size: PositiveInt = 1
     """Ranks of the verify stage."""
 
+    # For D draft ranks, the first D verify ranks hold the embedding and 1/D of layers [0, N) with
+    # their KV pages.
     fallback: bool = False
-    """Makes the first D verify ranks, D being the number of draft ranks, also hold a draft rank's
-    part of the target: the embedding, 1/D of layers [0, N) and their KV pages, without the exit
-    head. Plain decoding continues there while a process of the draft stage is replaced."""
+    """Loads the draft ranks' part of the target, without the exit head, into verify ranks: plain
+    decoding continues while the draft stage is replaced."""
 
     timeout_s: PositiveFloat = 20.0
     """Deadline of every wait between ranks; the error names the peer."""
 
     num_threads: PositiveInt = 1
-    """CPU threads of one rank. In `LLM`, `eesd generate` and `eesd batch` without `--url` the
-    default is OMP_NUM_THREADS, or the number of cores. It changes no text."""
+    """CPU threads of one rank; they change no text. Default of `LLM`, `eesd generate` and `eesd
+    batch` without `--url`: OMP_NUM_THREADS, else all cores."""
 
     @model_validator(mode="after")
     def _fallback_has_room(self) -> Self:
@@ -270,9 +266,8 @@ class GrammarConfig(Section):
     """Charged seconds of one text; beyond them it ends with an error."""
 
     caller_budget_s: PositiveFloat = 30.0
-    """Charged seconds of all texts of one API key, refilled at the rate below. Beyond them its
-    texts with costly masks end with an error, and new ones are refused with 429, unless their
-    grammar is known to be cheap."""
+    """Charged seconds of all texts of one API key, refilled at the rate below. Beyond them costly
+    texts fail, and new ones get 429."""
 
     caller_refill: PositiveFloat = 0.05
     """Seconds that an API key may be charged for in each second, in the long run."""

@@ -58,7 +58,7 @@ class BundleConfig(Section):
 
     num_gpus: NonNegativeFloat | None = None
     """None: one where the model's device is `cuda`, or `auto` in a cluster with GPUs; half of one
-    where there is a single GPU for a drafting actor and one verify rank."""
+    where both stages share a single GPU."""
 
     resources: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Custom Ray resources, for nodes that offer them."""
@@ -90,7 +90,7 @@ class PlacementConfig(Section):
 
     stages: Strategy | None = None
     """The two stages relative to each other; None: PACK. PACK and SPREAD are preferences;
-    STRICT_PACK: all on one node; STRICT_SPREAD: no node holds ranks of both stages."""
+    STRICT_PACK: one node; STRICT_SPREAD: no node holds ranks of both."""
 
     draft: BundleConfig = BundleConfig()
     """The drafting actor, and the other draft ranks."""
@@ -99,9 +99,8 @@ class PlacementConfig(Section):
     """Bundle of every verify rank."""
 
     front: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """Custom Ray resources for the actors that hold connections and ledgers (HTTP replicas, the
-    pipelines' replicas and the router), a little for each, e.g. {stable: 0.001}. Without it they
-    are placed on any node, short-lived ones included."""
+    """Custom Ray resources for HTTP replicas, pipelines' replicas and the router, which hold
+    connections and ledgers, e.g. {stable: 0.001}; else any node, short-lived ones included."""
 
     @model_validator(mode="after")
     def _is_said_once(self) -> Self:
@@ -146,16 +145,16 @@ class PipelinesConfig(Section):
     should keep; None: it is no signal."""
 
     shrink_at: float = Field(default=_TARGETS.shrink_at, gt=0.0, lt=1.0)
-    """A pipeline is given up only when the others would be loaded to this share of the targets. The
-    gap to 1 is the hysteresis: 0.7 tolerates a load that varies by 17 % up and down."""
+    """Share of the targets to which the others may be loaded when a pipeline is given up; 0.7
+    tolerates a load varying by 17 %."""
 
     up_delay_s: NonNegativeFloat = _TARGETS.up_delay_s
     """Time for which the load must exceed the targets before pipelines are added. The first
     pipeline of an idle service is started at once."""
 
     down_delay_s: NonNegativeFloat = _TARGETS.down_delay_s
-    """Time for which the load must be low before a pipeline is drained, and the pause after any
-    change. Longer than a start, which it would waste."""
+    """Time of low load before a pipeline is drained, and pause after any change. Longer than a
+    start, which it would waste."""
 
     idle_delay_s: NonNegativeFloat = _TARGETS.idle_delay_s
     """Time without a request before the last pipeline is given up, where `min_count` is 0."""
@@ -197,9 +196,8 @@ class SparesConfig(Section):
     the GPU of a rank of its stage."""
 
     draft: NonNegativeInt | None = None
-    """Spares for the drafting actor, with its weights loaded. Draft ranks other than 0 have no
-    spares. None: 1 in the only pipeline of `eesd serve` on the CPUs of this machine, where memory
-    has room for it, otherwise 0."""
+    """Loaded spares for the drafting actor. None: 1 in the only pipeline of a local `eesd serve` on
+    CPUs if memory has room, else 0."""
 
     verify: NonNegativeInt | None = None
     """Spares for verify ranks. Which rank is not known before one is lost: its weights are loaded
@@ -218,8 +216,8 @@ class RecoveryConfig(Section):
     """Recovery from a lost process or link of a pipeline."""
 
     stream_pause_s: PositiveFloat | None = None
-    """Longest a stream waits without a token for a pipeline; then it ends with an error. None:
-    three times as long as the slowest pipeline took to start, and at least a minute."""
+    """Longest a stream waits without a token for a pipeline; then an error. None: three times the
+    slowest pipeline's start, at least a minute."""
 
     load_timeout_s: PositiveFloat = 900.0
     """Longest a start may take: processes, weights, first rounds."""
@@ -228,18 +226,16 @@ class RecoveryConfig(Section):
     """Longest time for which streams go on when the service or a pipeline is taken down."""
 
     kv_migration: Literal["pages", "recompute"] = "pages"
-    """Way in which streams leave a pipeline that is drained: with their KV pages, copied while they
-    go on, or recomputed from their tokens. Pages are copied only between pipelines that serve the
-    same model in the same way; otherwise, and where copying fails, streams are recomputed too."""
+    """Way in which streams leave a drained pipeline: `pages` copies their KV pages to an equal
+    pipeline; `recompute`, and a failed copy, compute them again."""
 
     lease_s: PositiveFloat = 60.0
-    """Time for which the workers of a pipeline wait for a new supervisor when theirs has died; then
-    they exit and free their GPUs. Longer than Serve takes to replace a replica."""
+    """Time for which a pipeline's workers wait for a new supervisor before they exit and free GPUs.
+    Longer than Serve takes to replace a replica."""
 
     resume_window_s: Annotated[NonNegativeFloat, Field(le=3600.0)] = 60.0
-    """Time for which a drafting actor keeps the tokens of a stream after its client has left, so
-    that a request with `Last-Event-ID` continues at once. Later, and with 0, they are computed
-    again."""
+    """Time for which a stream's tokens are kept after its client has left, for `Last-Event-ID`.
+    Later, and with 0, they are computed again."""
 
     spares: SparesConfig = SparesConfig()
 
@@ -248,9 +244,8 @@ class RecoveryConfig(Section):
     up."""
 
     suspect_after: PositiveInt = 2
-    """Crashes since its last token, reported by the engine's own process, that make a request a
-    suspect: it then runs alone, is refused if the engine crashes again, and the other requests go
-    on."""
+    """Attributable crashes since its last token that make a request a suspect: it then runs alone,
+    and another one refuses it. Other requests go on."""
 
     def pause_for(self, start_s: float | None) -> float:
         """Returns the longest pause of a stream, where pipelines take `start_s` to start."""
@@ -316,8 +311,8 @@ class StreamsConfig(Section):
     its cost."""
 
     interval_s: Annotated[PositiveFloat, Field(le=60.0)] | None = None
-    """Fixed time between the events of a stream, from its first token on; None: each event is sent
-    as soon as a round has made it, and its size and time tell how much of a draft was accepted."""
+    """Fixed time between the events of a stream. None: an event for each round, of which size and
+    time tell how much was accepted."""
 
     tokens_per_event: PositiveInt = 4
     """Tokens of each event but the last, where `interval_s` is set. A stream has at most
@@ -334,8 +329,8 @@ class RouterConfig(Section):
     """Ray namespace of that name."""
 
     checkpoint: HomePath | None = None
-    """File the beliefs are kept in, on the node of the router or on a disk that all nodes share,
-    e.g. /var/lib/eesd/beliefs.json; None forgets them with the actor."""
+    """File of the beliefs, on the router's node or a disk that all nodes share, e.g.
+    /var/lib/eesd/beliefs.json; None forgets them with the actor."""
 
     checkpoint_every_s: PositiveFloat = 5.0
     """Interval of checkpoints: a crash loses what was learnt since the last one."""
@@ -345,8 +340,8 @@ class RouterConfig(Section):
     the pools are `pinned`."""
 
     pinned: bool = False
-    """Pools do not change: a request's initial belief does not depend on earlier requests.
-    `eesd controllers pin` and `unpin` do the same to a running service."""
+    """Pools do not change: a request's initial belief depends on no earlier request. `eesd
+    controllers pin` and `unpin` do this to a running service."""
 
     workloads_by_temperature: bool = True
     """Classifies requests that name no workload class by their temperature, too."""
@@ -402,9 +397,8 @@ class TelemetryConfig(Section):
     """Folder for span files, one per process, where there is no collector."""
 
     sampler: Sampler | None = None
-    """OpenTelemetry's sampler, as in OTEL_TRACES_SAMPLER. None: with a collector or a folder
-    `parentbased_always_on`, else all requests of a service with little load, and one in a second of
-    a busy one."""
+    """OpenTelemetry's sampler, as in OTEL_TRACES_SAMPLER. None: `parentbased_always_on` with a
+    collector or folder, else all requests under little load and one in a second otherwise."""
 
     sampler_arg: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """The ratio of a sampler by ratio, as in OTEL_TRACES_SAMPLER_ARG, e.g. 0.01; None: 1."""
@@ -437,8 +431,8 @@ class ServiceConfig(Section):
     """Port the HTTP service listens on."""
 
     proxy_location: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
-    """Places where Serve has HTTP proxies, if this service starts it: on the head, or also on every
-    node with a replica, for clients that go on at another node (or a load balancer that does)."""
+    """Places of Serve's HTTP proxies, if this service starts it: the head, or also every node with
+    a replica, for failover of clients."""
 
     api_key_env: str = "EESD_API_KEY"
     """Environment variable with the key clients must send; unset or empty: no key is asked for."""
@@ -448,9 +442,8 @@ class ServiceConfig(Section):
     replica; read again when it changes."""
 
     share_prefix_cache: bool = False
-    """Lets a prompt also reuse prefixes that other API keys have left in the KV cache: faster where
-    keys have system prompts in common, and a caller can then test guesses at the prompts of others
-    (docs/security.md)."""
+    """Lets prompts reuse prefixes of other API keys in the KV cache: faster with common system
+    prompts, but callers can guess at others' prompts (docs/security.md)."""
 
     allow_no_key: bool = False
     """Allows a host other than loopback without a key."""
@@ -459,9 +452,9 @@ class ServiceConfig(Section):
     """Origins of web pages that may call the API, e.g. https://example.com; `*`: any."""
 
     log_folder: HomePath | None = None
-    """Folder in which `eesd serve` without --address keeps the logs of its last ten starts, a
-    folder each; None: `$XDG_STATE_HOME/eesd/logs`, `~/.local/state/eesd/logs`, or
-    `/tmp/eesd-UID/state/logs` for a user without a home folder."""
+    """Folder of `eesd serve` without --address for the logs of its last ten starts; None:
+    `$XDG_STATE_HOME/eesd/logs`, `~/.local/state/eesd/logs`, or `/tmp/eesd-UID/state/logs` without a
+    home folder."""
 
     log_format: LogFormat = "text"
     """Format of the log lines of all processes: `json` is one object a line."""

@@ -44,8 +44,7 @@ class ApiKey(Section):
 
     tokens_per_minute: PositiveInt | None = None
     """Tokens of prompts, answers and other work (docs/quotas.md), over all ingresses; None: no
-    limit. A minute's worth may be used at once. An answer that has begun is finished: what it took
-    too much is waited for."""
+    limit. A minute's worth may be used at once."""
 
     weight: PositiveFloat = Field(default=1.0, le=1000.0)
     """Share of the batch when callers compete: twice the weight is twice the share."""

@@ -83,9 +83,8 @@ class GenerationFields(SamplingFields):
     return_token_ids: bool = False
     """Adds the ids of the answer's tokens, and those of the prompt, to the answer."""
     return_token_origins: bool = False
-    """Adds to each token of the answer where it came from: `accepted` from the draft, `recovered`
-    after a rejection, `bonus` after a draft that was right to its end, or `target` where nothing
-    was drafted; with its text, and the drafted and accepted tokens of each draft."""
+    """Adds the origin of each token (`accepted`, `recovered`, `bonus` or `target`) with its text,
+    and the drafted and accepted tokens of each draft."""
     stream: bool = False
     """Sends the answer as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
