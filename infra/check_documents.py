@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_COLUMNS = 120
 MAX_CELL_WORDS = 25
-MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 37_900}
+MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 37_400}
 LONG_LINES: Mapping[str, int] = {
     "docs/api.md": 17,
     "docs/architecture.md": 25,
@@ -29,7 +29,6 @@ LONG_LINES: Mapping[str, int] = {
     "docs/gpu.md": 20,
     "docs/observability.md": 41,
     "docs/operations.md": 1,
-    "docs/quickstart.md": 31,
     "docs/quotas.md": 21,
     "docs/structured_output.md": 27,
     "docs/supported_models.md": 9,
