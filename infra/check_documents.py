@@ -15,10 +15,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_COLUMNS = 120
 MAX_CELL_WORDS = 25
-MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 37_400}
+MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 36_900}
 LONG_LINES: Mapping[str, int] = {
     "docs/api.md": 17,
-    "docs/architecture.md": 25,
     "docs/autoscaling.md": 33,
     "docs/configuration.md": 1,
     "docs/console.md": 14,
