@@ -15,13 +15,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_COLUMNS = 120
 MAX_CELL_WORDS = 25
-MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 36_900}
+MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 36_300}
 LONG_LINES: Mapping[str, int] = {
     "docs/api.md": 17,
     "docs/autoscaling.md": 33,
     "docs/configuration.md": 1,
     "docs/console.md": 14,
-    "docs/deploy.md": 37,
     "docs/exactness.md": 9,
     "docs/extending.md": 33,
     "docs/fuzz.md": 13,
@@ -35,7 +34,6 @@ LONG_LINES: Mapping[str, int] = {
 }
 LONG_CELLS: Mapping[str, int] = {
     "docs/autoscaling.md": 1,
-    "docs/deploy.md": 1,
     "docs/extending.md": 2,
     "docs/fuzz.md": 3,
     "docs/glossary.md": 5,
