@@ -15,12 +15,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_COLUMNS = 120
 MAX_CELL_WORDS = 25
-MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 36_300}
+MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 35_300}
 LONG_LINES: Mapping[str, int] = {
     "docs/api.md": 17,
-    "docs/autoscaling.md": 33,
     "docs/configuration.md": 1,
-    "docs/console.md": 14,
     "docs/exactness.md": 9,
     "docs/extending.md": 33,
     "docs/fuzz.md": 13,
@@ -29,11 +27,8 @@ LONG_LINES: Mapping[str, int] = {
     "docs/operations.md": 1,
     "docs/quotas.md": 21,
     "docs/structured_output.md": 27,
-    "docs/supported_models.md": 9,
-    "docs/tools.md": 9,
 }
 LONG_CELLS: Mapping[str, int] = {
-    "docs/autoscaling.md": 1,
     "docs/extending.md": 2,
     "docs/fuzz.md": 3,
     "docs/glossary.md": 5,
