@@ -15,12 +15,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_COLUMNS = 120
 MAX_CELL_WORDS = 25
-MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 35_300}
+MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 34_900}
 LONG_LINES: Mapping[str, int] = {
     "docs/api.md": 17,
     "docs/configuration.md": 1,
     "docs/exactness.md": 9,
-    "docs/extending.md": 33,
     "docs/fuzz.md": 13,
     "docs/gpu.md": 20,
     "docs/observability.md": 41,
@@ -29,7 +28,6 @@ LONG_LINES: Mapping[str, int] = {
     "docs/structured_output.md": 27,
 }
 LONG_CELLS: Mapping[str, int] = {
-    "docs/extending.md": 2,
     "docs/fuzz.md": 3,
     "docs/glossary.md": 5,
     "docs/observability.md": 2,
