@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_COLUMNS = 120
 MAX_CELL_WORDS = 25
-MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 34_900}
+MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 34_800}
 LONG_LINES: Mapping[str, int] = {
     "docs/api.md": 17,
     "docs/configuration.md": 1,
@@ -29,7 +29,6 @@ LONG_LINES: Mapping[str, int] = {
 }
 LONG_CELLS: Mapping[str, int] = {
     "docs/fuzz.md": 3,
-    "docs/glossary.md": 5,
     "docs/observability.md": 2,
     "docs/quotas.md": 1,
 }
