@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_COLUMNS = 120
 MAX_CELL_WORDS = 25
-MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 34_800}
+MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 34_050}
 LONG_LINES: Mapping[str, int] = {
     "docs/api.md": 17,
     "docs/configuration.md": 1,
@@ -23,7 +23,6 @@ LONG_LINES: Mapping[str, int] = {
     "docs/fuzz.md": 13,
     "docs/gpu.md": 20,
     "docs/observability.md": 41,
-    "docs/operations.md": 1,
     "docs/quotas.md": 21,
     "docs/structured_output.md": 27,
 }
