@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_COLUMNS = 120
 MAX_CELL_WORDS = 25
-MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 32_950}
+MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 33_000}
 LONG_LINES: Mapping[str, int] = {
     "docs/api.md": 17,
     "docs/configuration.md": 1,
