@@ -8,7 +8,7 @@ QUICK := not slow and not gpu
 DURATIONS := --durations=30 --durations-min=2
 SOURCES := eesd_launcher.py eesd_dist serve_app cluster tests infra
 
-.PHONY: install install-serving pins serve test test-services fuzz-reduce test-fuzz test-hosts test-autoscaling test-endurance test-plan test-planted-errors test-slow check format gpu-check references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
+.PHONY: install install-serving pins serve test test-services fuzz-reduce test-fuzz test-hosts test-autoscaling test-endurance test-plan test-planted-errors test-slow check format gpu-check plots references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 
 # Everything, for developers.
 install: $(VENV)/.installed
@@ -86,6 +86,7 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/python infra/check_words.py
 	$(BIN)/python infra/check_docstrings.py
+	$(BIN)/python infra/check_documents.py
 	$(BIN)/python infra/write_references.py --check
 	$(BIN)/yamllint --strict .
 	$(BIN)/shellcheck .ci/run cluster/configs/node.sh infra/gpu/*.sh
@@ -93,7 +94,11 @@ check: install
 	$(BIN)/hadolint infra/docker/Dockerfile.*
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec infra/docker-compose.yaml
 
-# The tables of docs/api.md, docs/configuration.md and docs/quotas.md.
+# The plot of the README, from records in docs/benchmarks.
+plots: install
+	$(BIN)/python infra/draw_plots.py
+
+# The tables of the pages in docs.
 references: install
 	$(BIN)/python infra/write_references.py
 

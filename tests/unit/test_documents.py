@@ -1,4 +1,4 @@
-"""Links and file names in the documents exist."""
+"""Links, headings and file names in the documents exist."""
 
 import re
 from collections.abc import Iterable
@@ -14,6 +14,8 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 HISTORY = {ROOT / "CHANGELOG.md", *(ROOT / "docs/benchmarks").glob("*.md")}
 """Records, which may name commands of their time."""
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 COMMAND = re.compile(r"\beesd ((?:bench )?[a-z]+)")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 CODE_PATH = re.compile(r"`((?:eesd_dist|serve_app|cluster|infra|tests|docs)/[\w./-]+)`")
@@ -31,6 +33,16 @@ def test_links_and_paths_of_a_document_exist(document: Path) -> None:
     assert missing == []
 
 
+def test_headings_that_are_linked_to_exist() -> None:
+    missing = [
+        f"{document.relative_to(ROOT)}: {page}#{anchor}"
+        for document in DOCUMENTS
+        for page, anchor in ANCHOR.findall(document.read_text())
+        if anchor not in _anchors(document.parent / page if page else document)
+    ]
+    assert missing == []
+
+
 def test_the_changelog_names_the_version_or_calls_it_unreleased() -> None:
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
 
@@ -43,6 +55,13 @@ def test_every_command_in_the_documents_is_one(capsys: pytest.CaptureFixture[str
     for command in sorted(commands | (_commands_in(HISTORY) - removed)):
         assert cli.main([*command.split(), "--help"]) == 0, command
     capsys.readouterr()
+
+
+def _anchors(document: Path) -> set[str]:
+    """Returns the names that GitHub gives to the headings."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in HEADING.findall(text))
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
 def _commands_in(documents: Iterable[Path]) -> set[str]:
