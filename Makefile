@@ -4,11 +4,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PINNED := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c infra/constraints.txt
-QUICK := not slow and not gpu
+QUICK := not slow and not gpu and not nightly
 DURATIONS := --durations=30 --durations-min=2
 SOURCES := eesd_launcher.py eesd_dist serve_app cluster tests infra
 
-.PHONY: install install-serving pins serve test test-services fuzz-reduce test-fuzz test-hosts test-autoscaling test-endurance test-plan test-planted-errors test-slow check format gpu-check plots references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
+.PHONY: install install-serving pins serve test test-services fuzz-reduce test-fuzz test-hosts test-autoscaling test-nightly test-endurance test-plan test-planted-errors test-slow check format gpu-check plots references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 
 # Everything, for developers.
 install: $(VENV)/.installed
@@ -58,6 +58,10 @@ test-fuzz: install
 # A load from zero to eight streams and back, and the pipelines and nodes that follow; five minutes.
 test-autoscaling: install
 	$(BIN)/python -m pytest -m autoscaling tests/serve
+
+# Faults of every kind under a load, and pipelines that come and go; twenty minutes.
+test-nightly: install
+	$(BIN)/python -m pytest -m 'nightly and not slow' $(DURATIONS) tests/serve tests/hosts
 
 # The slopes of memory, handles, pages and actors over twenty minutes of load, kills and left streams.
 test-endurance: install

@@ -1,6 +1,7 @@
 """Compiles kernels in a process of its own, while the ranks that need them start."""
 
 import atexit
+import json
 import logging
 import os
 import subprocess
@@ -18,6 +19,8 @@ from eesd_dist.engine.compiled.ahead import at_work
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_ORIGIN = ("provenance", "speculators_config")
+"""Keys of a head's configuration that say where it comes from; kernels do not depend on them."""
 
 
 def start_compiling(config: EngineConfig) -> None:
@@ -32,13 +35,29 @@ def start_compiling(config: EngineConfig) -> None:
 
 
 def _kept_file(config: EngineConfig) -> Path:
-    """Returns the file that says that the kernels of this code for this model are kept."""
+    """Returns the file that exists if the kernels for models of this shape are kept."""
     model = config.model
     digest = sha256(f"{version('numba')} {sys.implementation.cache_tag} {__file__}".encode())
-    digest.update(f"{model.path.resolve()} {model.head} {model.dtype} {model.device}".encode())
+    digest.update(f"{model.dtype} {model.device}".encode())
+    for folder in (model.path, model.head or model.path / "exit_head"):
+        digest.update(_shape_in(folder))
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     return kernels_folder() / f"kept-{digest.hexdigest()[:16]}"
+
+
+def _shape_in(folder: Path) -> bytes:
+    """Returns the configuration of a checkpoint or head without its origin; empty if there is none,
+    or if it cannot be read, which loading reports."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return b""
+    if not isinstance(config, dict):
+        return b""
+    return json.dumps(
+        {k: v for k, v in config.items() if k not in _ORIGIN}, sort_keys=True
+    ).encode()
 
 
 def _end_with(parent: int) -> None:

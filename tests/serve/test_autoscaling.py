@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 Row = dict[str, Any]
-pytestmark = [pytest.mark.autoscaling, pytest.mark.alone]
+pytestmark = [pytest.mark.autoscaling, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

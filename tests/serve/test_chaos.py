@@ -28,7 +28,7 @@ def _chaos(*words: str, timeout_s: float) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.alone
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_streams_outlive_the_processes_under_them() -> None:
     kinds = ["--kinds", "verify rank", "drafting actor"]
@@ -50,7 +50,7 @@ _WORKER = re.compile(r"drafting actor|verify rank \d")
 @pytest.mark.parametrize(
     "deadline_s",
     [
-        pytest.param(4, id="a deadline of 4 s", marks=pytest.mark.alone),
+        pytest.param(4, id="a deadline of 4 s", marks=pytest.mark.nightly),
         pytest.param(None, id="the defaults", marks=pytest.mark.slow),
     ],
 )

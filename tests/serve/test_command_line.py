@@ -90,7 +90,15 @@ _ENDS_OF_RAY = {
 }
 
 
-@pytest.mark.parametrize("end", ["kill -9", "serve.shutdown()", "raylet", "gcs_server"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "kill -9",
+        "gcs_server",
+        pytest.param("raylet", marks=pytest.mark.nightly),
+        pytest.param("serve.shutdown()", marks=pytest.mark.nightly),
+    ],
+)
 def test_however_serve_ends_its_logs_are_all_that_is_left(
     end: str, tiny_service: Path, folder: Path, tmp_path: Path
 ) -> None:

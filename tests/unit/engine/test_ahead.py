@@ -1,6 +1,7 @@
 """Kernels that one process compiles while those that need them start."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_process_keeps_all_kernels_for_ranks_that_wait(
-    empty_folder: Path, make_config: MakeConfig
+    empty_folder: Path, tmp_path: Path, make_config: MakeConfig
 ) -> None:
     config = make_config()
     start_compiling(config)
@@ -60,6 +61,10 @@ def test_a_process_keeps_all_kernels_for_ranks_that_wait(
     wait_until(lambda: not is_at_work())
     before = children()
     start_compiling(config)
+    copy = shutil.copytree(config.model.path, tmp_path / "copy")
+    start_compiling(
+        config.model_copy(update={"model": config.model.model_copy(update={"path": copy})})
+    )
     assert children() <= before
 
 
