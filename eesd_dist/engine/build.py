@@ -121,7 +121,7 @@ class DraftWeights:
     room: KvRoom
     config: EngineConfig
 
-    def shard(self, *, num_pages: int, compiles_later: bool = False) -> OwnShard:
+    def shard(self, *, num_pages: int, compiles_in_background: bool = False) -> OwnShard:
         """Allocates the pages of the layers and of the exit head."""
         page_size = self.config.cache.page_size
         head = self.head
@@ -133,7 +133,7 @@ class DraftWeights:
             page_size=page_size,
             device=self.span.layers.device,
             numerics=self.config.model.numerics,
-            compiles_later=compiles_later,
+            compiles_in_background=compiles_in_background,
         )
 
 
@@ -145,7 +145,7 @@ class VerifyWeights:
     room: KvRoom
     config: EngineConfig
 
-    def stage(self, *, num_pages: int, compiles_later: bool = False) -> VerifyStage:
+    def stage(self, *, num_pages: int, compiles_in_background: bool = False) -> VerifyStage:
         """Allocates the pages."""
         page_size = self.config.cache.page_size
         return VerifyStage(
@@ -154,7 +154,7 @@ class VerifyWeights:
             page_size=page_size,
             device=self.span.layers.device,
             numerics=self.config.model.numerics,
-            compiles_later=compiles_later,
+            compiles_in_background=compiles_in_background,
         )
 
 
@@ -288,7 +288,7 @@ def load_verify_weights(
     spec, split = layout.spec, layout.split
     span = _load_span(config, layout, split, spec.num_layers, group=group, on_progress=on_progress)
     page_size = config.cache.page_size
-    page_bytes, later_bytes = span.layers.kv_page_bytes(page_size), 0
+    page_bytes, deferred_bytes = span.layers.kv_page_bytes(page_size), 0
     num_draft_ranks = parallel.draft_tensor_parallel_size
     if parallel.fallback and group.rank < num_draft_ranks:
         page_bytes += kv_page_bytes(
@@ -299,7 +299,7 @@ def load_verify_weights(
             num_ranks=num_draft_ranks,
             bytes_per_value=span.layers.bytes_per_kv,
         )
-        later_bytes = fallback_bytes(
+        deferred_bytes = fallback_bytes(
             config.model.path,
             spec,
             split=split,
@@ -307,7 +307,7 @@ def load_verify_weights(
             size=num_draft_ranks,
             dtype=layout.dtype,
         )
-    room = kv_room(config, span.layers, page_bytes=page_bytes, later_bytes=later_bytes)
+    room = kv_room(config, span.layers, page_bytes=page_bytes, deferred_bytes=deferred_bytes)
     return VerifyWeights(span=span, room=room, config=config)
 
 
@@ -389,8 +389,8 @@ def build_draft_engine(
 def _traffic_of(group: TensorGroup | None) -> Callable[[], Traffic]:
     """Returns the counter of this rank's traffic in a process group; other groups have none."""
     if isinstance(group, GroupHandle | ProcessGroup):
-        counted = group
-        return lambda: counted.counts().total
+        process_group = group
+        return lambda: process_group.counts().total
     return lambda: NO_TRAFFIC
 
 

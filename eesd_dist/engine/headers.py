@@ -52,7 +52,10 @@ class KvMoves:
         """Returns the pages with pending moves: an accepted branch is not in its KV slots there
         yet, or is still in a page that its request has freed."""
         with self._lock:
-            moves = [*self._pending, *(move for sent in self._sent.values() for move in sent)]
+            moves = [
+                *self._pending,
+                *(move for round_moves in self._sent.values() for move in round_moves),
+            ]
         return {slot // page_size for move in moves for slot in move}
 
 

@@ -43,40 +43,40 @@ def unwatched(progress: LoadProgress) -> None:
     """Ignores the progress of a load."""
 
 
-def load_pieces(folder: Path, pieces: Sequence[Piece[Any]], *, on_progress: OnProgress) -> None:
+def load_pieces(folder: Path, units: Sequence[Piece[Any]], *, on_progress: OnProgress) -> None:
     """Reads and packs all pieces in order. Raises CheckpointError for missing or unfit tensors."""
     with Checkpoint(folder) as checkpoint:
-        sizes = [_size_of(piece, checkpoint) for piece in pieces]
+        sizes = [_size_of(unit, checkpoint) for unit in units]
         checkpoint.close_files()
         total, done, waited_s, started_s = sum(sizes), 0, 0.0, monotonic()
 
-        def tell(piece: str) -> None:
+        def tell(name: str) -> None:
             on_progress(
                 LoadProgress(
                     bytes_done=done,
                     bytes_total=total,
-                    piece=piece,
+                    piece=name,
                     seconds=monotonic() - started_s,
                     waited_s=waited_s,
                 )
             )
 
-        def read(piece: Piece[T]) -> T:
-            content = piece.read(checkpoint)
+        def read(unit: Piece[T]) -> T:
+            content = unit.read(checkpoint)
             checkpoint.close_files()
             return content
 
         tell("")
-        with _ReadAhead(read, pieces, sizes) as ahead:
-            for piece, size in zip(pieces, sizes, strict=True):
-                asked_s = monotonic()
-                content = ahead.take()
-                waited_s += monotonic() - asked_s
-                piece.pack(content)
+        with _ReadAhead(read, units, sizes) as reader:
+            for unit, size in zip(units, sizes, strict=True):
+                wait_started_s = monotonic()
+                content = reader.take()
+                waited_s += monotonic() - wait_started_s
+                unit.pack(content)
                 del content
                 give_back()
                 done += size
-                tell(piece.name)
+                tell(unit.name)
 
 
 class _ReadAhead:
@@ -85,11 +85,11 @@ class _ReadAhead:
     def __init__(
         self,
         read: Callable[[Piece[Any]], Any],
-        pieces: Sequence[Piece[Any]],
+        units: Sequence[Piece[Any]],
         sizes: Sequence[int],
     ) -> None:
         self._read = read
-        self._pieces = pieces
+        self._pieces = units
         self._sizes = sizes
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read-ahead")
         self._ahead: deque[Future[Any]] = deque()
@@ -111,10 +111,10 @@ class _ReadAhead:
         return content
 
     def _fill(self) -> None:
-        wanted = num_read_ahead(self._sizes[self._num_taken :])
-        while len(self._ahead) < wanted:
-            piece = self._pieces[self._num_taken + len(self._ahead)]
-            self._ahead.append(self._readers.submit(self._read, piece))
+        target = num_read_ahead(self._sizes[self._num_taken :])
+        while len(self._ahead) < target:
+            unit = self._pieces[self._num_taken + len(self._ahead)]
+            self._ahead.append(self._readers.submit(self._read, unit))
 
 
 def give_back() -> None:
@@ -127,7 +127,7 @@ def give_back() -> None:
         trim(0)
 
 
-def _size_of(piece: Piece[Any], checkpoint: Checkpoint) -> int:
+def _size_of(unit: Piece[Any], checkpoint: Checkpoint) -> int:
     headers = Headers(checkpoint)
-    piece.read(headers)
+    unit.read(headers)
     return headers.size_bytes

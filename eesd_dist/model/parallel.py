@@ -82,7 +82,7 @@ def joined_over_ranks(x_TO: Tensor, group: TensorGroup, *, count: int) -> Tensor
         return x_TO
     widths = [len(part_of(count, rank, group.size)) for rank in range(group.size)]
     padded_TO = functional.pad(x_TO, (0, max(widths) - widths[group.rank]))
-    parts = group.all_gather(padded_TO)
+    shards = group.all_gather(padded_TO)
     return torch.cat(
-        [part.narrow(-1, 0, width) for part, width in zip(parts, widths, strict=True)], dim=-1
+        [shard.narrow(-1, 0, width) for shard, width in zip(shards, widths, strict=True)], dim=-1
     )

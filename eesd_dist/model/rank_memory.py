@@ -41,8 +41,8 @@ def kv_page_bytes(
     """Returns the bytes of one page in so many layers of one rank. That is more than its positions
     take where a head or a page is narrower than a vector."""
     own = len(kv_heads_of(0, num_ranks, num_kv_heads=num_kv_heads))
-    part = part_numbers(head_dim=head_dim, page_size=page_size)
-    return num_layers * own * part * bytes_per_value
+    kv_numbers = part_numbers(head_dim=head_dim, page_size=page_size)
+    return num_layers * own * kv_numbers * bytes_per_value
 
 
 def gpu_budget_bytes(

@@ -124,14 +124,16 @@ class LlamaSpan:
         """None for a span that does not end with the last layer."""
         return self._head
 
-    def forward(self, hidden_TD: Tensor, rows: RowPlan, *, kept: LayerRows | None = None) -> Tensor:
+    def forward(
+        self, hidden_TD: Tensor, rows: RowPlan, *, layer_rows: LayerRows | None = None
+    ) -> Tensor:
         """Computes the rows of one round; writes their keys and values."""
-        if kept is None:
+        if layer_rows is None:
             return self._layers.forward(hidden_TD, rows)
         return self._layers.forward(
             hidden_TD,
             rows,
-            after_layer=lambda done, x_TD: kept.take(self.first + done, x_TD),
+            after_layer=lambda done, x_TD: layer_rows.take(self.first + done, x_TD),
         )
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -195,16 +197,16 @@ class SpanWeights:
         layers: list[DecoderLayer] = []
         embeddings: list[Tensor] = []
         heads: list[LogitsHead] = []
-        pieces: list[Piece[Any]] = [
+        units: list[Piece[Any]] = [
             _layer_piece(at, layers, spec, shard, packer, group, device)
             for at in range(first, last)
         ]
         if first == 0:
-            pieces.append(_embedding_piece(embeddings, spec, packer, device))
+            units.append(_embedding_piece(embeddings, spec, packer, device))
         if last == spec.num_layers:
-            pieces.append(_head_piece(heads, spec, shard, packer, numerics, device))
+            units.append(_head_piece(heads, spec, shard, packer, numerics, device))
         digest = weights_digest(Path(path))
-        load_pieces(Path(path), pieces, on_progress=on_progress)
+        load_pieces(Path(path), units, on_progress=on_progress)
         if last == spec.num_layers and group.rank == 0:
             _report_stored(Path(path), spec)
         packer.report(f"layers=[{first},{last})")

@@ -62,23 +62,23 @@ def wait_for_layers() -> None:
 
 
 def when_kept(
-    make: Callable[[], T | None], *, is_kept: Callable[[], bool], is_needed: bool
+    make: Callable[[], T | None], *, is_cached: Callable[[], bool], is_needed: bool
 ) -> Later[T]:
     """Returns what `make` makes with a kernel: now if it is kept or `is_needed`, else later."""
 
     def make_later() -> T | None:
         # Compiling here would hold the interpreter's lock for seconds: work goes on without it.
-        _wait_for(is_kept, longest_s=_LONGEST_S)
-        _wait_for(is_kept, longest_s=math.inf)  # the log has been told
+        _wait_for(is_cached, longest_s=_LONGEST_S)
+        _wait_for(is_cached, longest_s=math.inf)  # the log has been told
         return make()
 
-    is_ready = is_needed or is_kept()
+    is_ready = is_needed or is_cached()
     return Later(make if is_ready else make_later, is_ready=is_ready)
 
 
-def _wait_for(is_kept: Callable[[], bool], *, longest_s: float) -> None:
+def _wait_for(is_cached: Callable[[], bool], *, longest_s: float) -> None:
     began = time.monotonic()
-    while is_at_work() and not is_kept():
+    while is_at_work() and not is_cached():
         if time.monotonic() > began + longest_s:
             logger.warning("kernels not waited for: seconds=%.0f", longest_s)
             return

@@ -38,8 +38,8 @@ def verify_rows(
     choices: Choices,
     masks_MU: Masks,
     counters: npt.NDArray[np.int64],
-    part: int,
-    num_parts: int,
+    thread: int,
+    num_threads: int,
 ) -> None:
     """Runs the rows and fills `choices.tokens_S`."""
     num_rows = len(rows.position_R)
@@ -48,9 +48,9 @@ def verify_rows(
     # Not constants, for which Numba would compile the layers once more.
     never, always = num_rows < 0, num_rows >= 0
     scratch = layers.scratch
-    first_row, end_row = part_of(num_rows, part, num_parts)
+    first_row, end_row = part_of(num_rows, thread, num_threads)
     copy_rows(source, scratch.x, scratch.x_bytes, layers.widths.hidden, first_row, end_row)
-    wait(counters, num_parts)
+    wait(counters, num_threads)
     _run_layers(
         kind,
         layers.geometry,
@@ -64,10 +64,10 @@ def verify_rows(
         never,
         always,
         counters,
-        part,
-        num_parts,
+        thread,
+        num_threads,
     )
-    wait(counters, num_parts)
+    wait(counters, num_threads)
     choose_tokens(
         kind,
         lm_head,
@@ -78,8 +78,8 @@ def verify_rows(
         masks_MU,
         len(choices.rows_S),
         counters,
-        part,
-        num_parts,
+        thread,
+        num_threads,
     )
 
 

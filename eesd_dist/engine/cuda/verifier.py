@@ -54,7 +54,7 @@ class GraphVerifier:
     def of(cls, span: LlamaSpan) -> Self | None:
         """Returns None for a stage without graphs: on a CPU, or with a part of the layers."""
         layers, head = span.paged.on_gpu, span.logits_head
-        if layers is None or head is None or not layers.is_alone:
+        if layers is None or head is None or not layers.is_single_rank:
             return None
         return cls(span, layers, head)
 
@@ -91,9 +91,9 @@ class GraphVerifier:
         """Launches the kernels over what is in the buffers."""
         numbers = self._graphs.numbers
         lengths = [size.num_sampled, 4 * size.num_sampled]
-        source_S, noise, rest = torch.split(numbers, [*lengths, len(numbers) - sum(lengths)])
+        source_S, noise, packed = torch.split(numbers, [*lengths, len(numbers) - sum(lengths)])
         end = num_packed(size.num_rows, size.tiling.num_tiles)
-        rows = DeviceRows(rest[:end], size.num_rows, size.tiling, slots=rest[end:])
+        rows = DeviceRows(packed[:end], size.num_rows, size.tiling, slots=packed[end:])
         hidden_TD = self._layers.run(self._rows_TD.narrow(0, 0, size.num_rows).clone(), rows)
         return best_two(self._head(hidden_TD.index_select(0, source_S)), noise, None)
 

@@ -67,7 +67,7 @@ class DraftRun:
     """True if alternatives may be drafted; without any the rows still form a chain."""
     rows_TD: list[RowSlice] = field(default_factory=list)
     """The known rows, then the drafted ones."""
-    kept_TD: dict[int, Tensor] = field(default_factory=dict)
+    exit_TD: dict[int, Tensor] = field(default_factory=dict)
     """Exit layer -> known rows after it, for a request that wants features of this stage."""
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)

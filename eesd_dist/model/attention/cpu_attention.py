@@ -66,13 +66,13 @@ def _attend(
     mixed_at: int,
     mixed_numbers: int,
     counters: npt.NDArray[np.int64],
-    part: int,
-    num_parts: int,
+    thread: int,
+    num_threads: int,
 ) -> None:
     """Stores the keys and values of all rows, then attends them."""
-    first, end = part_of(len(rows.position_R), part, num_parts)
+    first, end = part_of(len(rows.position_R), thread, num_threads)
     store_rows(geometry, rows, heads_at, row_numbers, pages_at, first, end)
-    wait(counters, num_parts)
+    wait(counters, num_threads)
     attend_rows(
         kind,
         geometry,

@@ -53,8 +53,8 @@ class LayerPages:
     ) -> None:
         """`window`: how many of the last positions a row may see; None: all."""
         self._page_size = page_size
-        part = part_numbers(head_dim=head_dim, page_size=page_size)
-        shape = (num_pages, num_kv_heads, part)
+        kv_numbers = part_numbers(head_dim=head_dim, page_size=page_size)
+        shape = (num_pages, num_kv_heads, kv_numbers)
         self.parts_PKX = _zeros(shape, dtype=kv_dtype(dtype, device), device=device)
         self.keys_PKES = keys_in(
             self.parts_PKX,

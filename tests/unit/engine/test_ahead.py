@@ -33,10 +33,10 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def children() -> set[int]:
-    found = subprocess.run(
+    listing = subprocess.run(
         ["pgrep", "-P", str(os.getpid()), "-f", "compiling"], capture_output=True
     )
-    return {int(pid) for pid in found.stdout.split()}
+    return {int(pid) for pid in listing.stdout.split()}
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_process_keeps_all_kernels_for_ranks_that_wait(
     wait_until(is_at_work)
     assert not is_draft_kept()
     ahead.wait_for_layers()
-    chain = when_kept(lambda: is_draft_kept(), is_kept=is_draft_kept, is_needed=False)
+    chain = when_kept(lambda: is_draft_kept(), is_cached=is_draft_kept, is_needed=False)
     assert chain.get() is None
     wait_until(lambda: chain.get() is True)
     assert is_verify_kept()
@@ -64,10 +64,10 @@ def test_a_process_keeps_all_kernels_for_ranks_that_wait(
 
 
 def test_only_one_process_compiles(empty_folder: Path, make_config: MakeConfig) -> None:
-    with at_work() as is_alone:
-        assert is_alone
-        with at_work() as is_second_alone:
-            assert not is_second_alone
+    with at_work() as is_holder:
+        assert is_holder
+        with at_work() as is_second_holder:
+            assert not is_second_holder
         command = [sys.executable, "-m", compiling.__name__, make_config().model_dump_json()]
         assert subprocess.run(command, timeout=DEADLINE_S).returncode == 0
         assert is_at_work()
@@ -124,8 +124,8 @@ def test_what_another_installation_has_kept_is_not_taken_for_kept(
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
         functions.append(module.first)
-    one, other = functions
-    assert not is_kept(one)
-    kernel(one)(np.zeros(2))
-    assert is_kept(one)
+    first, other = functions
+    assert not is_kept(first)
+    kernel(first)(np.zeros(2))
+    assert is_kept(first)
     assert not is_kept(other)  # Numba would compile it again
