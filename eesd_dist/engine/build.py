@@ -17,7 +17,7 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.overlap_policy import OverlapPolicy
 from eesd_dist.control.registry import entry_of
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.drafting.ranks import DraftCompute, HeadShelf, LeadingShard, OwnShard
+from eesd_dist.engine.drafting.ranks import DraftCompute, DraftShard, HeadShelf, LeadingShard
 from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.headers import TraceRound
 from eesd_dist.engine.kv_room import fallback_bytes, kv_room
@@ -29,14 +29,14 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.model.heads.exit_head import ExitHead, HeadWeights
 from eesd_dist.model.heads.head_config import HeadConfig
-from eesd_dist.model.loading import OnProgress, give_back, unwatched
+from eesd_dist.model.loading import OnProgress, release_memory, unwatched
 from eesd_dist.model.max_len import within
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.rank_memory import kv_page_bytes
 from eesd_dist.model.span import SpanWeights
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.sampling.rule import get_ready
+from eesd_dist.sampling.rule import warm_up
 from eesd_dist.schedule.kv_pages import KvRoom, num_pages_of
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
@@ -121,11 +121,11 @@ class DraftWeights:
     room: KvRoom
     config: EngineConfig
 
-    def shard(self, *, num_pages: int, compiles_in_background: bool = False) -> OwnShard:
+    def shard(self, *, num_pages: int, compiles_in_background: bool = False) -> DraftShard:
         """Allocates the pages of the layers and of the exit head."""
         page_size = self.config.cache.page_size
         head = self.head
-        return OwnShard(
+        return DraftShard(
             span=self.span.span(num_pages=num_pages, page_size=page_size),
             head=None if head is None else head.head(num_pages=num_pages, page_size=page_size),
             group=self.span.group,
@@ -184,7 +184,7 @@ def load_draft_weights(
     head, page_bytes = None, span.layers.kv_page_bytes(page_size)
     if folder is not None:
         head = _load_head(config, layout, folder, group=group)
-        give_back()
+        release_memory()
         page_bytes += head.layers.kv_page_bytes(page_size)
         total = span_bytes + head_bytes
         seconds = monotonic() - began_s
@@ -201,7 +201,7 @@ def load_draft_weights(
     return DraftWeights(span=span, head=head, room=room, config=config)
 
 
-def build_draft_shard(config: EngineConfig, layout: Layout, group: TensorGroup) -> OwnShard:
+def build_draft_shard(config: EngineConfig, layout: Layout, group: TensorGroup) -> DraftShard:
     """Builds one draft rank, with as many pages as it has room for alone."""
     weights = load_draft_weights(config, layout, group)
     return weights.shard(num_pages=num_pages_of(config, {"the draft rank": weights.room}))
@@ -216,7 +216,7 @@ def _load_span(
     group: TensorGroup,
     on_progress: OnProgress,
 ) -> SpanWeights:
-    get_ready(layout.device)
+    warm_up(layout.device)
     return SpanWeights.load(
         config.model.path,
         layout.spec,
@@ -329,7 +329,7 @@ def build_draft_engine(
     recorder: RecorderSink | None = None,
     group: TensorGroup | None = None,
     commands: CommandSink | None = None,
-    shard: OwnShard | None = None,
+    shard: DraftShard | None = None,
     grammars: GrammarCompiler | None = None,
     masks: Masks | None = None,
 ) -> EngineCore:

@@ -29,11 +29,11 @@ class PageStore:
     """All paged layers of a rank, in order: the span's, then the exit head's."""
 
     def __init__(self, span: LlamaSpan, head: ExitHead | None = None) -> None:
-        self._parts = [span.paged] if head is None else [span.paged, head.paged]
+        self._paged = [span.paged] if head is None else [span.paged, head.paged]
         self._layers = [
-            (paged, layer) for paged in self._parts for layer in range(len(paged.page_bytes))
+            (paged, layer) for paged in self._paged for layer in range(len(paged.page_bytes))
         ]
-        self.page_bytes = tuple(size for paged in self._parts for size in paged.page_bytes)
+        self.page_bytes = tuple(size for paged in self._paged for size in paged.page_bytes)
         """Bytes of one page, layer by layer."""
         self.device = span.paged.device
         self.weights = span.weights
@@ -66,7 +66,7 @@ class PageStore:
 
     def settle(self) -> None:
         """Waits until all writes of this thread are visible to later rounds."""
-        for paged in self._parts:
+        for paged in self._paged:
             paged.settle_writes()
 
 

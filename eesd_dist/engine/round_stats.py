@@ -46,21 +46,21 @@ class Unnamed:
 class LoopClock:
     def __init__(self, *, time_s: float) -> None:
         self._since_s = time_s
-        self._named_s = 0.0
+        self._accounted_s = 0.0
         self._idle_s = 0.0
 
     def spent(self, seconds: float) -> None:
         """Adds time that the statistics of a round name."""
-        self._named_s += seconds
+        self._accounted_s += seconds
 
     def idled(self, seconds: float) -> None:
         self._idle_s += seconds
 
     def verdict(self, *, time_s: float) -> Unnamed:
         """Ends a round: returns its unnamed time, and starts the next one."""
-        left_s = time_s - self._since_s - self._named_s - self._idle_s
+        left_s = time_s - self._since_s - self._accounted_s - self._idle_s
         unnamed = Unnamed(idle_s=self._idle_s, other_s=max(left_s, 0.0))
-        self._since_s, self._named_s, self._idle_s = time_s, 0.0, 0.0
+        self._since_s, self._accounted_s, self._idle_s = time_s, 0.0, 0.0
         return unnamed
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
-from eesd_dist.engine.compiled.ahead import when_kept
+from eesd_dist.engine.compiled.ahead import compile_when_cached
 from eesd_dist.engine.recording.row_features import features_of
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.layers.paged_layers import LayerRows
@@ -220,10 +220,12 @@ def verifier_of(
     if not can_compile():
         return Later.without()
     from eesd_dist.engine.compiled.verifier import Verifier
-    from eesd_dist.engine.compiled.verify_kernel import is_verify_kept
+    from eesd_dist.engine.compiled.verify_kernel import is_verify_cached
 
     make = partial(Verifier.of, span)
-    return when_kept(make, is_cached=is_verify_kept, is_needed=not compiles_in_background)
+    return compile_when_cached(
+        make, is_cached=is_verify_cached, is_needed=not compiles_in_background
+    )
 
 
 def _is_plain(header: RoundHeader) -> bool:
@@ -309,14 +311,16 @@ def serve_rounds(
         reply = (
             stage.verify(*round_message)
             if shared is None
-            else _verify_together(stage, shared, round_message)
+            else _verify_with_group(stage, shared, round_message)
         )
         ended_unix_s = time.time()
         source.reply(reply)
         observe(round_message[0], began_unix_s, ended_unix_s)
 
 
-def _verify_together(stage: VerifyStage, group: ProcessGroup, round_message: Round) -> VerifyReply:
+def _verify_with_group(
+    stage: VerifyStage, group: ProcessGroup, round_message: Round
+) -> VerifyReply:
     """Computes rank 0's part of a round while the round is still being sent to the other ranks."""
     started_s, before = time.perf_counter(), group.counts().total
     sharing = share_round(group, *round_message)

@@ -26,7 +26,9 @@ _CHANGING_FACTS = ("apicid", "bogomips", "core id", "cpu MHz", "initial apicid",
 _LIBRARY_SETTINGS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")
 
 
-def kept(question: Mapping[str, object], ask: Callable[[], bool], *, device: torch.device) -> bool:
+def cached_answer(
+    question: Mapping[str, object], ask: Callable[[], bool], *, device: torch.device
+) -> bool:
     """Returns the cached result, or calls `ask` and caches its result."""
     if device.type != "cpu":
         return ask()

@@ -27,7 +27,7 @@ from torch.nn import functional
 from eesd_dist.compiled import can_compile
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.answers import kept
+from eesd_dist.model.answers import cached_answer
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ def rows_are_independent(
         "dtype": str(dtype),
         "threads": num_threads,
     }
-    agrees = kept(
+    agrees = cached_answer(
         question,
         lambda: _rows_agree(candidate, num_out, num_in, dtype=dtype, device=device),
         device=device,

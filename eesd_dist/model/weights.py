@@ -194,7 +194,7 @@ class Checkpoint:
         own: bool = True,
     ) -> Tensor:
         """Returns a float tensor of this shape, or only its `rows` and `columns`."""
-        file, tensor_slice = self._found(name, shape)
+        file, tensor_slice = self._checked_slice(name, shape)
         index = _index(shape, rows=rows, columns=columns)
         try:
             stored = tensor_slice[index]
@@ -248,7 +248,7 @@ class Checkpoint:
         columns: range | None = None,
     ) -> int:
         """Returns the bytes that `read` would read from the file, after the same checks."""
-        _, tensor_slice = self._found(name, shape)
+        _, tensor_slice = self._checked_slice(name, shape)
         slices = _index(shape, rows=rows, columns=columns)
         count: int = math.prod(bounds.stop - bounds.start for bounds in slices)
         return _FLOATS[tensor_slice.get_dtype()] * count
@@ -262,7 +262,7 @@ class Checkpoint:
         except SafetensorError as error:
             raise self._unreadable(file, error) from error
 
-    def _found(self, name: str, shape: Sequence[int]) -> tuple[str, _Slice]:
+    def _checked_slice(self, name: str, shape: Sequence[int]) -> tuple[str, _Slice]:
         """Returns file and slice of a tensor after checking its shape and type."""
         file, tensor_slice = self._slice(name)
         self._require(name, file, tensor_slice, tuple(shape))

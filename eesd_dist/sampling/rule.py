@@ -119,8 +119,8 @@ def choose(
     """
     assert len(rules) == logits_SV.shape[0], "one rule per row"
     if group is None or group.size == 1:
-        return _choose_alone(logits_SV, rules)
-    return _choose_together(logits_SV, rules, group=group, vocab_start=vocab_start)
+        return _choose_on_rank(logits_SV, rules)
+    return _choose_over_ranks(logits_SV, rules, group=group, vocab_start=vocab_start)
 
 
 def draft_choice(
@@ -158,12 +158,12 @@ def _is_by_score(logits_SV: Tensor, rules: Sequence[RowRule]) -> bool:
     )
 
 
-def get_ready(device: torch.device) -> None:
+def warm_up(device: torch.device) -> None:
     """Compiles what the rule needs on this device while weights are loaded: seconds, once."""
     if device.type == "cpu" and can_compile():
         from eesd_dist.sampling import compiled_rule
 
-        compiled_rule.get_ready()
+        compiled_rule.warm_up()
 
 
 def _compiled_choice(
@@ -295,7 +295,7 @@ def _num_top(rules: Sequence[RowRule]) -> int | None:
     return max((r.top_logprobs for r in rules if r.top_logprobs is not None), default=None)
 
 
-def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
+def _choose_on_rank(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
     num_top = _num_top(rules)
     if num_top is None and logits_SV.is_cuda and _is_by_score(logits_SV, rules):
         return _silent_choice(_best_on_gpu(logits_SV, rules, None)[:, 0])
@@ -337,7 +337,7 @@ def _silent_choice(tokens: npt.NDArray[np.integer]) -> TokenChoice:
     )
 
 
-def _choose_together(
+def _choose_over_ranks(
     logits_SV: Tensor, rules: Sequence[RowRule], *, group: TensorGroup, vocab_start: int
 ) -> TokenChoice:
     """Chooses from all shards: ranks exchange a few numbers per row, and what the filters need."""

@@ -31,7 +31,7 @@ NUM_SEARCH_WEIGHTS = NUM_SEARCH_EXCHANGES * ((1 << SHARED_BITS) + 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScoreEdge:
     """The largest score such that it and those above it have the target's weight."""
 
     score_U1: Tensor
@@ -41,7 +41,7 @@ class Found:
     """Weight of the tokens with this score on each rank."""
 
 
-def search(rows: ShardedRows, weights_UV: Tensor, target_U1: Tensor) -> Found:
+def search(rows: ShardedRows, weights_UV: Tensor, target_U1: Tensor) -> ScoreEdge:
     """Searches each row; a target above the weight of the row finds its lowest score."""
     low_U1 = torch.full_like(target_U1, -(1 << (_SCORE_BITS - 1)))
     num_bits, step = _SCORE_BITS, LOCAL_BITS if rows.group is None else SHARED_BITS
@@ -59,7 +59,7 @@ def search(rows: ShardedRows, weights_UV: Tensor, target_U1: Tensor) -> Found:
         at_U1 = (from_UB >= target_U1).sum(dim=-1, keepdim=True).sub_(1).clamp_(1, num_bins)
         low_U1 = low_U1 + ((at_U1 - 1) << shift)
         if shift == 0:
-            return Found(
+            return ScoreEdge(
                 score_U1=_scores(low_U1),
                 above_U1=from_UB.gather(-1, at_U1 + 1),
                 equal_GU1=weight_GUB.gather(-1, at_U1.expand(len(weight_GUB), -1, -1)),

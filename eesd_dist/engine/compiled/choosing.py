@@ -14,7 +14,7 @@ from eesd_dist.compiled import inner
 from eesd_dist.model.cpu.lanes import address_of
 from eesd_dist.model.cpu.layers import Scratch
 from eesd_dist.model.cpu.packed import in_blocks
-from eesd_dist.model.cpu.products import Kind, LmHead, multiply, norm_rows, part_of
+from eesd_dist.model.cpu.products import Kind, LmHead, multiply, norm_rows, thread_range
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.cpu.tiles import BLOCK, MOST_ROWS
 from eesd_dist.model.kv_layout import Ints
@@ -74,12 +74,12 @@ class MemoryByThreads:
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
-        self._known: dict[int, Memory] = {}
+        self._memories: dict[int, Memory] = {}
 
     def of(self, num_threads: int) -> Memory:
-        memory = self._known.get(num_threads)
+        memory = self._memories.get(num_threads)
         if memory is None:
-            memory = self._known[num_threads] = _new_memory(self._num_tokens, num_threads)
+            memory = self._memories[num_threads] = _new_memory(self._num_tokens, num_threads)
         return memory
 
 
@@ -180,10 +180,10 @@ def choose_tokens(
 ) -> None:
     """Fills the tokens and gaps of the first `num_sampled` choices, after rows at `scratch.x`.
     Every thread calls it; all have finished when it returns."""
-    first_block, end_block = part_of(memory.logits_BW.shape[1] // BLOCK, thread, num_threads)
+    first_block, end_block = thread_range(memory.logits_BW.shape[1] // BLOCK, thread, num_threads)
     for first in range(0, num_sampled, NUM_ROWS):
         end = min(first + NUM_ROWS, num_sampled)
-        own_first, own_end = part_of(end - first, thread, num_threads)
+        own_first, own_end = thread_range(end - first, thread, num_threads)
         norm_rows(
             kind,
             lm_head,

@@ -34,7 +34,7 @@ from eesd_dist.engine.compiled.sources import Source, copy_rows
 from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.cpu.lanes import address_of, load, store
 from eesd_dist.model.cpu.layers import LayersCall
-from eesd_dist.model.cpu.products import Kind, LmHead, part_of
+from eesd_dist.model.cpu.products import Kind, LmHead, thread_range
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.kv_layout import LANES, Ints, RowArrays
 from eesd_dist.model.layers.compiled_layers import layers_kernel
@@ -170,7 +170,7 @@ def _end(batch: Batch, b: int) -> int:
 
 
 @inner
-def _place(batch: Batch, drafted: Drafted, b: int) -> int:
+def _row_address(batch: Batch, drafted: Drafted, b: int) -> int:
     """Returns the address of a request's first row in the results, while they have gaps."""
     address: int = (
         address_of(drafted.rows_ND) + batch.ints_4B[_PLACE, b] * drafted.rows_ND.strides[0]
@@ -184,7 +184,7 @@ def _begin(batch: Batch, drafted: Drafted, work: Work) -> None:
     row_bytes = drafted.rows_ND.strides[0]
     num_alive = 0
     for b in range(len(batch.divisors_B)):
-        first, address = batch.ints_4B[_FIRST, b], _place(batch, drafted, b)
+        first, address = batch.ints_4B[_FIRST, b], _row_address(batch, drafted, b)
         for row in range(first, _end(batch, b)):
             work.longs_2M[_TARGET, row] = address + (row - first) * row_bytes
         drafted.counts_BN[b, :] = 0
@@ -219,7 +219,11 @@ def _ask(batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
             continue
         drafted.counts_BN[b, _ANSWER] = answer
         work.alive_B[num_alive] = b
-        first, end, address = batch.ints_4B[_FIRST, b], _end(batch, b), _place(batch, drafted, b)
+        first, end, address = (
+            batch.ints_4B[_FIRST, b],
+            _end(batch, b),
+            _row_address(batch, drafted, b),
+        )
         table, position = batch.rows.table_R[first], batch.rows.position_R[first]
         if num_drafted == 0:
             lagging, end_lagging = batch.ints_4B[_LAGGING, b], batch.ints_4B[_LAGGING, b + 1]
@@ -282,7 +286,7 @@ def _decide(stage: Stage, batch: Batch, rules: Rules, drafted: Drafted, work: Wo
         table = batch.rows.table_R[batch.ints_4B[_FIRST, b]]
         _add_row(work, num_rows, source, table, work.choices.positions_S[at])
         row = _end(batch, b) - batch.ints_4B[_FIRST, b] + num_drafted
-        work.longs_2M[_TARGET, num_rows] = _place(batch, drafted, b) + row * row_bytes
+        work.longs_2M[_TARGET, num_rows] = _row_address(batch, drafted, b) + row * row_bytes
         work.alive_B[num_rows] = b
         num_rows += 1
     work.counts[_NUM_ROWS] = work.counts[_NUM_ALIVE] = num_rows
@@ -300,7 +304,7 @@ def _close_gaps(batch: Batch, drafted: Drafted, width: int) -> None:
     row_bytes = drafted.rows_ND.strides[0]
     target = address_of(drafted.rows_ND)
     for b in range(len(batch.divisors_B)):
-        source = _place(batch, drafted, b)
+        source = _row_address(batch, drafted, b)
         num_rows = _end(batch, b) - batch.ints_4B[_FIRST, b] + drafted.counts_BN[b, NUM_DRAFTED]
         if source != target:
             for row in range(num_rows):
@@ -348,7 +352,7 @@ def draft_round(
             )
         source = Source(source_M, stage.num_channels, stage.is_bfloat16 and not is_guess)
         scratch = call.scratch
-        first_row, end_row = part_of(num_rows, thread, num_threads)
+        first_row, end_row = thread_range(num_rows, thread, num_threads)
         copy_rows(source, scratch.x, scratch.x_bytes, width, first_row, end_row)
         wait(counters, num_threads)
         _run_layers(
@@ -401,6 +405,6 @@ def draft_kernel() -> Callable[..., None]:
     return kernel(draft_round, *_PARTS)
 
 
-def is_draft_kept() -> bool:
+def is_draft_cached() -> bool:
     """Returns whether the kernel need not be compiled."""
     return is_kept(draft_round, *_PARTS)

@@ -17,7 +17,7 @@ from eesd_dist.engine.compiled.choosing import Choices, Masks, Memory, choose_to
 from eesd_dist.engine.compiled.sources import Source, copy_rows
 from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.cpu.layers import LayersCall
-from eesd_dist.model.cpu.products import Kind, LmHead, part_of
+from eesd_dist.model.cpu.products import Kind, LmHead, thread_range
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.kv_layout import Ints, RowArrays
 from eesd_dist.model.layers.compiled_layers import layers_kernel
@@ -48,7 +48,7 @@ def verify_rows(
     # Not constants, for which Numba would compile the layers once more.
     never, always = num_rows < 0, num_rows >= 0
     scratch = layers.scratch
-    first_row, end_row = part_of(num_rows, thread, num_threads)
+    first_row, end_row = thread_range(num_rows, thread, num_threads)
     copy_rows(source, scratch.x, scratch.x_bytes, layers.widths.hidden, first_row, end_row)
     wait(counters, num_threads)
     _run_layers(
@@ -88,6 +88,6 @@ def verify_kernel() -> Callable[..., None]:
     return kernel(verify_rows, *_PARTS)
 
 
-def is_verify_kept() -> bool:
+def is_verify_cached() -> bool:
     """Returns whether the kernel need not be compiled."""
     return is_kept(verify_rows, *_PARTS)

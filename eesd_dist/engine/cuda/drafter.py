@@ -60,8 +60,10 @@ class GraphDrafter:
             chain.rows.append(RowSlice(step.hidden_TD, first, end))
         level = _Level(step, growing, guessing)
         while guessing:
-            next_level = self._ahead(level, rows.tables_BW) if guessing == level.guessed else None
-            continuing = _taken(guessing, level)
+            next_level = (
+                self._queue_next(level, rows.tables_BW) if guessing == level.guessed else None
+            )
+            continuing = _append_guesses(guessing, level)
             if not continuing:
                 break
             guessing = [chain for chain in continuing if chain.rule.wants_guess()]
@@ -84,7 +86,7 @@ class GraphDrafter:
             drafted.append(DraftedChain(slice_TD, chain.tokens, chain.gaps, chain.rule.report()))
         return rows_TD, drafted
 
-    def _ahead(self, level: "_Level", tables_BW: Ints) -> "_Level | None":
+    def _queue_next(self, level: "_Level", tables_BW: Ints) -> "_Level | None":
         """Queues the next level before this one's guesses are known, as if all were taken; None if
         no rule is sure to take its guess, since the step may then be for nothing. Rows of guesses
         that are not taken are not read, and the next token at their position replaces them."""
@@ -137,7 +139,7 @@ class _Chain:
         self.gaps: list[float] = []
 
 
-def _taken(guessing: Sequence[_Chain], level: _Level) -> list[_Chain]:
+def _append_guesses(guessing: Sequence[_Chain], level: _Level) -> list[_Chain]:
     """Adds a guess to each chain. Returns those that go on by their rules."""
     continuing: list[_Chain] = []
     best_G4 = level.step.read()

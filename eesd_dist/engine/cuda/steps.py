@@ -139,7 +139,7 @@ class DraftSteps:
         reading, num_rows = self._reading(rows, head), len(rows.position_R)
         if reading is None:
             assert not isinstance(tokens, Tensor)
-            hidden_TD, best_G4 = self._by_parts(tokens, rows, head)
+            hidden_TD, best_G4 = self._without_graph(tokens, rows, head)
         else:
             num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
             tiles = self._layers.tiles(rows)
@@ -208,7 +208,7 @@ class DraftSteps:
             out_GD = self._head_layers.run(input_HD, read).index_select(0, last_G)
         return hidden_TD, best_two(self._head.logits(out_GD), noise, self._head.vocab_ids)
 
-    def _by_parts(
+    def _without_graph(
         self, tokens: Sequence[int], rows: RowArrays, head: HeadRows | None
     ) -> tuple[Tensor, Tensor]:
         """Returns the same from a call of each part: the layers of a long prompt have no graph, or

@@ -47,7 +47,7 @@ class GraphVerifier:
         self._rows_TD = torch.zeros(
             GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=device
         )
-        self._most_sampled = logits_block(span.spec.vocab_size)
+        self._max_sampled = logits_block(span.spec.vocab_size)
         """Their logits have this memory in a pass without a graph, too."""
 
     @classmethod
@@ -65,7 +65,7 @@ class GraphVerifier:
         num_rows, num_sampled = len(hidden_TD), sum(s.num_sampled for s in sampled)
         if not (self._graphs.has_room and num_sampled and num_rows <= GRAPH_ROWS[-1]):
             return None
-        if _padded(num_sampled) > self._most_sampled:
+        if _padded(num_sampled) > self._max_sampled:
             return None
         if any(segment.masks for segment in sampled):
             return None

@@ -59,7 +59,7 @@ class LevelDrafter:
             ):
                 if is_chosen and guess.run.affords(guess.candidate, parent=guess.parent):
                     chosen.append(guess)
-            fresh = _taken(chosen)
+            fresh = _append_guesses(chosen)
             going_on = {id(guess.run) for guess in chosen}
             active = _worth_guessing(
                 [run for run in active if id(run) in going_on and run.may_grow], policy
@@ -222,7 +222,7 @@ def known_rows(runs: Sequence[DraftRun]) -> Iterator[FreshRows]:
         yield FreshRows(run, tokens, segment, item.num_known)
 
 
-def _taken(guesses: Sequence[Guess]) -> list[FreshRows]:
+def _append_guesses(guesses: Sequence[Guess]) -> list[FreshRows]:
     """Appends the taken guesses to their drafts. Returns the rows to compute, grouped by run."""
     fresh: dict[int, tuple[DraftRun, list[int]]] = {}
     for run, parent, rank, candidate in guesses:

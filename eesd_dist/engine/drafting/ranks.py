@@ -20,7 +20,7 @@ from torch import Tensor
 from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
 from eesd_dist.engine.chains import ChainDrafter
-from eesd_dist.engine.compiled.ahead import when_kept
+from eesd_dist.engine.compiled.ahead import compile_when_cached
 from eesd_dist.engine.row_slices import uploaded
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
@@ -92,7 +92,7 @@ class DraftCompute(Protocol):
     def close(self) -> None: ...
 
 
-class OwnShard:
+class DraftShard:
     """Layers and exit head of one rank; the whole stage if it is the only one."""
 
     def __init__(
@@ -202,17 +202,19 @@ def drafter_of(
         return Later(partial(GraphDrafter.of, span, head), is_ready=True)
     if not can_compile():
         return Later.without()
-    from eesd_dist.engine.compiled.draft_kernel import is_draft_kept
+    from eesd_dist.engine.compiled.draft_kernel import is_draft_cached
     from eesd_dist.engine.compiled.drafter import RoundDrafter
 
     make = partial(RoundDrafter.of, span, head)
-    return when_kept(make, is_cached=is_draft_kept, is_needed=not compiles_in_background)
+    return compile_when_cached(
+        make, is_cached=is_draft_cached, is_needed=not compiles_in_background
+    )
 
 
 class LeadingShard:
     """Rank 0 of several: sends each operation to the other ranks, then computes its own part."""
 
-    def __init__(self, own: OwnShard, commands: CommandSink) -> None:
+    def __init__(self, own: DraftShard, commands: CommandSink) -> None:
         self._own = own
         self._commands = commands
         self.drafter = None
@@ -315,14 +317,14 @@ class HeadShelf:
         return head
 
 
-def follow_commands(shard: OwnShard, source: CommandSource, *, heads: HeadShelf) -> None:
+def follow_commands(shard: DraftShard, source: CommandSource, *, heads: HeadShelf) -> None:
     """Runs a follower's loop. Returns when rank 0 closes, raises PeerLost when a rank is lost."""
     while (command := source.next_command()) is not None:
         _obey(command, shard, heads)
 
 
 @torch.inference_mode()
-def _obey(command: Command, shard: OwnShard, heads: HeadShelf) -> None:
+def _obey(command: Command, shard: DraftShard, heads: HeadShelf) -> None:
     match command:
         case RunLayers(tokens=tokens, segments=segments):
             _expect_below("token", max(tokens), shard.span.spec.vocab_size)
@@ -344,7 +346,7 @@ def _obey(command: Command, shard: OwnShard, heads: HeadShelf) -> None:
                 shard.take_head(heads.take(command))
 
 
-def _expect_pages(segments: Sequence[RowSegment], shard: OwnShard) -> None:
+def _expect_pages(segments: Sequence[RowSegment], shard: DraftShard) -> None:
     for rows in segments:
         _expect_below("page", max(rows.pages, default=0), shard.num_pages)
         last = rows.start + rows.num_rows - 1

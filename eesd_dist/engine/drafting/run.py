@@ -105,7 +105,7 @@ class DraftRun:
         return self.item.start + self.item.num_known
 
     @property
-    def next_place(self) -> int:
+    def next_kv_slot(self) -> int:
         """KV slot of the next row; for a chain also its position."""
         return self.first_position + len(self.tokens)
 
@@ -187,7 +187,7 @@ class DraftRun:
 
     def last_rows(self, count: int) -> RowSegment:
         """Returns the newest `count` drafted tokens as rows to compute."""
-        return RowSegment(self.next_place - count, count, self.item.pages, self.branching)
+        return RowSegment(self.next_kv_slot - count, count, self.item.pages, self.branching)
 
     def note_known(self, rows_TD: RowSlice, *, drafts: bool) -> None:
         """Stores the known rows, and those of a lookup, after they were computed; `drafts`: there

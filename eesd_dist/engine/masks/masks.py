@@ -149,7 +149,7 @@ class Masks:
         lane = self._lane_of(text)
         if lane is None:
             if self._left_s > 0 and not self._is_overdue():
-                self._make_here(text)
+                self._make_inline(text)
             self.is_behind = self.is_behind or not text.is_ready
             return
         text.is_asked, text.drafts = True, False
@@ -165,7 +165,7 @@ class Masks:
             return self._quick
         return None
 
-    def _make_here(self, text: ConstrainedText) -> None:
+    def _make_inline(self, text: ConstrainedText) -> None:
         matcher, tokens = text.matcher, text.tokens
         assert matcher is not None
         first = matcher.num_read + _CHUNK

@@ -165,7 +165,7 @@ class FeatureTap:
         if text is not None:
             self._kept_bytes -= text.size_bytes
 
-    def wanted_of(self, runs: Sequence[DraftRun]) -> tuple[tuple[int, ...], int]:
+    def exits_and_top_k(self, runs: Sequence[DraftRun]) -> tuple[tuple[int, ...], int]:
         """Returns what the verify stage has to add to its reply: exits, and best tokens per row."""
         specs = [spec for run in runs if (spec := run.item.live.request.features) is not None]
         exits = {layer for spec in specs for layer in spec.exits if layer > self._limits.split}

@@ -24,7 +24,7 @@ from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cuda.attention_kernel import attend_kernel, merge_kernel
 from eesd_dist.model.cuda.launches import launch_options
 from eesd_dist.model.cuda.row_kernels import store_kernel
-from eesd_dist.model.kv_layout import RowArrays, key_width, part_numbers, value_width
+from eesd_dist.model.kv_layout import RowArrays, count_kv_numbers, key_width, value_width
 from eesd_dist.page_table import PageTable
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ def tile_difference(
         length, num_heads, shape.head_dim, generator=generator, device=device
     ).to(dtype)
     table = PageTable(range(-(-length // shape.page_size))[::-1])
-    kv_numbers = part_numbers(head_dim=shape.head_dim, page_size=shape.page_size)
+    kv_numbers = count_kv_numbers(head_dim=shape.head_dim, page_size=shape.page_size)
     pages_PKX = torch.zeros(len(table), shape.num_kv_heads, kv_numbers, dtype=dtype, device=device)
     attention = CudaAttention(pages_PKX, shape)
 

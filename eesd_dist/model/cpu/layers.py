@@ -25,7 +25,7 @@ from eesd_dist.model.cpu.products import (
     convert_row,
     multiply,
     norm_row,
-    part_of,
+    thread_range,
 )
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.cpu.tiles import BLOCK
@@ -198,7 +198,7 @@ def _product(
     thread: int,
     num_threads: int,
 ) -> None:
-    first, end = part_of((num_out + BLOCK - 1) // BLOCK, thread, num_threads)
+    first, end = thread_range((num_out + BLOCK - 1) // BLOCK, thread, num_threads)
     multiply(
         kind,
         weights,
@@ -236,12 +236,12 @@ def run_layers(
     `is_pending`: `scratch.addend` is to be added first; `is_finished`: also the last half's.
     """
     num_rows = len(rows.position_R)
-    first_row, end_row = part_of(num_rows, thread, num_threads)
+    first_row, end_row = thread_range(num_rows, thread, num_threads)
     num_kv = geometry.num_kv
     kv_threads = num_threads if num_kv >= num_threads else 1
     row_threads = 1 if kv_threads == num_threads else num_threads
-    first_kv, end_kv = part_of(num_kv, thread % kv_threads, kv_threads)
-    first_attended, end_attended = part_of(num_rows, thread % row_threads, row_threads)
+    first_kv, end_kv = thread_range(num_kv, thread % kv_threads, kv_threads)
+    first_attended, end_attended = thread_range(num_rows, thread % row_threads, row_threads)
     queries = geometry.per_kv * geometry.num_kv * geometry.channels
     for half in range(first_half, end_half):
         layer = table[half // 2]

@@ -17,7 +17,7 @@ from eesd_dist.model.cpu.products import (
     convert_row,
     multiply,
     norm_row,
-    part_of,
+    thread_range,
 )
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.cpu.tiles import BLOCK, host_features, multiplies_bfloat16
@@ -165,7 +165,7 @@ def _run_product(
     thread: int,
     num_threads: int,
 ) -> None:
-    first_row, end_row = part_of(num_rows, thread, num_threads)
+    first_row, end_row = thread_range(num_rows, thread, num_threads)
     for row in range(first_row, end_row):
         source, target = x_at + row * width * _FLOAT_BYTES, inputs_at + row * input_bytes
         if norm_at != 0:
@@ -173,7 +173,7 @@ def _run_product(
         else:
             convert_row(kind, source, width, target)
     wait(counters, num_threads)
-    first, end = part_of(sum_width // BLOCK, thread, num_threads)
+    first, end = thread_range(sum_width // BLOCK, thread, num_threads)
     multiply(
         kind,
         weights,

@@ -19,7 +19,7 @@ _BLOCK_BYTES = 4 * BLOCK
 
 
 @inner
-def part_of(count: int, thread: int, num_threads: int) -> tuple[int, int]:
+def thread_range(count: int, thread: int, num_threads: int) -> tuple[int, int]:
     """Returns the run of `count` things that `thread` computes."""
     return count * thread // num_threads, count * (thread + 1) // num_threads
 

@@ -151,7 +151,7 @@ class CompiledLayers:
 
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
         self._pages = tuple(pages)
-        self._table[:, PAGES] = [layer_pages.parts_PKX.data_ptr() for layer_pages in pages]
+        self._table[:, PAGES] = [layer_pages.pages_PKX.data_ptr() for layer_pages in pages]
         self._table[:, WINDOW] = [layer_pages.shape.window or 0 for layer_pages in pages]
 
     def forward(
@@ -329,6 +329,6 @@ def layers_kernel() -> Callable[..., None]:
     return kernel(run_layers, *_PARTS)
 
 
-def is_layers_kernel_kept() -> bool:
+def is_layers_kernel_cached() -> bool:
     """Returns whether the kernel need not be compiled."""
     return is_kept(run_layers, *_PARTS)

@@ -15,9 +15,9 @@ import pytest
 
 from eesd_dist.compiled import FOLDER_VARIABLE, is_kept, kernel
 from eesd_dist.engine.compiled import ahead
-from eesd_dist.engine.compiled.ahead import at_work, is_at_work, when_kept
-from eesd_dist.engine.compiled.draft_kernel import is_draft_kept
-from eesd_dist.engine.compiled.verify_kernel import is_verify_kept
+from eesd_dist.engine.compiled.ahead import compile_lock, compile_when_cached, is_compiling
+from eesd_dist.engine.compiled.draft_kernel import is_draft_cached
+from eesd_dist.engine.compiled.verify_kernel import is_verify_cached
 from eesd_dist.workers import compiling
 from eesd_dist.workers.compiling import start_compiling
 from tests.unit.engine.conftest import MakeConfig
@@ -50,34 +50,36 @@ def test_a_process_keeps_all_kernels_for_ranks_that_wait(
 ) -> None:
     config = make_config()
     start_compiling(config)
-    wait_until(is_at_work)
-    assert not is_draft_kept()
+    wait_until(is_compiling)
+    assert not is_draft_cached()
     ahead.wait_for_layers()
-    chain = when_kept(lambda: is_draft_kept(), is_cached=is_draft_kept, is_needed=False)
+    chain = compile_when_cached(
+        lambda: is_draft_cached(), is_cached=is_draft_cached, is_needed=False
+    )
     assert chain.get() is None
     wait_until(lambda: chain.get() is True)
-    assert is_verify_kept()
-    wait_until(lambda: not is_at_work())
+    assert is_verify_cached()
+    wait_until(lambda: not is_compiling())
     before = children()
     start_compiling(config)
     assert children() <= before
 
 
 def test_only_one_process_compiles(empty_folder: Path, make_config: MakeConfig) -> None:
-    with at_work() as is_holder:
+    with compile_lock() as is_holder:
         assert is_holder
-        with at_work() as is_second_holder:
+        with compile_lock() as is_second_holder:
             assert not is_second_holder
         command = [sys.executable, "-m", compiling.__name__, make_config().model_dump_json()]
         assert subprocess.run(command, timeout=DEADLINE_S).returncode == 0
-        assert is_at_work()
+        assert is_compiling()
         waiting = Thread(target=ahead.wait_for_layers, daemon=True)
         waiting.start()
         waiting.join(0.5)
         assert waiting.is_alive()
     waiting.join(DEADLINE_S)
     assert not waiting.is_alive()
-    assert not is_at_work()
+    assert not is_compiling()
 
 
 def test_it_ends_with_the_process_that_started_it(
@@ -90,10 +92,10 @@ def test_it_ends_with_the_process_that_started_it(
     )
     command = [sys.executable, "-c", program, make_config().model_dump_json()]
     with subprocess.Popen(command) as parent:
-        wait_until(is_at_work)
+        wait_until(is_compiling)
         parent.send_signal(signal.SIGKILL)
-    wait_until(lambda: not is_at_work())
-    assert not is_draft_kept()
+    wait_until(lambda: not is_compiling())
+    assert not is_draft_cached()
 
 
 def test_a_folder_that_cannot_be_written_stops_nobody(

@@ -31,7 +31,7 @@ from eesd_dist.engine.compiled.drafter import RoundDrafter
 from eesd_dist.engine.compiled.verifier import Verifier
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.drafting import ranks
-from eesd_dist.engine.drafting.ranks import OwnShard
+from eesd_dist.engine.drafting.ranks import DraftShard
 from eesd_dist.engine.row_slices import RowSlice
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.cpu import calls
@@ -85,7 +85,7 @@ class Chain:
     gaps: list[float]
 
 
-def shard_with_prompt(config: EngineConfig, *, num_read: int) -> tuple[OwnShard, RowSlice | None]:
+def shard_with_prompt(config: EngineConfig, *, num_read: int) -> tuple[DraftShard, RowSlice | None]:
     """Returns a draft stage after a prompt, and the rows of it that its head has not read."""
     shard = build_draft_shard(config, layout_of(config), SingleGroup())
     with torch.inference_mode():
@@ -474,8 +474,8 @@ def test_work_goes_on_while_the_calls_are_compiled(
     monkeypatch.setattr(compiled, "STARTING_S", 0.01)
     monkeypatch.setattr(RoundDrafter, "of", slowly(RoundDrafter.of))
     monkeypatch.setattr(Verifier, "of", slowly(Verifier.of))
-    monkeypatch.setattr(draft_kernel, "is_draft_kept", lambda: False)
-    monkeypatch.setattr(verify_kernel, "is_verify_kept", lambda: False)
+    monkeypatch.setattr(draft_kernel, "is_draft_cached", lambda: False)
+    monkeypatch.setattr(verify_kernel, "is_verify_cached", lambda: False)
     stage = remaining.stage(num_pages=64, compiles_in_background=True)
     shard = draft.shard(num_pages=64, compiles_in_background=True)
     engine = build_draft_engine(config, MemoryChannel(stage.verify), cost=COST, shard=shard)

@@ -15,7 +15,7 @@ from eesd_dist.engine.chains import ChainStart, DraftedChain
 from eesd_dist.engine.cuda import steps, verifier
 from eesd_dist.engine.cuda.drafter import GraphDrafter
 from eesd_dist.engine.cuda.verifier import GraphVerifier
-from eesd_dist.engine.drafting.ranks import OwnShard
+from eesd_dist.engine.drafting.ranks import DraftShard
 from eesd_dist.engine.row_slices import RowSlice
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.model.attention import cuda_attention
@@ -67,12 +67,12 @@ def on_gpu(paged: PagedLayers, *, hidden_size: int) -> None:
     )
 
 
-def twin(config: EngineConfig) -> tuple[OwnShard, GraphDrafter]:
+def twin(config: EngineConfig) -> tuple[DraftShard, GraphDrafter]:
     shard = build_draft_shard(config, layout_of(config), SingleGroup())
     return shard, drafter_on_gpu(shard)
 
 
-def drafter_on_gpu(shard: OwnShard) -> GraphDrafter:
+def drafter_on_gpu(shard: DraftShard) -> GraphDrafter:
     assert shard.head is not None
     for paged in (shard.span.paged, shard.head.paged):
         on_gpu(paged, hidden_size=shard.span.spec.hidden_size)
@@ -82,7 +82,7 @@ def drafter_on_gpu(shard: OwnShard) -> GraphDrafter:
 
 
 @torch.inference_mode()
-def by_steps(shard: OwnShard, chain: ChainStart) -> DraftedChain:
+def by_steps(shard: DraftShard, chain: ChainStart) -> DraftedChain:
     """Drafts a chain with a call of every part for each token."""
     assert shard.head is not None
     rows, tokens, gaps = [], [], []
@@ -114,7 +114,7 @@ def by_steps(shard: OwnShard, chain: ChainStart) -> DraftedChain:
     return DraftedChain(RowSlice.all_of(rows_TD), tokens, gaps, follow(chain.rule, gaps))
 
 
-def starts(shard: OwnShard, *, num: int, seed: int, max_draft: int = 3) -> list[ChainStart]:
+def starts(shard: DraftShard, *, num: int, seed: int, max_draft: int = 3) -> list[ChainStart]:
     """Returns requests that have read some rows: prompts in parts, lookups, refusals, drafts of
     every length, with and without rows that the head has not read."""
     rng = random.Random(seed)
@@ -236,7 +236,7 @@ def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeCon
     )
     engine = build_local_engine(make_config("sometimes", speculation=speculation))
     shard = engine.draft_stage._compute
-    assert isinstance(shard, OwnShard)
+    assert isinstance(shard, DraftShard)
     drafter = drafter_on_gpu(shard)
     shard._round_drafter = Later(lambda: drafter, is_ready=True)
     channel = engine._channel

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model import rank_memory
-from eesd_dist.model.loading import Piece, load_pieces, unwatched
+from eesd_dist.model.loading import LoadUnit, load_units, unwatched
 from eesd_dist.model.rank_memory import NUM_READERS, num_read_ahead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
@@ -110,7 +110,7 @@ class _Watched:
             for at, name in enumerate(names)
         ]
 
-    def _piece(self, name: str, prefetched: str) -> Piece[Tensor]:
+    def _piece(self, name: str, prefetched: str) -> LoadUnit[Tensor]:
         def read(source: TensorSource) -> Tensor:
             tensor = source.read("model.norm.weight", shape=(64,), dtype=torch.float32)
             if tensor.device.type != "meta":
@@ -124,7 +124,7 @@ class _Watched:
             self.most_ahead = max(self.most_ahead, len(self.read) - len(self.packed) - 1)
             self.packed.append(name)
 
-        return Piece(name=name, read=read, pack=pack)
+        return LoadUnit(name=name, read=read, pack=pack)
 
 
 @pytest.mark.parametrize(("budget", "num_prefetched"), [(1, 1), (2 * 256, 2), (2**30, NUM_READERS)])
@@ -134,7 +134,7 @@ def test_pieces_are_packed_in_order_while_as_many_as_fit_the_budget_are_read_ahe
     save_tiny_model(tmp_path)
     monkeypatch.setattr(rank_memory, "READ_AHEAD_BYTES", budget)  # a piece has 256 bytes
     watched = _Watched("abcdefghij", num_prefetched=num_prefetched)
-    load_pieces(tmp_path, watched.pieces, on_progress=unwatched)
+    load_units(tmp_path, watched.pieces, on_progress=unwatched)
     assert "".join(watched.packed) == "abcdefghij"
     assert sorted(watched.read) == watched.packed
     assert watched.most_ahead == num_prefetched
@@ -173,9 +173,9 @@ def test_what_breaks_the_reading_is_raised_to_the_loader(tmp_path: Path) -> None
             raise CheckpointError(file="f", found="a hole", expected="none")
         return tensor
 
-    unit = Piece(name="a", read=read, pack=lambda tensor: None)
+    unit = LoadUnit(name="a", read=read, pack=lambda tensor: None)
     with pytest.raises(CheckpointError, match="a hole"):
-        load_pieces(tmp_path, [unit], on_progress=unwatched)
+        load_units(tmp_path, [unit], on_progress=unwatched)
 
 
 def test_what_was_read_outlives_its_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_dist.model.parallel import part_of
+from eesd_dist.model.parallel import rank_range
 from eesd_dist.sampling import best_scores, filters, nucleus
 from eesd_dist.sampling.elementary import mass_of
 from eesd_dist.sampling.filters import FilterTraffic, filtered, most_traffic
@@ -47,7 +47,7 @@ def filtered_slowly(scores_V: Tensor, row: RowRule) -> Tensor:
 
 
 def even_cuts(num_columns: int, num_ranks: int) -> list[int]:
-    return [part_of(num_columns, rank, num_ranks).start for rank in range(num_ranks)] + [
+    return [rank_range(num_columns, rank, num_ranks).start for rank in range(num_ranks)] + [
         num_columns
     ]
 

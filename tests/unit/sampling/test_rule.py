@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from torch import Tensor
 
-from eesd_dist.model.parallel import part_of
+from eesd_dist.model.parallel import rank_range
 from eesd_dist.sampling import compiled_rule
 from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.processors import VocabularyShard
@@ -28,9 +28,9 @@ from eesd_dist.sampling.rule import (
     choose,
     draft_choice,
     first_max,
-    get_ready,
     joined_choices,
     perturbed,
+    warm_up,
 )
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.thread_group import on_ranks
@@ -171,7 +171,7 @@ def choose_on_shards(logits_SV: Tensor, rules: list[RowRule], num_ranks: int) ->
     count = logits_SV.shape[-1]
 
     def on_rank(group: TensorGroup) -> TokenChoice:
-        shard = part_of(count, group.rank, num_ranks)
+        shard = rank_range(count, group.rank, num_ranks)
         return choose(
             logits_SV[:, shard.start : shard.stop],
             rules,
@@ -439,7 +439,7 @@ def test_the_compiled_choice_is_that_of_the_scores(
 
 
 def test_no_choice_compiles_once_the_rule_is_ready() -> None:
-    get_ready(torch.device("cpu"))
+    warm_up(torch.device("cpu"))
     kernels = (compiled_rule.gumbel_kernel(), compiled_rule.choice_kernel())
     before = [len(kernel.signatures) for kernel in kernels]
     for temperature in (0.0, 0.7):

@@ -18,9 +18,9 @@ from eesd_dist.engine.build import (
 )
 from eesd_dist.engine.drafting.ranks import (
     DraftCompute,
+    DraftShard,
     HeadShelf,
     LeadingShard,
-    OwnShard,
     follow_commands,
 )
 from eesd_dist.errors import CheckpointError, PeerLost, WireError
@@ -162,7 +162,7 @@ def test_progress_is_over_when_the_exit_head_is_there_too(
     assert seen[-1].bytes_done - seen[-2].bytes_done == head_bytes
 
 
-def follower(config: EngineConfig) -> tuple[OwnShard, HeadShelf]:
+def follower(config: EngineConfig) -> tuple[DraftShard, HeadShelf]:
     layout, group = layout_of(config), SingleGroup()
     return build_draft_shard(config, layout, group), head_shelf(config, layout, group)
 

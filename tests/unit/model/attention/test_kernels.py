@@ -232,14 +232,14 @@ def test_without_numba_rows_attend_one_by_one_to_the_same(shape: Shape, seed: in
     free = list(range(400))
     rng.shuffle(free)
     text = Text.drawn(shape, rng, pages=free)
-    pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).parts_PKX)
+    pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).pages_PKX)
     twin = RowByRowAttention(twin_PKX, shape.attention)
     for segment in (*text.prefix(), text.segment):
         plan = plan_of([segment], shape.page_size)
         heads_RHE = text.heads_NHE[segment.start :][: segment.num_rows]
         expected_RD = attend(pages, plan, heads_RHE)
         assert torch.allclose(twin.attend(plan, heads_RHE), expected_RD, atol=2e-5, rtol=1e-4)
-        assert torch.equal(twin_PKX, pages.parts_PKX), "what is stored"
+        assert torch.equal(twin_PKX, pages.pages_PKX), "what is stored"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -255,7 +255,7 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(
     free = list(range(400))
     rng.shuffle(free)
     texts = [Text.drawn(shape, rng, pages=free, is_short=True) for _ in range(2)]
-    pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).parts_PKX)
+    pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).pages_PKX)
     twin = CudaAttention(twin_PKX, shape.attention)
     keys_PKES, values_PKSE = (
         keys_in(twin_PKX, head_dim=shape.head_dim, page_size=shape.page_size, by_slot=True),

@@ -144,7 +144,7 @@ def test_padding_writes_no_page_and_what_a_graph_returned_stays(tmp_path: Path) 
     before_TD = returned_TD.clone()
     twins.run([RowSegment(0, 3, (8,))], 2 * x_TD)
     assert torch.equal(returned_TD, before_TD)
-    written = {page for page in range(NUM_PAGES) if twins.pages[0].parts_PKX[page].any()}
+    written = {page for page in range(NUM_PAGES) if twins.pages[0].pages_PKX[page].any()}
     assert written == {7, 8}
 
 
@@ -162,7 +162,7 @@ def test_a_longer_plan_than_its_buffer_and_other_pages_make_new_graphs(
     twins.twin.take_pages(other)
     _, hidden_TD = twins.run([RowSegment(0, 5, tuple(range(9)))], x_TD)
     assert torch.equal(hidden_TD, expected_TD)
-    assert all(pages.parts_PKX[0].any() for pages in other)
+    assert all(pages.pages_PKX[0].any() for pages in other)
 
 
 def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
