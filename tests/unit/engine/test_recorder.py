@@ -39,7 +39,7 @@ COST = CostModel(draft_step_s=0.001, verify_s=(0.01,) * 8)
 TOP_K = 5
 
 
-class Kept:
+class ListSink:
     """A sink that keeps everything of the wanted requests."""
 
     def __init__(self, *, unwanted: frozenset[str] = frozenset()) -> None:
@@ -95,7 +95,7 @@ def test_pieces_are_the_tokens_that_left_as_the_frozen_target_sees_them(
     target: Path, make_config: MakeConfig, tree: TreeShape
 ) -> None:
     """Covers preemption, batches, stops by token or length, chains and trees."""
-    sink = Kept()
+    sink = ListSink()
     engine = build_local_engine(
         make_config(num_pages=13, scheduler=SchedulerConfig(prefill_chunk=24, max_running=4)),
         cost=COST,
@@ -138,7 +138,7 @@ def test_what_the_recorder_asks_for_never_leaves(make_config: MakeConfig) -> Non
         request("curious", prompts(2)[1], seed=2, top_logprobs=2),
     ]
     plain = run(build_local_engine(make_config(), cost=COST), requests)
-    sink = Kept()
+    sink = ListSink()
     recorded = run(build_local_engine(make_config(), cost=COST, recorder=sink), requests)
     assert _untimed(recorded) == _untimed(plain)
     assert len(sink.pieces) == 2
@@ -149,7 +149,7 @@ def test_what_the_recorder_asks_for_never_leaves(make_config: MakeConfig) -> Non
 def test_only_sampled_requests_are_kept_and_an_aborted_one_as_far_as_it_came(
     make_config: MakeConfig,
 ) -> None:
-    sink = Kept(unwanted=frozenset({"other"}))
+    sink = ListSink(unwanted=frozenset({"other"}))
     engine = build_local_engine(make_config(), cost=COST, recorder=sink)
     engine.add(request("other", prompts(1)[0], seed=3))
     engine.add(request("mine", prompts(2)[1], seed=4, max_tokens=400, stop_token_ids=()))
@@ -170,7 +170,7 @@ def test_of_a_long_text_the_last_positions_are_kept(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "MAX_POSITIONS", 64)
-    sink = Kept()
+    sink = ListSink()
     engine = build_local_engine(make_config(), cost=COST, recorder=sink)
     long_request = request("long", prompts(1)[0], seed=5, max_tokens=150, stop_token_ids=())
     served = tokens(run(engine, [long_request])[RequestId("long")])
@@ -224,6 +224,7 @@ def test_without_a_recorder_no_row_is_asked_for_more(
     run(build_local_engine(make_config(), cost=COST), [request("one", prompts(1)[0])])
     assert set(num_top) == {None}
     run(
-        build_local_engine(make_config(), cost=COST, recorder=Kept()), [request("1", prompts(1)[0])]
+        build_local_engine(make_config(), cost=COST, recorder=ListSink()),
+        [request("1", prompts(1)[0])],
     )
     assert TOP_K in num_top

@@ -97,7 +97,7 @@ def engine_of(config: EngineConfig, verify: Verify | None = None) -> EngineCore:
 
 
 @dataclasses.dataclass
-class Told:
+class ServedOutputs:
     """All outputs of an engine."""
 
     tokens: dict[RequestId, list[TokenId]] = dataclasses.field(default_factory=dict)
@@ -118,8 +118,8 @@ class Told:
         return [self.tokens[request.request_id] for request in batch]
 
 
-def run(engine: EngineCore, batch: list[Request]) -> Told:
-    outputs = Told()
+def run(engine: EngineCore, batch: list[Request]) -> ServedOutputs:
+    outputs = ServedOutputs()
     for request in batch:
         engine.add(request)
     while engine.has_work:
@@ -253,7 +253,7 @@ def test_requests_that_come_and_go_leave_no_move_behind(make: Make) -> None:
     plain = run(engine_of(make(num_pages=400)), plain_batch).in_order(plain_batch)
     rng = Random(2)
     batch = requests(14, sampling, tree("static"), "tree")
-    outputs, waiting = Told(), list(batch)
+    outputs, waiting = ServedOutputs(), list(batch)
     while waiting or engine.has_work:
         if waiting and rng.random() < 0.5:
             engine.add(waiting.pop(0))
@@ -273,7 +273,7 @@ def test_a_lost_verify_stage_voids_the_moves_it_was_to_make(make: Make) -> None:
     plain_batch = requests(3, SAMPLING["warm"], PLAIN, "plain")
     expected = run(engine_of(config), plain_batch).in_order(plain_batch)
     batch = requests(3, SAMPLING["warm"], tree("static"), "lost")
-    outputs, turns, with_moves = Told(), 0, 0
+    outputs, turns, with_moves = ServedOutputs(), 0, 0
     for request in batch:
         engine.add(request)
     while engine.has_work:
@@ -305,12 +305,12 @@ def test_two_verify_ranks_keep_the_promise_for_trees(make: Make) -> None:
         assert run(engine, batch).in_order(batch) == expected, shape
 
 
-def accepted_per_round(outputs: Told) -> float:
+def accepted_per_round(outputs: ServedOutputs) -> float:
     drafted = [outcome for outcome in outputs.outcomes if outcome.num_drafted]
     return sum(outcome.num_accepted for outcome in drafted) / len(drafted)
 
 
-def accepted_share(outputs: Told) -> float:
+def accepted_share(outputs: ServedOutputs) -> float:
     drafted = sum(outcome.num_drafted for outcome in outputs.outcomes)
     return sum(outcome.num_accepted for outcome in outputs.outcomes) / drafted
 

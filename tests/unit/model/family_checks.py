@@ -79,7 +79,7 @@ def require_logits_of_transformers(
         whole_BLV = stages.run_without_pages(tokens_BL)
         assert greatest_difference(whole_BLV, expected_BLV) <= TOLERANCE
         for chunks in ([NUM_TOKENS], [30, 1, 1, 7, 1, 33, 1, 1]):
-            logits_TV = stages.run_in_pieces(tokens_BL[0], pages=SCATTERED, chunks=chunks)
+            logits_TV = stages.run_in_chunks(tokens_BL[0], pages=SCATTERED, chunks=chunks)
             assert greatest_difference(logits_TV, expected_BLV[0]) <= TOLERANCE
 
 
@@ -90,7 +90,7 @@ def require_logits_of_two_ranks(model: PreTrainedModel, folder: Path) -> None:
 
     def rank(group: TensorGroup) -> Tensor:
         stages = Stages.load(folder, group=group)
-        return stages.run_in_pieces(tokens_T, pages=range(5), chunks=[40, 1, 6, NUM_TOKENS - 47])
+        return stages.run_in_chunks(tokens_T, pages=range(5), chunks=[40, 1, 6, NUM_TOKENS - 47])
 
     shards = on_ranks(2, rank)
     assert [shard.shape[1] for shard in shards] == [48, 48]
@@ -102,9 +102,9 @@ def require_same_bits_in_a_batch(folder: Path, dtype: DType) -> None:
     rows."""
     stages = Stages.load(folder, dtype=dtype)
     text, other = random_tokens(2, NUM_TOKENS)
-    single_TV = stages.run_in_pieces(text, pages=range(5), chunks=[1] * NUM_TOKENS)
+    single_TV = stages.run_in_chunks(text, pages=range(5), chunks=[1] * NUM_TOKENS)
     for chunks in ([NUM_TOKENS], [17, 33, 25], [2, 5, 3, 40, 25]):
-        logits_TV = stages.run_in_pieces(text, pages=(19, 30, 12, 14, 9), chunks=chunks)
+        logits_TV = stages.run_in_chunks(text, pages=(19, 30, 12, 14, 9), chunks=chunks)
         assert torch.equal(logits_TV, single_TV), chunks
     segments = [RowSegment(0, 50, range(20, 25)), RowSegment(60, 7, range(5))]
     logits_TV = stages.run(torch.cat([other[:50], text[60:67]]), segments)

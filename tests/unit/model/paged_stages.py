@@ -64,10 +64,10 @@ class Stages:
         hidden_TD = self.draft.forward(self.draft.embed(tokens_T), rows)
         return self.verify.logits(self.verify.forward(hidden_TD, rows))
 
-    def run_in_pieces(
+    def run_in_chunks(
         self, tokens_T: Tensor, *, pages: Sequence[int], chunks: Sequence[int]
     ) -> Tensor:
-        """Runs the tokens of one request, `pieces` rows at a time."""
+        """Runs the tokens of one request, `chunks` rows at a time."""
         assert sum(chunks) == len(tokens_T)
         logits = []
         start = 0

@@ -22,7 +22,7 @@ def random_tokens(count: int) -> torch.Tensor:
 
 
 def logits(stages: Stages) -> torch.Tensor:
-    return stages.run_in_pieces(random_tokens(NUM_TOKENS), pages=PAGES, chunks=PIECES)
+    return stages.run_in_chunks(random_tokens(NUM_TOKENS), pages=PAGES, chunks=PIECES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -105,12 +105,12 @@ class _Watched:
         self.packed: list[str] = []
         self.most_ahead = 0
         self._was_read = {name: threading.Event() for name in names}
-        self.pieces = [
-            self._piece(name, names[at + 1 : at + 1 + num_prefetched])
+        self.units = [
+            self._unit(name, names[at + 1 : at + 1 + num_prefetched])
             for at, name in enumerate(names)
         ]
 
-    def _piece(self, name: str, prefetched: str) -> LoadUnit[Tensor]:
+    def _unit(self, name: str, prefetched: str) -> LoadUnit[Tensor]:
         def read(source: TensorSource) -> Tensor:
             tensor = source.read("model.norm.weight", shape=(64,), dtype=torch.float32)
             if tensor.device.type != "meta":
@@ -134,7 +134,7 @@ def test_pieces_are_packed_in_order_while_as_many_as_fit_the_budget_are_read_ahe
     save_tiny_model(tmp_path)
     monkeypatch.setattr(rank_memory, "READ_AHEAD_BYTES", budget)  # a piece has 256 bytes
     watched = _Watched("abcdefghij", num_prefetched=num_prefetched)
-    load_units(tmp_path, watched.pieces, on_progress=unwatched)
+    load_units(tmp_path, watched.units, on_progress=unwatched)
     assert "".join(watched.packed) == "abcdefghij"
     assert sorted(watched.read) == watched.packed
     assert watched.most_ahead == num_prefetched

@@ -38,9 +38,9 @@ def test_two_spans_give_the_logits_of_transformers(tmp_path: Path, family: str) 
     stages = Stages.load(tmp_path, cut=2)
 
     without_pages_BLV = stages.run_without_pages(tokens_BL)
-    at_once_TV = stages.run_in_pieces(tokens_BL[0], pages=range(5), chunks=[NUM_TOKENS])
+    at_once_TV = stages.run_in_chunks(tokens_BL[0], pages=range(5), chunks=[NUM_TOKENS])
     chunks = [30, 1, 1, 7, 1, 33, 1, 1]
-    piecewise_TV = stages.run_in_pieces(tokens_BL[0], pages=SCATTERED, chunks=chunks)
+    piecewise_TV = stages.run_in_chunks(tokens_BL[0], pages=SCATTERED, chunks=chunks)
 
     assert greatest_difference(without_pages_BLV, expected_BLV) <= TOLERANCE
     assert greatest_difference(at_once_TV, expected_BLV[0]) <= TOLERANCE
@@ -54,7 +54,7 @@ def test_fast_numerics_compute_the_same_model(tmp_path: Path, family: str) -> No
     with torch.no_grad():
         expected_TV = model(tokens_T[None]).logits[0]
     stages = Stages.load(tmp_path, numerics="fast")
-    logits_TV = stages.run_in_pieces(tokens_T, pages=SCATTERED, chunks=[40, 1, 6, 28])
+    logits_TV = stages.run_in_chunks(tokens_T, pages=SCATTERED, chunks=[40, 1, 6, 28])
     assert greatest_difference(logits_TV, expected_TV) <= TOLERANCE
 
 
@@ -70,7 +70,7 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path, family: str) -> None:
     def rank(group: TensorGroup) -> Tensor:
         stages = Stages.load(tmp_path, group=group)
         chunks = [40, 1, 6, NUM_TOKENS - 47]
-        return stages.run_in_pieces(tokens_T, pages=range(5), chunks=chunks)
+        return stages.run_in_chunks(tokens_T, pages=range(5), chunks=chunks)
 
     shards = on_ranks(2, rank)
     assert [shard.shape[1] for shard in shards] == [48, 48]
@@ -104,7 +104,7 @@ def test_a_mistral_with_layer_types_is_a_ministral(tmp_path: Path) -> None:
     with torch.no_grad():
         expected_LV = model(tokens_L[None]).logits[0]
     stages = Stages.load(tmp_path)
-    logits_LV = stages.run_in_pieces(tokens_L, pages=SCATTERED, chunks=[40, 1, 6, 28])
+    logits_LV = stages.run_in_chunks(tokens_L, pages=SCATTERED, chunks=[40, 1, 6, 28])
     assert greatest_difference(logits_LV, expected_LV) <= TOLERANCE
 
     kinds = config.pop("layer_types")
@@ -125,7 +125,7 @@ def test_float16_weights_are_computed_with_as_they_are(tmp_path: Path, numerics:
         expected_LV = model(tokens_L[None]).logits[0]
     model.half().save_pretrained(tmp_path)
     stages = Stages.load(tmp_path, dtype="float16", numerics=numerics)
-    logits_LV = stages.run_in_pieces(tokens_L, pages=range(5), chunks=[NUM_TOKENS])
+    logits_LV = stages.run_in_chunks(tokens_L, pages=range(5), chunks=[NUM_TOKENS])
     assert greatest_difference(logits_LV, expected_LV) <= TOLERANCE
 
 
@@ -142,7 +142,7 @@ def test_bfloat16_weights_are_computed_with_as_they_are(
 
     def found() -> torch.Tensor:
         stages = Stages.load(tmp_path, dtype="bfloat16")
-        return stages.run_in_pieces(tokens_L, pages=range(5), chunks=[NUM_TOKENS])
+        return stages.run_in_chunks(tokens_L, pages=range(5), chunks=[NUM_TOKENS])
 
     # A processor that multiplies bfloat16 rounds the inputs of products: less than the library,
     # which rounds every result too.

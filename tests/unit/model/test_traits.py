@@ -193,7 +193,7 @@ def test_a_trait_changes_the_model_as_its_arithmetic_says(
     tensors = write(tmp_path, traits)
     expected_TV = plain_logits(traits, tensors, tokens())
     stages = Stages.load(tmp_path, numerics=numerics)
-    chunked_TV = stages.run_in_pieces(tokens(), pages=(7, 3, 4, 11), chunks=[30, 1, 7, 23])
+    chunked_TV = stages.run_in_chunks(tokens(), pages=(7, 3, 4, 11), chunks=[30, 1, 7, 23])
     whole_TV = stages.run_without_pages(tokens()[None])[0]
     for logits_TV in (chunked_TV, whole_TV):  # against float64
         assert float((logits_TV - expected_TV).abs().max()) <= 1e-4
@@ -210,9 +210,9 @@ def test_a_row_of_any_family_has_the_same_bits_alone_and_among_others(
     register(TOYS[name], monkeypatch)
     write(tmp_path, TOYS[name])
     stages = Stages.load(tmp_path)
-    single_TV = stages.run_in_pieces(tokens(), pages=range(4), chunks=[1] * NUM_TOKENS)
+    single_TV = stages.run_in_chunks(tokens(), pages=range(4), chunks=[1] * NUM_TOKENS)
     for chunks in ([NUM_TOKENS], [17, 33, 11], [2, 5, 3, 40, 11]):
-        logits_TV = stages.run_in_pieces(tokens(), pages=(9, 30, 2, 14), chunks=chunks)
+        logits_TV = stages.run_in_chunks(tokens(), pages=(9, 30, 2, 14), chunks=chunks)
         assert torch.equal(logits_TV, single_TV), chunks
 
 
@@ -228,7 +228,7 @@ def test_two_ranks_norm_scale_and_cap_what_is_summed(
 
     def rank(group: TensorGroup) -> Tensor:
         stages = Stages.load(tmp_path, group=group)
-        return stages.run_in_pieces(tokens(), pages=range(4), chunks=[40, 1, 20])
+        return stages.run_in_chunks(tokens(), pages=range(4), chunks=[40, 1, 20])
 
     logits_TV = torch.cat(on_ranks(2, rank), dim=1)
     assert float((logits_TV - expected_TV).abs().max()) <= 1e-4

@@ -106,7 +106,7 @@ def test_a_tree_that_is_a_chain_is_planned_as_one() -> None:
 
 def chain_rows(stages: Stages, tokens: list[int], *, pages: range) -> Tensor:
     """Returns the logits of plain decoding: one row at a time, on consecutive pages."""
-    return stages.run_in_pieces(torch.tensor(tokens), pages=pages, chunks=[1] * len(tokens))
+    return stages.run_in_chunks(torch.tensor(tokens), pages=pages, chunks=[1] * len(tokens))
 
 
 def path_rows(stages: Stages, prefix: list[int], path: list[int]) -> Tensor:

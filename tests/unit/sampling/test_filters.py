@@ -203,7 +203,7 @@ def test_a_search_finds_what_sorting_finds(seed: int) -> None:
     assert torch.equal(edge.equal_GU1[0], (scores_RV == edge.score_U1).sum(-1, keepdim=True))
 
 
-class _Asked:
+class _DecisionCounter:
     """Answers every decision that the host waits for with all rows, and counts them."""
 
     def __init__(self) -> None:
@@ -229,7 +229,7 @@ class _Asked:
 def test_a_gpu_waits_for_a_few_decisions_whatever_the_number_of_rows(
     params: SamplingParams, num_columns: int, num_decisions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decisions = _Asked()
+    decisions = _DecisionCounter()
     for module in (best_scores, nucleus, filters):
         monkeypatch.setattr(module, "rows_where", decisions)
     num_operators = set()

@@ -48,13 +48,15 @@ Result = TypeVar("Result")
 Work = Callable[[DraftCompute], Result]
 
 
-def alone(config: EngineConfig, work: Work[Result]) -> Result:
+def on_one_rank(config: EngineConfig, work: Work[Result]) -> Result:
     shard = build_draft_shard(config, layout_of(config), SingleGroup())
     with torch.inference_mode():
         return work(shard)
 
 
-def together(config: EngineConfig, work: Work[Result], *, others: int = NUM_RANKS - 1) -> Result:
+def on_every_rank(
+    config: EngineConfig, work: Work[Result], *, others: int = NUM_RANKS - 1
+) -> Result:
     """Returns the result of `work` on rank 0, while the other ranks follow its commands."""
     torch.set_num_threads(1)
     sink, sources = thread_commands(others, timeout_s=10.0)
@@ -102,7 +104,7 @@ def test_two_ranks_compute_what_one_computes(
     head: str, dtype: str, make_config: MakeConfig
 ) -> None:
     config = make_config(head, dtype=dtype)
-    expected, sharded = alone(config, drafted), together(config, drafted)
+    expected, sharded = on_one_rank(config, drafted), on_every_rank(config, drafted)
     assert [x.shape for x in sharded] == [x.shape for x in expected]
     for ours, theirs in zip(sharded, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=2e-4)
@@ -115,7 +117,7 @@ def test_ranks_with_parts_that_differ_by_a_row_give_full_rows(
     odd = save_head(target, tmp_path / "odd", "sometimes", draft_vocab=list(range(1, 96, 2))[:-1])
     model = config.model.model_copy(update={"head": odd})
     config = config.model_copy(update={"model": model})
-    expected, sharded = alone(config, drafted), together(config, drafted)
+    expected, sharded = on_one_rank(config, drafted), on_every_rank(config, drafted)
     assert sharded[-1].shape[-1] == 47
     assert torch.allclose(sharded[-1], expected[-1], atol=2e-4)
 
@@ -131,7 +133,7 @@ def test_a_row_has_the_same_bits_with_any_others(make_config: MakeConfig) -> Non
         ]
         return whole_TD, torch.cat(singles)
 
-    whole_TD, singles_TD = together(make_config(), in_pieces)
+    whole_TD, singles_TD = on_every_rank(make_config(), in_pieces)
     assert torch.equal(whole_TD, singles_TD)
 
 
@@ -147,7 +149,7 @@ def test_a_swapped_head_is_the_same_on_every_rank(
         return compute.logits(compute.run_head(hidden_TD, [segment]))
 
     config = make_config("sometimes")
-    assert torch.allclose(together(config, swapped), alone(config, swapped), atol=2e-4)
+    assert torch.allclose(on_every_rank(config, swapped), on_one_rank(config, swapped), atol=2e-4)
 
 
 def test_progress_is_over_when_the_exit_head_is_there_too(
@@ -167,7 +169,7 @@ def follower(config: EngineConfig) -> tuple[DraftShard, HeadShelf]:
     return build_draft_shard(config, layout, group), head_shelf(config, layout, group)
 
 
-def told(config: EngineConfig, command: Command) -> None:
+def follow_command(config: EngineConfig, command: Command) -> None:
     sink, (source,) = thread_commands(1, timeout_s=1.0)
     sink.announce(command)
     sink.close()
@@ -205,7 +207,7 @@ def test_a_follower_refuses_what_lies_outside_its_pages(
     command: Command, message: str, make_config: MakeConfig
 ) -> None:
     with pytest.raises(WireError, match=message):
-        told(make_config(), command)
+        follow_command(make_config(), command)
 
 
 def test_a_follower_says_when_its_head_is_another(
@@ -213,7 +215,7 @@ def test_a_follower_says_when_its_head_is_another(
 ) -> None:
     command = TakeHead(folder=str(heads["never"]), sha256="0" * 64)
     with pytest.raises(CheckpointError, match="put the same files on every node"):
-        told(make_config(), command)
+        follow_command(make_config(), command)
 
 
 def test_a_follower_that_gets_no_command_names_the_leader(make_config: MakeConfig) -> None:

@@ -165,12 +165,12 @@ def test_every_row_of_a_batch_is_attention_by_definition_and_has_the_bits_of_the
         for at in range(text.segment.num_rows):
             expected_D = by_definition(shape, text.past_of(at))
             assert torch.allclose(mixed_RD[row], expected_D, atol=2e-5, rtol=1e-4)
-            single_D = alone(shape, text.past_of(at), rng)
+            single_D = attend_single(shape, text.past_of(at), rng)
             assert torch.equal(mixed_RD[row], single_D), "bits"
             row += 1
 
 
-def alone(shape: Shape, past_NHE: Tensor, rng: Random) -> Tensor:
+def attend_single(shape: Shape, past_NHE: Tensor, rng: Random) -> Tensor:
     """Returns the last row of a text as plain decoding computes it: over a chain in other pages."""
     end = len(past_NHE)
     table = tuple(rng.sample(range(64), -(-end // shape.page_size)))
