@@ -95,11 +95,11 @@ def _accepted_path(run: DraftRun, chosen: Sequence[int], flags: Sequence[int]) -
 
 def _branches(run: DraftRun, path: Sequence[int]) -> tuple[Branch, ...]:
     """Returns the nodes of a tree that the verdict reached and that have children."""
-    found: list[Branch] = []
+    branches: list[Branch] = []
     for depth, point in enumerate((ROOT, *path)):
         children = [node for node, parent in enumerate(run.parents) if parent == point]
         if children:
-            found.append(
+            branches.append(
                 Branch(
                     depth=depth,
                     num_offered=len(children),
@@ -107,7 +107,7 @@ def _branches(run: DraftRun, path: Sequence[int]) -> tuple[Branch, ...]:
                     evidence=run.evidence[children[0]],
                 )
             )
-    return tuple(found)
+    return tuple(branches)
 
 
 def _logprobs(
@@ -115,10 +115,10 @@ def _logprobs(
 ) -> tuple[TokenLogprobs, ...]:
     """Returns log-probabilities of the committed tokens, at `rows` after the first; empty if the
     request did not ask."""
-    wanted = item.live.request.sampling.top_logprobs
-    if wanted is None:
+    num_top = item.live.request.sampling.top_logprobs
+    if num_top is None:
         return ()
-    return logprobs_at([first + row for row in rows], reply, num_top=wanted)
+    return logprobs_at([first + row for row in rows], reply, num_top=num_top)
 
 
 def logprobs_at(

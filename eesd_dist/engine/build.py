@@ -17,7 +17,7 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.overlap_policy import OverlapPolicy
 from eesd_dist.control.registry import entry_of
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.drafting.ranks import DraftCompute, HeadShelf, LeadingShard, OwnShard
+from eesd_dist.engine.drafting.ranks import DraftCompute, DraftShard, HeadShelf, LeadingShard
 from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.headers import TraceRound
 from eesd_dist.engine.kv_room import fallback_bytes, kv_room
@@ -29,14 +29,14 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.model.heads.exit_head import ExitHead, HeadWeights
 from eesd_dist.model.heads.head_config import HeadConfig
-from eesd_dist.model.loading import OnProgress, give_back, unwatched
+from eesd_dist.model.loading import OnProgress, release_memory, unwatched
 from eesd_dist.model.max_len import within
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.rank_memory import kv_page_bytes
 from eesd_dist.model.span import SpanWeights
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.sampling.rule import get_ready
+from eesd_dist.sampling.rule import warm_up
 from eesd_dist.schedule.kv_pages import KvRoom, num_pages_of
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
@@ -121,11 +121,11 @@ class DraftWeights:
     room: KvRoom
     config: EngineConfig
 
-    def shard(self, *, num_pages: int, compiles_later: bool = False) -> OwnShard:
+    def shard(self, *, num_pages: int, compiles_in_background: bool = False) -> DraftShard:
         """Allocates the pages of the layers and of the exit head."""
         page_size = self.config.cache.page_size
         head = self.head
-        return OwnShard(
+        return DraftShard(
             span=self.span.span(num_pages=num_pages, page_size=page_size),
             head=None if head is None else head.head(num_pages=num_pages, page_size=page_size),
             group=self.span.group,
@@ -133,7 +133,7 @@ class DraftWeights:
             page_size=page_size,
             device=self.span.layers.device,
             numerics=self.config.model.numerics,
-            compiles_later=compiles_later,
+            compiles_in_background=compiles_in_background,
         )
 
 
@@ -145,7 +145,7 @@ class VerifyWeights:
     room: KvRoom
     config: EngineConfig
 
-    def stage(self, *, num_pages: int, compiles_later: bool = False) -> VerifyStage:
+    def stage(self, *, num_pages: int, compiles_in_background: bool = False) -> VerifyStage:
         """Allocates the pages."""
         page_size = self.config.cache.page_size
         return VerifyStage(
@@ -154,7 +154,7 @@ class VerifyWeights:
             page_size=page_size,
             device=self.span.layers.device,
             numerics=self.config.model.numerics,
-            compiles_later=compiles_later,
+            compiles_in_background=compiles_in_background,
         )
 
 
@@ -184,7 +184,7 @@ def load_draft_weights(
     head, page_bytes = None, span.layers.kv_page_bytes(page_size)
     if folder is not None:
         head = _load_head(config, layout, folder, group=group)
-        give_back()
+        release_memory()
         page_bytes += head.layers.kv_page_bytes(page_size)
         total = span_bytes + head_bytes
         seconds = monotonic() - began_s
@@ -201,7 +201,7 @@ def load_draft_weights(
     return DraftWeights(span=span, head=head, room=room, config=config)
 
 
-def build_draft_shard(config: EngineConfig, layout: Layout, group: TensorGroup) -> OwnShard:
+def build_draft_shard(config: EngineConfig, layout: Layout, group: TensorGroup) -> DraftShard:
     """Builds one draft rank, with as many pages as it has room for alone."""
     weights = load_draft_weights(config, layout, group)
     return weights.shard(num_pages=num_pages_of(config, {"the draft rank": weights.room}))
@@ -216,7 +216,7 @@ def _load_span(
     group: TensorGroup,
     on_progress: OnProgress,
 ) -> SpanWeights:
-    get_ready(layout.device)
+    warm_up(layout.device)
     return SpanWeights.load(
         config.model.path,
         layout.spec,
@@ -288,7 +288,7 @@ def load_verify_weights(
     spec, split = layout.spec, layout.split
     span = _load_span(config, layout, split, spec.num_layers, group=group, on_progress=on_progress)
     page_size = config.cache.page_size
-    page_bytes, later_bytes = span.layers.kv_page_bytes(page_size), 0
+    page_bytes, deferred_bytes = span.layers.kv_page_bytes(page_size), 0
     num_draft_ranks = parallel.draft_tensor_parallel_size
     if parallel.fallback and group.rank < num_draft_ranks:
         page_bytes += kv_page_bytes(
@@ -299,7 +299,7 @@ def load_verify_weights(
             num_ranks=num_draft_ranks,
             bytes_per_value=span.layers.bytes_per_kv,
         )
-        later_bytes = fallback_bytes(
+        deferred_bytes = fallback_bytes(
             config.model.path,
             spec,
             split=split,
@@ -307,7 +307,7 @@ def load_verify_weights(
             size=num_draft_ranks,
             dtype=layout.dtype,
         )
-    room = kv_room(config, span.layers, page_bytes=page_bytes, later_bytes=later_bytes)
+    room = kv_room(config, span.layers, page_bytes=page_bytes, deferred_bytes=deferred_bytes)
     return VerifyWeights(span=span, room=room, config=config)
 
 
@@ -329,7 +329,7 @@ def build_draft_engine(
     recorder: RecorderSink | None = None,
     group: TensorGroup | None = None,
     commands: CommandSink | None = None,
-    shard: OwnShard | None = None,
+    shard: DraftShard | None = None,
     grammars: GrammarCompiler | None = None,
     masks: Masks | None = None,
 ) -> EngineCore:
@@ -389,8 +389,8 @@ def build_draft_engine(
 def _traffic_of(group: TensorGroup | None) -> Callable[[], Traffic]:
     """Returns the counter of this rank's traffic in a process group; other groups have none."""
     if isinstance(group, GroupHandle | ProcessGroup):
-        counted = group
-        return lambda: counted.counts().total
+        process_group = group
+        return lambda: process_group.counts().total
     return lambda: NO_TRAFFIC
 
 

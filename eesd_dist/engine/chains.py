@@ -21,7 +21,7 @@ class ChainStart(NamedTuple):
     """Tokens of the known rows."""
     segment: RowSegment
     """The known rows."""
-    most: int
+    max_draft: int
     """Tokens to draft at most; 0: the exit head does not run, and the rest has no meaning."""
     rule: ChainRule
     lagging: Sequence[RowSlice] = ()

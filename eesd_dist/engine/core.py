@@ -217,10 +217,10 @@ class EngineCore:
             microbatch = (self._next_microbatch + offset) % count
             waiting = self._in_flight.get(microbatch)
             if waiting is None:
-                result, has_begun = StepResult(), self._begin(microbatch)
+                result, is_started = StepResult(), self._begin(microbatch)
             else:
-                result, has_begun = self._finish(waiting), self._begin_or_break(microbatch)
-            if has_begun or waiting is not None:
+                result, is_started = self._finish(waiting), self._begin_or_break(microbatch)
+            if is_started or waiting is not None:
                 self._next_microbatch = (microbatch + 1) % count
                 return result
         awaits_masks = self.masks.is_waiting
@@ -251,21 +251,21 @@ class EngineCore:
         drafted_at = self._meter.now()
         trace = self._headers.trace(plan)
         header = self._headers.write(drafted, trace)
-        sent_bytes = self._channel.send(header, drafted.hidden_TD, drafted.draft_probs_KV)
-        sent = self._meter.now()
+        outgoing_bytes = self._channel.send(header, drafted.hidden_TD, drafted.draft_probs_KV)
+        send_end = self._meter.now()
         self._in_flight[microbatch] = RoundInFlight(
             plan=plan,
             drafted=drafted,
             header=header,
             trace=trace,
-            sent_bytes=sent_bytes,
+            outgoing_bytes=outgoing_bytes,
             started_unix_s=started_unix_s,
             plan_s=planned - started,
             draft_s=drafted_at - planned,
-            send_s=sent - drafted_at,
-            sent_at=drafted_at,
+            send_s=send_end - drafted_at,
+            send_start=drafted_at,
         )
-        self._meter.spent(sent - started)
+        self._meter.spent(send_end - started)
         return True
 
     def _plan(self, microbatch: int) -> RoundPlan | None:

@@ -19,8 +19,8 @@ class HeadExchange:
 
     def check(self, head: ExitHead) -> None:
         """Raises ConfigError for a head with another exit layer."""
-        mine = self._draft.head
-        if mine is None or mine.exit_layer != head.exit_layer:
+        current = self._draft.head
+        if current is None or current.exit_layer != head.exit_layer:
             raise ConfigError(
                 f"an exit head after layer {head.exit_layer} cannot replace this engine's head: "
                 "build a new engine"

@@ -24,7 +24,7 @@ class KvMoves:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: list[Move] = []
-        self._sent: dict[int, tuple[Move, ...]] = {}
+        self._round_moves: dict[int, tuple[Move, ...]] = {}
 
     def add(self, moves: Sequence[Move]) -> None:
         with self._lock:
@@ -35,24 +35,27 @@ class KvMoves:
         with self._lock:
             moves, self._pending = tuple(self._pending), []
             if moves:
-                self._sent[round_id] = moves
+                self._round_moves[round_id] = moves
             return moves
 
     def settle(self, round_id: int) -> None:
         """Drops this round's moves: its reply has arrived, so that they are done."""
         with self._lock:
-            self._sent.pop(round_id, None)
+            self._round_moves.pop(round_id, None)
 
     def clear(self) -> None:
         with self._lock:
             self._pending.clear()
-            self._sent.clear()
+            self._round_moves.clear()
 
     def pages(self, page_size: int) -> set[int]:
         """Returns the pages with pending moves: an accepted branch is not in its KV slots there
         yet, or is still in a page that its request has freed."""
         with self._lock:
-            moves = [*self._pending, *(move for sent in self._sent.values() for move in sent)]
+            moves = [
+                *self._pending,
+                *(move for round_moves in self._round_moves.values() for move in round_moves),
+            ]
         return {slot // page_size for move in moves for slot in move}
 
 
@@ -88,7 +91,7 @@ class HeaderWriter:
 
     def write(self, drafted: DraftedRound, trace: RoundTrace) -> RoundHeader:
         self._round_id += 1
-        exits, top_k = self._features.wanted_of(drafted.runs)
+        exits, top_k = self._features.exits_and_top_k(drafted.runs)
         if self._recorder is not None:
             top_k = max(top_k, self._recorder.prompt_top_k(drafted.runs))
         return RoundHeader(

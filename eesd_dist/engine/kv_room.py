@@ -27,13 +27,13 @@ from eesd_dist.types import DType
 
 
 def kv_room(
-    config: EngineConfig, layers: LoadedLayers, *, page_bytes: int, later_bytes: int = 0
+    config: EngineConfig, layers: LoadedLayers, *, page_bytes: int, deferred_bytes: int = 0
 ) -> KvRoom:
     """Returns the room of the process that has loaded these layers.
 
-    `page_bytes`: one page of all layers that it keeps; `later_bytes`: weights that it loads later.
+    `page_bytes`: one page of all layers that it keeps; `deferred_bytes`: weights loaded later.
     """
-    reserved = later_bytes + _activation_bytes(config, layers)
+    reserved = deferred_bytes + _activation_bytes(config, layers)
     return KvRoom(
         budget_bytes=_budget_bytes(config.cache, layers.device, reserved_bytes=reserved),
         page_bytes=page_bytes,

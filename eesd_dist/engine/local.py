@@ -93,22 +93,22 @@ class LocalEngine:
         requests: Sequence[Request],
         *,
         observe: Callable[[RoundStats], None] | None = None,
-        refused: Callable[[RequestId, RequestError], None] | None = None,
+        on_refusal: Callable[[RequestId, RequestError], None] | None = None,
     ) -> Iterator[Emission]:
         """Yields the emissions of all requests, interleaved. Requests are added as the queue has
         room.
 
-        `refused` is called for a request that cannot be served; None raises its RequestError, and
-        ends the others. Raises EngineError when the engine is closed.
+        `on_refusal` is called for a request that cannot be served; None raises its RequestError,
+        and ends the others. Raises EngineError when the engine is closed.
         """
         self._check_open()
         pending = deque(requests)
-        added: list[RequestId] = []
+        request_ids: list[RequestId] = []
         try:
             while pending or self._engine.has_work:
                 while pending and self._engine.load().num_waiting < self._max_waiting:
-                    self._add(pending[0], refused)
-                    added.append(pending.popleft().request_id)
+                    self._add(pending[0], on_refusal)
+                    request_ids.append(pending.popleft().request_id)
                 result = self._engine.step(wait_s=0.0)
                 if observe is not None:
                     for stats in result.rounds:
@@ -117,17 +117,17 @@ class LocalEngine:
                 self._check_open()
         finally:  # a refused request or a closed iterator leaves no request behind
             if not self._is_closed:
-                self._end(added)
+                self._end(request_ids)
 
     def _add(
-        self, request: Request, refused: Callable[[RequestId, RequestError], None] | None
+        self, request: Request, on_refusal: Callable[[RequestId, RequestError], None] | None
     ) -> None:
         try:
             self._engine.add(request)
         except RequestError as error:
-            if refused is None:
+            if on_refusal is None:
                 raise
-            refused(request.request_id, error)
+            on_refusal(request.request_id, error)
 
     def _end(self, request_ids: Sequence[RequestId]) -> None:
         for request_id in request_ids:

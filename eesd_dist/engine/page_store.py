@@ -29,11 +29,11 @@ class PageStore:
     """All paged layers of a rank, in order: the span's, then the exit head's."""
 
     def __init__(self, span: LlamaSpan, head: ExitHead | None = None) -> None:
-        self._parts = [span.paged] if head is None else [span.paged, head.paged]
+        self._paged = [span.paged] if head is None else [span.paged, head.paged]
         self._layers = [
-            (part, layer) for part in self._parts for layer in range(len(part.page_bytes))
+            (paged, layer) for paged in self._paged for layer in range(len(paged.page_bytes))
         ]
-        self.page_bytes = tuple(size for part in self._parts for size in part.page_bytes)
+        self.page_bytes = tuple(size for paged in self._paged for size in paged.page_bytes)
         """Bytes of one page, layer by layer."""
         self.device = span.paged.device
         self.weights = span.weights
@@ -43,11 +43,11 @@ class PageStore:
     def read(self, chunk: Chunk, pages: Sequence[int]) -> Tensor:
         """Returns a chunk of these pages, on their device. Rounds may run: they do not write leased
         pages."""
-        wanted = pages[chunk.first_page : chunk.last_page]
+        chunk_pages = pages[chunk.first_page : chunk.last_page]
         return torch.cat(
             [
-                part.read_pages(layer, wanted)
-                for part, layer in self._layers[chunk.first_layer : chunk.last_layer]
+                paged.read_pages(layer, chunk_pages)
+                for paged, layer in self._layers[chunk.first_layer : chunk.last_layer]
             ]
         )
 
@@ -56,18 +56,18 @@ class PageStore:
         """Writes a chunk to these pages. Rounds may run: these pages are in no page table. A round
         may read past the end of its pages, into numbers that its mask hides; the bytes of another
         pipeline are finite numbers too, and so is any mixture of old and new ones."""
-        wanted = pages[chunk.first_page : chunk.last_page]
+        chunk_pages = pages[chunk.first_page : chunk.last_page]
         at = 0
         for layer in range(chunk.first_layer, chunk.last_layer):
-            part, own = self._layers[layer]
-            end = at + self.page_bytes[layer] * len(wanted)
-            part.write_pages(own, wanted, content_B[at:end])
+            paged, own = self._layers[layer]
+            end = at + self.page_bytes[layer] * len(chunk_pages)
+            paged.write_pages(own, chunk_pages, content_B[at:end])
             at = end
 
     def settle(self) -> None:
         """Waits until all writes of this thread are visible to later rounds."""
-        for part in self._parts:
-            part.settle_writes()
+        for paged in self._paged:
+            paged.settle_writes()
 
 
 def kv_layout(config: EngineConfig, layout: Layout, *, weights: str, head: str) -> KvLayout:

@@ -76,20 +76,20 @@ def measure_cost(
     verify_s += [verify_s[-1]] * (longest - fitting)
     request_s = bench.request_s(min(8, max_running), verify_s)
     batches = [bench.verify_s([fitting] * size) - request_s * (size - 1) for size in sizes]
-    known_s = isotonic([bench.draft_s(size, length=0) for size in (1, *sizes)])
+    committed_s = isotonic([bench.draft_s(size, length=0) for size in (1, *sizes)])
     # A draft of a few tokens, since the first costs more: the exit head also reads the known row.
     length = min(4, max_draft_tokens, fitting - 1)
     drafts_s = [bench.draft_s(size, length=length) for size in (1, *sizes)]
     steps_s = isotonic(
         [
             max(d - k, _LEAST_SHARE * d) / max(length, 1)
-            for d, k in zip(drafts_s, known_s, strict=True)
+            for d, k in zip(drafts_s, committed_s, strict=True)
         ]
     )
     guess_s = steps_s[0] - (bench.row_s() if length else 0.0)
     return CostModel(
         draft_step_s=steps_s[0],
-        round_s=known_s[0],
+        round_s=committed_s[0],
         # Every length is measured: kernels compute rows in blocks, so that times rise in steps.
         verify_s=tuple(verify_s),
         guess_s=min(max(guess_s, 0.0), steps_s[0]),
@@ -99,7 +99,7 @@ def measure_cost(
             for size, seconds in zip(sizes, isotonic(batches), strict=True)
         ),
         draft_rows_s=tuple(zip(sizes, steps_s[1:], strict=True)),
-        known_rows_s=tuple(zip(sizes, known_s[1:], strict=True)),
+        known_rows_s=tuple(zip(sizes, committed_s[1:], strict=True)),
     )
 
 
@@ -130,10 +130,10 @@ class _Bench:
         """Measures a verify pass over `rows`, a row count per request."""
         return self._usual_s(partial(self._verify, rows))
 
-    def request_s(self, most: int, verify_s: Sequence[float]) -> float:
-        """Measures what a request costs in addition to its rows: up to `most` requests of one row
-        each against one request of as many rows."""
-        num = min(most, len(verify_s))
+    def request_s(self, max_requests: int, verify_s: Sequence[float]) -> float:
+        """Measures what a request costs in addition to its rows: up to `max_requests` requests of
+        one row each against one request of as many rows."""
+        num = min(max_requests, len(verify_s))
         if num < 2:
             return 0.0
         return max(self.verify_s([1] * num) - verify_s[num - 1], 0.0) / (num - 1)
@@ -150,11 +150,11 @@ class _Bench:
             refusing = partial(self._draft, 1, 1, _Refusing)
             return self.draft_s(1, length=1) - self._usual_s(refusing)
         segment = RowSegment(self.kv_range.start, 1, self.kv_range.pages)
-        refused_s, taken_s = (
+        refusal_s, token_s = (
             self._usual_s(partial(drafter.draft, [ChainStart([0], segment, 1, rule)]))
             for rule in (REFUSAL, of_length(1))
         )
-        return taken_s - refused_s
+        return token_s - refusal_s
 
     def _usual_s(self, run: Callable[[], object]) -> float:
         """Measures until a GPU is done: rows that no guess follows are only queued by a draft."""

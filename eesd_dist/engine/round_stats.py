@@ -22,12 +22,12 @@ class RoundInFlight:
     drafted: DraftedRound
     header: RoundHeader
     trace: RoundTrace
-    sent_bytes: int
+    outgoing_bytes: int
     started_unix_s: float
     plan_s: float
     draft_s: float
     send_s: float
-    sent_at: float
+    send_start: float
     """Start of sending; this and the times below by the meter's clock."""
     waited_from: float = 0.0
     """Start of waiting for the verdict."""
@@ -44,23 +44,23 @@ class Unnamed:
 
 
 class LoopClock:
-    def __init__(self, *, now_s: float) -> None:
-        self._since_s = now_s
-        self._named_s = 0.0
+    def __init__(self, *, time_s: float) -> None:
+        self._since_s = time_s
+        self._accounted_s = 0.0
         self._idle_s = 0.0
 
     def spent(self, seconds: float) -> None:
         """Adds time that the statistics of a round name."""
-        self._named_s += seconds
+        self._accounted_s += seconds
 
     def idled(self, seconds: float) -> None:
         self._idle_s += seconds
 
-    def verdict(self, *, now_s: float) -> Unnamed:
+    def verdict(self, *, time_s: float) -> Unnamed:
         """Ends a round: returns its unnamed time, and starts the next one."""
-        left_s = now_s - self._since_s - self._named_s - self._idle_s
+        left_s = time_s - self._since_s - self._accounted_s - self._idle_s
         unnamed = Unnamed(idle_s=self._idle_s, other_s=max(left_s, 0.0))
-        self._since_s, self._named_s, self._idle_s = now_s, 0.0, 0.0
+        self._since_s, self._accounted_s, self._idle_s = time_s, 0.0, 0.0
         return unnamed
 
 
@@ -70,7 +70,7 @@ class RoundMeter:
     def __init__(self, *, clock: Callable[[], float], draft_traffic: Callable[[], Traffic]) -> None:
         """`draft_traffic`: total traffic of this rank with the other draft ranks so far."""
         self.now = clock
-        self._loop = LoopClock(now_s=clock())
+        self._loop = LoopClock(time_s=clock())
         self._last_reply_at = clock()
         self._draft_traffic = draft_traffic
         self._traffic_before = draft_traffic()
@@ -101,10 +101,10 @@ class RoundMeter:
         """Returns the statistics of a round just committed."""
         committed, received = self.now(), waiting.received_at
         self.spent(committed - waiting.waited_from)
-        blocked_s, in_flight_s = received - waiting.waited_from, received - waiting.sent_at
-        queued_s = max(self._last_reply_at - waiting.sent_at, 0.0)
+        blocked_s, in_flight_s = received - waiting.waited_from, received - waiting.send_start
+        queued_s = max(self._last_reply_at - waiting.send_start, 0.0)
         self._last_reply_at = received
-        unnamed = self._loop.verdict(now_s=committed)
+        unnamed = self._loop.verdict(time_s=committed)
         traffic = self._draft_traffic()
         draft_group, self._traffic_before = traffic.since(self._traffic_before), traffic
         items = waiting.plan.items
@@ -132,8 +132,8 @@ class RoundMeter:
             verify_s=reply.verify_s,
             commit_s=committed - received,
             started_unix_s=waiting.started_unix_s,
-            elapsed_s=waiting.plan_s + waiting.draft_s + committed - waiting.sent_at,
-            sent_bytes=waiting.sent_bytes,
+            elapsed_s=waiting.plan_s + waiting.draft_s + committed - waiting.send_start,
+            sent_bytes=waiting.outgoing_bytes,
             received_bytes=reply.wire_bytes,
             waited_s=waiting.send_s + blocked_s,
             idle_s=unnamed.idle_s,

@@ -46,30 +46,30 @@ def _one_slice(slices: Sequence[RowSlice]) -> RowSlice:
     if len(slices) == 1:
         return slices[0]
     merged: list[RowSlice] = []
-    for piece in slices:
+    for row_slice in slices:
         last = merged[-1] if merged else None
-        if last is not None and piece.source is last.source and piece.first == last.end:
-            merged[-1] = RowSlice(last.source, last.first, piece.end)
+        if last is not None and row_slice.source is last.source and row_slice.first == last.end:
+            merged[-1] = RowSlice(last.source, last.first, row_slice.end)
         else:
-            merged.append(piece)
+            merged.append(row_slice)
     return merged[0] if len(merged) == 1 else RowSlice.all_of(_copied(merged))
 
 
 def _copied(merged: Sequence[RowSlice]) -> Tensor:
-    sources = {id(piece.source): piece.source for piece in merged}
+    sources = {id(row_slice.source): row_slice.source for row_slice in merged}
     if len(merged) <= _FEW * len(sources):
-        return torch.cat([piece.tensor for piece in merged])
+        return torch.cat([row_slice.tensor for row_slice in merged])
     first_of: dict[int, int] = {}
     num_rows = 0
     for name, source in sources.items():
         first_of[name] = num_rows
         num_rows += source.shape[0]
     rows: list[int] = []
-    for piece in merged:
-        first = first_of[id(piece.source)]
-        rows.extend(range(first + piece.first, first + piece.end))
-    every_TX = torch.cat(list(sources.values()))
-    return every_TX.index_select(0, uploaded(rows, every_TX.device))
+    for row_slice in merged:
+        first = first_of[id(row_slice.source)]
+        rows.extend(range(first + row_slice.first, first + row_slice.end))
+    sources_TX = torch.cat(list(sources.values()))
+    return sources_TX.index_select(0, uploaded(rows, sources_TX.device))
 
 
 def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
-from eesd_dist.engine.compiled.ahead import when_kept
+from eesd_dist.engine.compiled.ahead import compile_when_cached
 from eesd_dist.engine.recording.row_features import features_of
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.layers.paged_layers import LayerRows
@@ -60,16 +60,16 @@ class VerifyStage:
         page_size: int,
         device: torch.device,
         numerics: Numerics,
-        compiles_later: bool = False,
+        compiles_in_background: bool = False,
     ) -> None:
-        """`compiles_later`: work begins before a pass's compiled call is there, where a machine has
-        not kept it."""
+        """`compiles_in_background`: if the kernel is not cached, work starts without the compiled
+        pass."""
         self.span = span
         self.group = group
         self._page_size = page_size
         self._device = device
         self._numerics: Numerics = numerics
-        self._verifier = verifier_of(span, compiles_later=compiles_later)
+        self._verifier = verifier_of(span, compiles_in_background=compiles_in_background)
 
     @property
     def verifier(self) -> "Verifier | GraphVerifier | None":
@@ -97,9 +97,11 @@ class VerifyStage:
             device=self._device,
             numerics=self._numerics,
         )
-        kept = LayerRows(header.exits) if header.exits else None
+        layer_rows = LayerRows(header.exits) if header.exits else None
         hidden_TD = self.span.forward(
-            hidden_TD.to(device=self._device, dtype=self.span.compute_dtype), rows, kept=kept
+            hidden_TD.to(device=self._device, dtype=self.span.compute_dtype),
+            rows,
+            layer_rows=layer_rows,
         )
         reply = self._sample(header, hidden_TD, draft_probs_KV, started)
         if not header.top_k:
@@ -109,7 +111,7 @@ class VerifyStage:
             features=features_of(
                 header,
                 hidden_TD,
-                kept={} if kept is None else kept.rows,
+                exit_TD={} if layer_rows is None else layer_rows.rows,
                 span=self.span,
                 group=self.group,
             ),
@@ -207,7 +209,9 @@ class VerifyStage:
         return _Judged(tokens, accepted)
 
 
-def verifier_of(span: LlamaSpan, *, compiles_later: bool) -> "Later[Verifier | GraphVerifier]":
+def verifier_of(
+    span: LlamaSpan, *, compiles_in_background: bool
+) -> "Later[Verifier | GraphVerifier]":
     """Returns the stage as one call, where this machine and this span have it."""
     if span.paged.on_gpu is not None:
         from eesd_dist.engine.cuda.verifier import GraphVerifier
@@ -216,10 +220,12 @@ def verifier_of(span: LlamaSpan, *, compiles_later: bool) -> "Later[Verifier | G
     if not can_compile():
         return Later.without()
     from eesd_dist.engine.compiled.verifier import Verifier
-    from eesd_dist.engine.compiled.verify_kernel import is_verify_kept
+    from eesd_dist.engine.compiled.verify_kernel import is_verify_cached
 
     make = partial(Verifier.of, span)
-    return when_kept(make, is_kept=is_verify_kept, is_needed=not compiles_later)
+    return compile_when_cached(
+        make, is_cached=is_verify_cached, is_needed=not compiles_in_background
+    )
 
 
 def _is_plain(header: RoundHeader) -> bool:
@@ -296,23 +302,29 @@ def serve_rounds(
     """
     shared = _ranks_of(stage)
     while True:
-        taken = source.next_round()
-        if taken is None:
+        round_message = source.next_round()
+        if round_message is None:
             if shared is not None:
                 share_close(shared)
             return
         began_unix_s = time.time()
-        reply = stage.verify(*taken) if shared is None else _verify_together(stage, shared, taken)
+        reply = (
+            stage.verify(*round_message)
+            if shared is None
+            else _verify_with_group(stage, shared, round_message)
+        )
         ended_unix_s = time.time()
         source.reply(reply)
-        observe(taken[0], began_unix_s, ended_unix_s)
+        observe(round_message[0], began_unix_s, ended_unix_s)
 
 
-def _verify_together(stage: VerifyStage, group: ProcessGroup, taken: Round) -> VerifyReply:
+def _verify_with_group(
+    stage: VerifyStage, group: ProcessGroup, round_message: Round
+) -> VerifyReply:
     """Computes rank 0's part of a round while the round is still being sent to the other ranks."""
     started_s, before = time.perf_counter(), group.counts().total
-    sharing = share_round(group, *taken)
-    reply = stage.verify(*taken)
+    sharing = share_round(group, *round_message)
+    reply = stage.verify(*round_message)
     finish_all(sharing, timeout_s=group.timeout_s)
     group.check()  # an aborted collective leaves garbage instead of raising
     took_s = time.perf_counter() - started_s
@@ -324,14 +336,14 @@ def follow_rounds(stage: VerifyStage, *, observe: Observe = lambda *_: None) -> 
     """Runs the other ranks' loop: the same computation on the same rows."""
     group = _ranks_of(stage)
     assert group is not None, "a follower is a rank of a process group"
-    while (taken := follow_round(group)) is not None:
+    while (round_message := follow_round(group)) is not None:
         began_unix_s = time.time()
-        stage.verify(*taken)
+        stage.verify(*round_message)
         ended_unix_s = time.time()
         # No rank waits for what follows the last part: the verdict may be known before the end.
         if began_unix_s <= group.contributed_unix_s:
             ended_unix_s = group.contributed_unix_s
-        observe(taken[0], began_unix_s, ended_unix_s)
+        observe(round_message[0], began_unix_s, ended_unix_s)
 
 
 def _ranks_of(stage: VerifyStage) -> ProcessGroup | None:

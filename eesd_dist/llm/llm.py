@@ -207,7 +207,7 @@ class LLM:
             bar.update()
 
         with tqdm(total=len(texts), unit="text", file=sys.stderr, disable=not use_tqdm) as bar:
-            for emission in self._engine.stream([t.request for t in texts], refused=refused):
+            for emission in self._engine.stream([t.request for t in texts], on_refusal=refused):
                 text = growing[emission.request_id]
                 if text.is_over():
                     continue

@@ -26,28 +26,30 @@ _CHANGING_FACTS = ("apicid", "bogomips", "core id", "cpu MHz", "initial apicid",
 _LIBRARY_SETTINGS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")
 
 
-def kept(question: Mapping[str, object], ask: Callable[[], bool], *, device: torch.device) -> bool:
+def cached_answer(
+    question: Mapping[str, object], ask: Callable[[], bool], *, device: torch.device
+) -> bool:
     """Returns the cached result, or calls `ask` and caches its result."""
     if device.type != "cpu":
         return ask()
     key = json.dumps({**_machine(), **question}, sort_keys=True)
     file = cache_folder() / "self_checks" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    found = _read(file, key)
-    if found is None:
-        found = ask()
-        _write(file, json.dumps({"key": key, "holds": found}))
-    return found
+    holds = _read(file, key)
+    if holds is None:
+        holds = ask()
+        _write(file, json.dumps({"key": key, "holds": holds}))
+    return holds
 
 
 def _read(file: Path, key: str) -> bool | None:
     """Returns None if the file has no result for this key."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or found.get("key") != key:
+    if not isinstance(record, dict) or record.get("key") != key:
         return None
-    holds = found.get("holds")
+    holds = record.get("holds")
     return holds if isinstance(holds, bool) else None
 
 

@@ -93,8 +93,8 @@ def require_checkpoint(path: Path) -> None:
     """Raises CheckpointError, with what was found and what to do, if the path is no folder with the
     config.json of a whole model."""
     if path.is_file():
-        found, advice = _format_of([path]) or ("a file", "give the folder that it is in")
-        raise CheckpointError(file=path, found=found, expected=_FOLDER, advice=advice)
+        content, advice = _format_of([path]) or ("a file", "give the folder that it is in")
+        raise CheckpointError(file=path, found=content, expected=_FOLDER, advice=advice)
     if not path.is_dir():
         advice = _download(path) if _HUB_NAME.fullmatch(str(path)) else ""
         raise CheckpointError(
@@ -109,16 +109,16 @@ def require_checkpoint(path: Path) -> None:
             advice=f"{_MERGE}; remove this file if the weights are merged already",
         )
     if not (path / "config.json").is_file():
-        found, advice = _format_of(path.iterdir()) or ("no config.json", _snapshots_in(path))
+        content, advice = _format_of(path.iterdir()) or ("no config.json", _snapshots_in(path))
         raise CheckpointError(
-            file=path, found=found, expected="a Hugging Face model folder", advice=advice
+            file=path, found=content, expected="a Hugging Face model folder", advice=advice
         )
 
 
 def no_safetensors(folder: Path, *, expected: str) -> CheckpointError:
     """Returns the error of a folder that has a config.json and no safetensors."""
-    found, advice = _format_of(folder.iterdir()) or ("no safetensors", "")
-    return CheckpointError(file=folder, found=found, expected=expected, advice=advice)
+    content, advice = _format_of(folder.iterdir()) or ("no safetensors", "")
+    return CheckpointError(file=folder, found=content, expected=expected, advice=advice)
 
 
 def require_plain_tensors(folder: Path, names: Collection[str]) -> None:

@@ -266,8 +266,8 @@ def refuse_unread_keys(
         )
     _refuse(
         config,
-        known=READ | own | HARMLESS,
-        refused=REFUSED,
+        read_keys=READ | own | HARMLESS,
+        neutral_values=REFUSED,
         file=file,
         what=what,
         ignored=ignored,
@@ -280,8 +280,8 @@ def refuse_unread_rope_keys(
     """Raises CheckpointError for such keys in `rope_parameters` or `rope_scaling`."""
     _refuse(
         parameters,
-        known=READ_ROPE | READ_BY_ROPE_TYPE[kind] | HARMLESS_ROPE,
-        refused=REFUSED_ROPE,
+        read_keys=READ_ROPE | READ_BY_ROPE_TYPE[kind] | HARMLESS_ROPE,
+        neutral_values=REFUSED_ROPE,
         file=file,
         what=f"rope type {kind}",
         ignored=ignored,
@@ -297,22 +297,22 @@ _ADVICE = (
 def _refuse(
     config: Mapping[str, object],
     *,
-    known: frozenset[str],
-    refused: Mapping[str, object],
+    read_keys: frozenset[str],
+    neutral_values: Mapping[str, object],
     file: Path,
     what: str,
     ignored: Collection[str],
 ) -> None:
     unknown, described = [], []
     for key, value in config.items():
-        if key in known or key in ignored or value is None:
+        if key in read_keys or key in ignored or value is None:
             continue
-        if key in refused:
-            if not _is_neutral(value, refused[key]):
+        if key in neutral_values:
+            if not _is_neutral(value, neutral_values[key]):
                 raise CheckpointError(
                     file=file,
                     found=f"{key} = {reprlib.repr(value)}",
-                    expected=f"{json.dumps(refused[key])}: {what} is computed without it",
+                    expected=f"{json.dumps(neutral_values[key])}: {what} is computed without it",
                     advice=_ADVICE,
                 )
         elif key.startswith("_") or _is_text(value):

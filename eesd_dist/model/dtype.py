@@ -30,11 +30,11 @@ def resolve_dtype(setting: DTypeSetting, folder: Path) -> DType:
     if setting != "auto":
         return setting
     config = read_json(folder / "config.json")
-    said = config.get("dtype") or config.get("torch_dtype")
+    config_dtype = config.get("dtype") or config.get("torch_dtype")
     for dtype in get_args(DType):
-        if said in (dtype, f"torch.{dtype}"):
-            known: DType = dtype
-            return known
+        if config_dtype in (dtype, f"torch.{dtype}"):
+            supported: DType = dtype
+            return supported
     with Checkpoint(folder) as checkpoint:
         # A tied embedding may be stored as the LM head.
         name = EMBEDDING if EMBEDDING in checkpoint else LM_HEAD

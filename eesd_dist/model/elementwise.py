@@ -41,8 +41,8 @@ class Activation:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Applies the function to rows that are not contiguous in memory."""
-        parts = [self.function(x_TI[rows]) for rows in row_blocks(x_TI)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        blocks = [self.function(x_TI[rows]) for rows in row_blocks(x_TI)]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def _gelu_tanh(x_TI: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch.nn import functional
 from eesd_dist.compiled import can_compile
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.answers import kept
+from eesd_dist.model.answers import cached_answer
 
 logger = logging.getLogger(__name__)
 
@@ -201,12 +201,12 @@ def _in_checked_runs(product: Linear, *, device: torch.device) -> Linear:
         num_rows = x_MI.shape[0]
         if num_rows <= longest:
             return product(x_MI)
-        parts = []
+        runs = []
         for first in range(0, num_rows, longest):
             run_MI = x_MI[first : first + longest]
             count = padded_rows(len(run_MI), numerics="invariant", device=device)
-            parts.append(product(pad_rows(run_MI, count))[: len(run_MI)])
-        return torch.cat(parts)
+            runs.append(product(pad_rows(run_MI, count))[: len(run_MI)])
+        return torch.cat(runs)
 
     return multiply
 
@@ -272,7 +272,7 @@ def rows_are_independent(
         "dtype": str(dtype),
         "threads": num_threads,
     }
-    agrees = kept(
+    agrees = cached_answer(
         question,
         lambda: _rows_agree(candidate, num_out, num_in, dtype=dtype, device=device),
         device=device,
@@ -302,12 +302,12 @@ def _rows_agree(
     del weight_OI
     counts = sorted({count(num_rows) for num_rows in _CHECKED_ROWS})
     x_MI = torch.randn(counts[-1], num_in, generator=generator, device=device).to(dtype)
-    together_MO = product(x_MI)
-    if any(not torch.equal(product(x_MI[:rows]), together_MO[:rows]) for rows in counts[:-1]):
+    batch_MO = product(x_MI)
+    if any(not torch.equal(product(x_MI[:rows]), batch_MO[:rows]) for rows in counts[:-1]):
         return False
     step = count(1)
     # The stride is one more than the rows of a call, so that rows move to other places in the call.
     return all(
-        torch.equal(product(x_MI[at : at + step]), together_MO[at : at + step])
+        torch.equal(product(x_MI[at : at + step]), batch_MO[at : at + step])
         for at in range(0, _CHECKED_ALONE * (step + 1), step + 1)
     )

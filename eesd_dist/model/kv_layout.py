@@ -28,7 +28,7 @@ def value_width(head_dim: int) -> int:
     return max(head_dim, LANES)
 
 
-def part_numbers(*, head_dim: int, page_size: int) -> int:
+def count_kv_numbers(*, head_dim: int, page_size: int) -> int:
     """Returns the numbers of one KV head's part of a page."""
     return head_dim * key_width(page_size) + page_size * value_width(head_dim)
 

@@ -1,13 +1,13 @@
-"""Loads a rank's share of a checkpoint piece by piece, with several pieces read ahead.
+"""Loads a rank's share of a checkpoint unit by unit, with several units read ahead.
 
-A piece is a layer, the embedding or the LM head. Before any data is read, the headers are checked
-for every tensor of every piece, so that a checkpoint that does not fit is refused at once and the
-total size is known. Then a few threads read, each a piece of its own, while the caller's thread
+A unit is a layer, the embedding or the LM head. Before any data is read, the headers are checked
+for every tensor of every unit, so that a checkpoint that does not fit is refused at once and the
+total size is known. Then a few threads read, each a unit of its own, while the caller's thread
 packs in order: one thread leaves fast storage idle, since it waits for every block it touches.
 
-Memory is bounded: pieces that are read ahead are at most `NUM_READERS`, and at most
-`READ_AHEAD_BYTES` together where that is more than one piece. In addition to the packed weights a
-rank therefore holds the current piece, the pieces ahead, the file pages from which these are
+Memory is bounded: units that are read ahead are at most `NUM_READERS`, and at most
+`READ_AHEAD_BYTES` together where that is more than one unit. In addition to the packed weights a
+rank therefore holds the current unit, the units ahead, the file pages from which these are
 copied, and one matrix in float32 where a product is packed from that.
 """
 
@@ -30,7 +30,7 @@ OnProgress = Callable[[LoadProgress], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece(Generic[T]):
+class LoadUnit(Generic[T]):
     """Tensors that are read together and then packed."""
 
     name: str
@@ -43,57 +43,57 @@ def unwatched(progress: LoadProgress) -> None:
     """Ignores the progress of a load."""
 
 
-def load_pieces(folder: Path, pieces: Sequence[Piece[Any]], *, on_progress: OnProgress) -> None:
-    """Reads and packs all pieces in order. Raises CheckpointError for missing or unfit tensors."""
+def load_units(folder: Path, units: Sequence[LoadUnit[Any]], *, on_progress: OnProgress) -> None:
+    """Reads and packs all units in order. Raises CheckpointError for missing or unfit tensors."""
     with Checkpoint(folder) as checkpoint:
-        sizes = [_size_of(piece, checkpoint) for piece in pieces]
+        sizes = [_size_of(unit, checkpoint) for unit in units]
         checkpoint.close_files()
         total, done, waited_s, started_s = sum(sizes), 0, 0.0, monotonic()
 
-        def tell(piece: str) -> None:
+        def tell(name: str) -> None:
             on_progress(
                 LoadProgress(
                     bytes_done=done,
                     bytes_total=total,
-                    piece=piece,
+                    piece=name,
                     seconds=monotonic() - started_s,
                     waited_s=waited_s,
                 )
             )
 
-        def read(piece: Piece[T]) -> T:
-            content = piece.read(checkpoint)
+        def read(unit: LoadUnit[T]) -> T:
+            content = unit.read(checkpoint)
             checkpoint.close_files()
             return content
 
         tell("")
-        with _ReadAhead(read, pieces, sizes) as ahead:
-            for piece, size in zip(pieces, sizes, strict=True):
-                asked_s = monotonic()
-                content = ahead.take()
-                waited_s += monotonic() - asked_s
-                piece.pack(content)
+        with _Prefetcher(read, units, sizes) as reader:
+            for unit, size in zip(units, sizes, strict=True):
+                wait_started_s = monotonic()
+                content = reader.take()
+                waited_s += monotonic() - wait_started_s
+                unit.pack(content)
                 del content
-                give_back()
+                release_memory()
                 done += size
-                tell(piece.name)
+                tell(unit.name)
 
 
-class _ReadAhead:
-    """Reads pieces in threads, and hands them out in order."""
+class _Prefetcher:
+    """Reads units in threads, and hands them out in order."""
 
     def __init__(
         self,
-        read: Callable[[Piece[Any]], Any],
-        pieces: Sequence[Piece[Any]],
+        read: Callable[[LoadUnit[Any]], Any],
+        units: Sequence[LoadUnit[Any]],
         sizes: Sequence[int],
     ) -> None:
         self._read = read
-        self._pieces = pieces
+        self._units = units
         self._sizes = sizes
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read-ahead")
-        self._ahead: deque[Future[Any]] = deque()
-        self._num_taken = 0
+        self._pending: deque[Future[Any]] = deque()
+        self._num_read = 0
 
     def __enter__(self) -> Self:
         return self
@@ -103,21 +103,21 @@ class _ReadAhead:
         self._readers.shutdown(cancel_futures=True)
 
     def take(self) -> Any:
-        """Returns the content of the next piece, and begins to read more pieces after it."""
+        """Returns the content of the next unit, and begins to read more units after it."""
         self._fill()
-        content = self._ahead.popleft().result()
-        self._num_taken += 1
+        content = self._pending.popleft().result()
+        self._num_read += 1
         self._fill()
         return content
 
     def _fill(self) -> None:
-        wanted = num_read_ahead(self._sizes[self._num_taken :])
-        while len(self._ahead) < wanted:
-            piece = self._pieces[self._num_taken + len(self._ahead)]
-            self._ahead.append(self._readers.submit(self._read, piece))
+        target = num_read_ahead(self._sizes[self._num_read :])
+        while len(self._pending) < target:
+            unit = self._units[self._num_read + len(self._pending)]
+            self._pending.append(self._readers.submit(self._read, unit))
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Returns freed memory to the system: glibc would keep blocks of less than 32 MiB.
 
     Does nothing if the C library has no `malloc_trim`.
@@ -127,7 +127,7 @@ def give_back() -> None:
         trim(0)
 
 
-def _size_of(piece: Piece[Any], checkpoint: Checkpoint) -> int:
+def _size_of(unit: LoadUnit[Any], checkpoint: Checkpoint) -> int:
     headers = Headers(checkpoint)
-    piece.read(headers)
+    unit.read(headers)
     return headers.size_bytes

@@ -57,13 +57,13 @@ class Shard:
             rank=rank,
             size=size,
             kv_heads=kv_heads_of(rank, size, num_kv_heads=spec.num_kv_heads),
-            heads=part_of(spec.num_heads, rank, size),
-            channels=part_of(spec.intermediate_size, rank, size),
-            vocabulary=part_of(spec.vocab_size, rank, size),
+            heads=rank_range(spec.num_heads, rank, size),
+            channels=rank_range(spec.intermediate_size, rank, size),
+            vocabulary=rank_range(spec.vocab_size, rank, size),
         )
 
 
-def part_of(count: int, rank: int, size: int) -> range:
+def rank_range(count: int, rank: int, size: int) -> range:
     """Returns a rank's contiguous part of `count`; sizes of parts differ by one at most."""
     return range(rank * count // size, (rank + 1) * count // size)
 
@@ -74,15 +74,15 @@ def summed_over_ranks(x_TO: Tensor, group: TensorGroup) -> Tensor:
 
 
 def joined_over_ranks(x_TO: Tensor, group: TensorGroup, *, count: int) -> Tensor:
-    """Returns all `count` columns of a matrix of which each rank has its `part_of`.
+    """Returns all `count` columns of a matrix of which each rank has its `rank_range`.
 
     Ranks exchange equal shapes, so that a shorter part is padded for the exchange.
     """
     if group.size == 1:
         return x_TO
-    widths = [len(part_of(count, rank, group.size)) for rank in range(group.size)]
+    widths = [len(rank_range(count, rank, group.size)) for rank in range(group.size)]
     padded_TO = functional.pad(x_TO, (0, max(widths) - widths[group.rank]))
-    parts = group.all_gather(padded_TO)
+    shards = group.all_gather(padded_TO)
     return torch.cat(
-        [part.narrow(-1, 0, width) for part, width in zip(parts, widths, strict=True)], dim=-1
+        [shard.narrow(-1, 0, width) for shard, width in zip(shards, widths, strict=True)], dim=-1
     )

@@ -119,12 +119,12 @@ class RopeConfig:
         ignored: Collection[str] = (),
     ) -> "RopeConfig":
         """`may_be_partial`: the family computes `partial_rotary_factor`."""
-        found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        if not isinstance(found, Mapping):
+        section = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if not isinstance(section, Mapping):
             raise CheckpointError(
-                file=file, found=f"rope_parameters {found!r}", expected="an object"
+                file=file, found=f"rope_parameters {section!r}", expected="an object"
             )
-        parameters = dict(found)
+        parameters = dict(section)
         if "original_max_position_embeddings" in config:
             parameters["original_max_position_embeddings"] = config[
                 "original_max_position_embeddings"
@@ -138,7 +138,7 @@ class RopeConfig:
             raise CheckpointError(
                 file=file, found=f"rope type {kind!r}", expected=f"one of {', '.join(_FREQUENCIES)}"
             )
-        refuse_unread_rope_keys(found, kind=str(kind), file=file, ignored=ignored)
+        refuse_unread_rope_keys(section, kind=str(kind), file=file, ignored=ignored)
         return cls(
             kind=str(kind),
             theta=float(str(theta)),
@@ -172,18 +172,18 @@ class RopeConfig:
 
     def factors(self, key: str) -> Tensor:
         """Returns one number for each rotated pair of channels."""
-        found, count = self.parameters.get(key), self.rotary_dim // 2
+        factors, count = self.parameters.get(key), self.rotary_dim // 2
         if (
-            not isinstance(found, list)
-            or len(found) != count
-            or not all(isinstance(factor, int | float) and factor > 0 for factor in found)
+            not isinstance(factors, list)
+            or len(factors) != count
+            or not all(isinstance(factor, int | float) and factor > 0 for factor in factors)
         ):
             raise CheckpointError(
                 file=self.file,
-                found=f"{key} {reprlib.repr(found)} in the parameters of rope type {self.kind}",
+                found=f"{key} {reprlib.repr(factors)} in the parameters of rope type {self.kind}",
                 expected=f"{count} positive numbers, one for each rotated pair of channels",
             )
-        return torch.tensor(found, dtype=torch.float32)
+        return torch.tensor(factors, dtype=torch.float32)
 
     def optional_number(self, key: str) -> float | None:
         return None if self.parameters.get(key) is None else self.number(key)
@@ -240,8 +240,10 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
     periods_E = config.theta**config.exponents
     low, high = _yarn_range(config, trained_length)
     ramp_E = (torch.arange(config.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)
-    kept_E = 1 - ramp_E.clamp(0, 1)
-    inverse_E = 1.0 / (factor * periods_E) * (1 - kept_E) + 1.0 / periods_E * kept_E
+    extrapolation_E = 1 - ramp_E.clamp(0, 1)
+    inverse_E = (
+        1.0 / (factor * periods_E) * (1 - extrapolation_E) + 1.0 / periods_E * extrapolation_E
+    )
     return inverse_E, _yarn_scaling(config, factor)
 
 
@@ -262,9 +264,9 @@ def _yarn_scaling(config: RopeConfig, factor: float) -> float:
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    given = config.optional_number("attention_factor")
-    if given is not None:
-        return given
+    attention_factor = config.optional_number("attention_factor")
+    if attention_factor is not None:
+        return attention_factor
     mscale, mscale_all = config.optional_number("mscale"), config.optional_number("mscale_all_dim")
     return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
 

@@ -23,7 +23,7 @@ from eesd_dist.model.layers.layer import DecoderLayer, LayerWeights
 from eesd_dist.model.layers.logits_head import LogitsHead
 from eesd_dist.model.layers.norms import RmsNorm
 from eesd_dist.model.layers.paged_layers import LayerRows, LoadedLayers, PagedLayers
-from eesd_dist.model.loading import OnProgress, Piece, load_pieces, unwatched
+from eesd_dist.model.loading import LoadUnit, OnProgress, load_units, unwatched
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import (
@@ -124,14 +124,16 @@ class LlamaSpan:
         """None for a span that does not end with the last layer."""
         return self._head
 
-    def forward(self, hidden_TD: Tensor, rows: RowPlan, *, kept: LayerRows | None = None) -> Tensor:
+    def forward(
+        self, hidden_TD: Tensor, rows: RowPlan, *, layer_rows: LayerRows | None = None
+    ) -> Tensor:
         """Computes the rows of one round; writes their keys and values."""
-        if kept is None:
+        if layer_rows is None:
             return self._layers.forward(hidden_TD, rows)
         return self._layers.forward(
             hidden_TD,
             rows,
-            after_layer=lambda done, x_TD: kept.take(self.first + done, x_TD),
+            after_layer=lambda done, x_TD: layer_rows.take(self.first + done, x_TD),
         )
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -195,16 +197,15 @@ class SpanWeights:
         layers: list[DecoderLayer] = []
         embeddings: list[Tensor] = []
         heads: list[LogitsHead] = []
-        pieces: list[Piece[Any]] = [
-            _layer_piece(at, layers, spec, shard, packer, group, device)
-            for at in range(first, last)
+        units: list[LoadUnit[Any]] = [
+            _layer_unit(at, layers, spec, shard, packer, group, device) for at in range(first, last)
         ]
         if first == 0:
-            pieces.append(_embedding_piece(embeddings, spec, packer, device))
+            units.append(_embedding_unit(embeddings, spec, packer, device))
         if last == spec.num_layers:
-            pieces.append(_head_piece(heads, spec, shard, packer, numerics, device))
+            units.append(_head_unit(heads, spec, shard, packer, numerics, device))
         digest = weights_digest(Path(path))
-        load_pieces(Path(path), pieces, on_progress=on_progress)
+        load_units(Path(path), units, on_progress=on_progress)
         if last == spec.num_layers and group.rank == 0:
             _report_stored(Path(path), spec)
         packer.report(f"layers=[{first},{last})")
@@ -242,7 +243,7 @@ class SpanWeights:
         )
 
 
-def _layer_piece(
+def _layer_unit(
     at: int,
     layers: list[DecoderLayer],
     spec: ModelSpec,
@@ -250,7 +251,7 @@ def _layer_piece(
     packer: LinearPacker,
     group: TensorGroup,
     device: torch.device,
-) -> Piece[LayerWeights]:
+) -> LoadUnit[LayerWeights]:
     def read(source: TensorSource) -> LayerWeights:
         return LayerWeights.read(source, f"model.layers.{at}.", spec, shard, packer.weight_dtype)
 
@@ -258,19 +259,19 @@ def _layer_piece(
         weights.requires_grad_(False).to(device)
         layers.append(weights.layer(packer.pack, group, dtype=packer.compute_dtype))
 
-    return Piece(name=f"layer {at}", read=read, pack=pack)
+    return LoadUnit(name=f"layer {at}", read=read, pack=pack)
 
 
-def _embedding_piece(
+def _embedding_unit(
     embeddings: list[Tensor], spec: ModelSpec, packer: LinearPacker, device: torch.device
-) -> Piece[Tensor]:
+) -> LoadUnit[Tensor]:
     def read(source: TensorSource) -> Tensor:
         return read_embedding(source, spec, dtype=packer.weight_dtype)
 
     def pack(embedding_VD: Tensor) -> None:
         embeddings.append(embedding_VD.to(device))
 
-    return Piece(name="embedding", read=read, pack=pack)
+    return LoadUnit(name="embedding", read=read, pack=pack)
 
 
 def read_embedding(source: TensorSource, spec: ModelSpec, *, dtype: torch.dtype) -> Tensor:
@@ -316,14 +317,14 @@ def _report_stored(path: Path, spec: ModelSpec) -> None:
                 )  # fmt: skip
 
 
-def _head_piece(
+def _head_unit(
     heads: list[LogitsHead],
     spec: ModelSpec,
     shard: Shard,
     packer: LinearPacker,
     numerics: Numerics,
     device: torch.device,
-) -> Piece[tuple[Tensor, Tensor]]:
+) -> LoadUnit[tuple[Tensor, Tensor]]:
     def read(source: TensorSource) -> tuple[Tensor, Tensor]:
         dtype = packer.weight_dtype
         norm_D = source.read(FINAL_NORM, shape=(spec.hidden_size,), dtype=dtype)
@@ -340,4 +341,4 @@ def _head_piece(
         )
         heads.append(head)
 
-    return Piece(name="LM head", read=read, pack=pack)
+    return LoadUnit(name="LM head", read=read, pack=pack)

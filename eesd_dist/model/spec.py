@@ -137,14 +137,14 @@ class ModelSpec:
 def read_json(file: Path) -> dict[str, object]:
     """Returns one JSON object. Raises CheckpointError with the file if there is none."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(file=file, found="no such file", expected="a JSON object") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(file=file, found=str(error), expected="a JSON object") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(file=file, found=type(found).__name__, expected="a JSON object")
-    return found
+    if not isinstance(content, dict):
+        raise CheckpointError(file=file, found=type(content).__name__, expected="a JSON object")
+    return content
 
 
 def _refuse_what_we_do_not_compute(fields: ConfigFields, traits: Traits) -> None:

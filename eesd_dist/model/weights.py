@@ -194,14 +194,16 @@ class Checkpoint:
         own: bool = True,
     ) -> Tensor:
         """Returns a float tensor of this shape, or only its `rows` and `columns`."""
-        file, found = self._found(name, shape)
+        file, tensor_slice = self._checked_slice(name, shape)
         index = _index(shape, rows=rows, columns=columns)
         try:
-            part = found[index]
-            content = torch.empty(part.shape, dtype=dtype).copy_(part) if own else part.to(dtype)
+            stored = tensor_slice[index]
+            content = (
+                torch.empty(stored.shape, dtype=dtype).copy_(stored) if own else stored.to(dtype)
+            )
         except SafetensorError as error:
             raise self._unreadable(file, error) from error
-        self._count_rounding(name, file, part, content)
+        self._count_rounding(name, file, stored, content)
         return content
 
     def _count_rounding(self, name: str, file: str, stored: Tensor, content: Tensor) -> None:
@@ -234,8 +236,8 @@ class Checkpoint:
 
     def stored_type(self, name: str) -> str:
         """Returns safetensors' name for the type of a float tensor: F64, F32, F16 or BF16."""
-        file, found = self._slice(name)
-        return self._require_float(name, file, found)
+        file, tensor_slice = self._slice(name)
+        return self._require_float(name, file, tensor_slice)
 
     def size_of(
         self,
@@ -246,35 +248,35 @@ class Checkpoint:
         columns: range | None = None,
     ) -> int:
         """Returns the bytes that `read` would read from the file, after the same checks."""
-        _, found = self._found(name, shape)
-        parts = _index(shape, rows=rows, columns=columns)
-        count: int = math.prod(part.stop - part.start for part in parts)
-        return _FLOATS[found.get_dtype()] * count
+        _, tensor_slice = self._checked_slice(name, shape)
+        slices = _index(shape, rows=rows, columns=columns)
+        count: int = math.prod(bounds.stop - bounds.start for bounds in slices)
+        return _FLOATS[tensor_slice.get_dtype()] * count
 
     def read_raw(self, name: str, *, shape: Sequence[int]) -> Tensor:
         """Returns a whole tensor in its stored type (for example an index map)."""
-        file, found = self._slice(name)
-        self._require(name, file, found, tuple(shape))
+        file, tensor_slice = self._slice(name)
+        self._require(name, file, tensor_slice, tuple(shape))
         try:
             return self._open(file).get_tensor(self._stored[name].name)
         except SafetensorError as error:
             raise self._unreadable(file, error) from error
 
-    def _found(self, name: str, shape: Sequence[int]) -> tuple[str, _Slice]:
+    def _checked_slice(self, name: str, shape: Sequence[int]) -> tuple[str, _Slice]:
         """Returns file and slice of a tensor after checking its shape and type."""
-        file, found = self._slice(name)
-        self._require(name, file, found, tuple(shape))
-        self._require_float(name, file, found)
-        return file, found
+        file, tensor_slice = self._slice(name)
+        self._require(name, file, tensor_slice, tuple(shape))
+        self._require_float(name, file, tensor_slice)
+        return file, tensor_slice
 
-    def _require_float(self, name: str, file: str, found: _Slice) -> str:
-        if found.get_dtype() not in _FLOATS:
+    def _require_float(self, name: str, file: str, tensor_slice: _Slice) -> str:
+        if tensor_slice.get_dtype() not in _FLOATS:
             raise CheckpointError(
                 file=self.folder / file,
-                found=f"{name} of type {found.get_dtype()}",
+                found=f"{name} of type {tensor_slice.get_dtype()}",
                 expected=f"one of {', '.join(_FLOATS)}",
             )
-        return found.get_dtype()
+        return tensor_slice.get_dtype()
 
     def _slice(self, name: str) -> tuple[str, _Slice]:
         if name not in self:
@@ -293,11 +295,11 @@ class Checkpoint:
                 expected="the tensor that the index lists in this file",
             ) from error
 
-    def _require(self, name: str, file: str, found: _Slice, shape: tuple[int, ...]) -> None:
-        if tuple(found.get_shape()) != shape:
+    def _require(self, name: str, file: str, tensor_slice: _Slice, shape: tuple[int, ...]) -> None:
+        if tuple(tensor_slice.get_shape()) != shape:
             raise CheckpointError(
                 file=self.folder / file,
-                found=f"{name} of shape {tuple(found.get_shape())}",
+                found=f"{name} of shape {tuple(tensor_slice.get_shape())}",
                 expected=f"{shape} as config.json implies",
             )
 
@@ -352,8 +354,10 @@ class Headers:
         own: bool = True,
     ) -> Tensor:
         self.size_bytes += self._checkpoint.size_of(name, shape=shape, rows=rows, columns=columns)
-        parts = _index(shape, rows=rows, columns=columns)
-        return torch.empty([part.stop - part.start for part in parts], dtype=dtype, device="meta")
+        slices = _index(shape, rows=rows, columns=columns)
+        return torch.empty(
+            [bounds.stop - bounds.start for bounds in slices], dtype=dtype, device="meta"
+        )
 
 
 class Shapes:
@@ -380,8 +384,10 @@ class Shapes:
         own: bool = True,
     ) -> Tensor:
         self.of[name] = tuple(shape)
-        parts = _index(shape, rows=rows, columns=columns)
-        return torch.empty([part.stop - part.start for part in parts], dtype=dtype, device="meta")
+        slices = _index(shape, rows=rows, columns=columns)
+        return torch.empty(
+            [bounds.stop - bounds.start for bounds in slices], dtype=dtype, device="meta"
+        )
 
 
 def warn_of_unused(checkpoint: Checkpoint, used: Set[str]) -> None:
@@ -423,7 +429,7 @@ def _forbidden(file: Path) -> CheckpointError:
 
 def _index(shape: Sequence[int], *, rows: range | None, columns: range | None) -> tuple[slice, ...]:
     index = [slice(0, size) for size in shape]
-    for axis, part in enumerate((rows, columns)):
-        if part is not None:
-            index[axis] = slice(part.start, part.stop)
+    for axis, selection in enumerate((rows, columns)):
+        if selection is not None:
+            index[axis] = slice(selection.start, selection.stop)
     return tuple(index)

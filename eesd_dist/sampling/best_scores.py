@@ -37,18 +37,18 @@ class BestScores:
     def of(cls, rows: ShardedRows) -> "BestScores":
         count = _num_best(rows)
         width = min(count, rows.num_columns)
-        mine_RC = _largest(rows.scores_RV, width)
+        local_RC = _largest(rows.scores_RV, width)
         if width < rows.num_columns:
-            cutoff_R1 = mine_RC[:, -1:]
+            cutoff_R1 = local_RC[:, -1:]
         else:
-            cutoff_R1 = mine_RC.new_full((mine_RC.shape[0], 1), -torch.inf)
+            cutoff_R1 = local_RC.new_full((local_RC.shape[0], 1), -torch.inf)
         if rows.group is None:
             is_complete = width == rows.num_columns
-            return cls(mine_RC.unsqueeze(0), mine_RC, cutoff_R1, is_complete)
+            return cls(local_RC.unsqueeze(0), local_RC, cutoff_R1, is_complete)
         # a shard of fewer columns sends tokens of probability 0
-        padded_RC = functional.pad(mine_RC, (0, count - width), value=-torch.inf)
-        told_GRC = rows.gathered(torch.cat([padded_RC, cutoff_R1], dim=-1))
-        by_rank_GRC, cutoff_GR1 = told_GRC.tensor_split([count], dim=-1)
+        padded_RC = functional.pad(local_RC, (0, count - width), value=-torch.inf)
+        gathered_GRC = rows.gathered(torch.cat([padded_RC, cutoff_R1], dim=-1))
+        by_rank_GRC, cutoff_GR1 = gathered_GRC.tensor_split([count], dim=-1)
         all_RC = by_rank_GRC.transpose(0, 1).flatten(1)
         ranked_RC = _largest(all_RC, all_RC.shape[-1])
         return cls(by_rank_GRC, ranked_RC, cutoff_GR1.amax(dim=0), is_complete=False)

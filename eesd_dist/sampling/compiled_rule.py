@@ -171,7 +171,7 @@ def choice_words(mixed_seed: np.uint64, position: int, words_3: npt.NDArray[np.u
     words_3[2] = np.uint32(_mix_64(key) & _LOW)
 
 
-def get_ready() -> None:
+def warm_up() -> None:
     """Compiles the kernels or loads them, so that no request waits for it."""
     words_S3, ids_V = np.zeros((1, 3), np.int32), np.arange(2, dtype=np.int32)
     gumbel_rows(words_S3, ids_V)

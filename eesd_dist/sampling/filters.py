@@ -89,20 +89,20 @@ def filtered(
     if all(rule.top_p >= 1.0 for rule in rules):
         return _masked_below(scores_RV, lowest)
     nucleus = Nucleus.of(rows, kth_R1, best)
-    kept_RV = _masked_below(scores_RV, [*lowest, nucleus.score_R1])
+    masked_RV = _masked_below(scores_RV, [*lowest, nucleus.score_R1])
     cut = rows_where(nucleus.has_excess_R1)
     if not cut:
-        return kept_RV
+        return masked_RV
     room_U1, score_U1 = select(nucleus.room(rows.rank), cut), select(nucleus.score_R1, cut)
-    return replace(kept_RV, cut, _without_excess(select(kept_RV, cut), score_U1, room_U1))
+    return replace(masked_RV, cut, _without_excess(select(masked_RV, cut), score_U1, room_U1))
 
 
 def _masked_below(scores_RV: Tensor, lowest: Sequence[Tensor]) -> Tensor:
     return scores_RV.masked_fill(scores_RV < reduce(torch.maximum, lowest), -torch.inf)
 
 
-def _without_excess(kept_UV: Tensor, score_U1: Tensor, room_U1: Tensor) -> Tensor:
+def _without_excess(scores_UV: Tensor, score_U1: Tensor, room_U1: Tensor) -> Tensor:
     """Masks all but the first tokens with this score."""
-    is_equal_UV = kept_UV == score_U1
+    is_equal_UV = scores_UV == score_U1
     is_excess_UV = is_equal_UV & (is_equal_UV.cumsum(dim=-1) > room_U1)
-    return kept_UV.masked_fill(is_excess_UV, -torch.inf)
+    return scores_UV.masked_fill(is_excess_UV, -torch.inf)

@@ -62,9 +62,9 @@ def _two_best(scores_N: "Any", columns_N: "Any") -> "Any":
     scores_N = tl.where(scores_N == scores_N, scores_N, float("inf"))
     first = tl.max(scores_N, 0)
     at_first = tl.min(tl.where(scores_N == first, columns_N, 2147483647), 0)
-    rest_N = tl.where(columns_N == at_first, float("-inf"), scores_N)
-    second = tl.max(rest_N, 0)
-    is_second_N = (rest_N == second) & (columns_N != at_first)
+    remaining_N = tl.where(columns_N == at_first, float("-inf"), scores_N)
+    second = tl.max(remaining_N, 0)
+    is_second_N = (remaining_N == second) & (columns_N != at_first)
     return first, at_first, second, tl.min(tl.where(is_second_N, columns_N, 2147483647), 0)
 
 

@@ -135,7 +135,7 @@ def exponential(h: Tensor) -> Tensor:
     that the smaller of u and 1 - u is always available unrounded.
     """
     y = h.float().add_(_HALF).mul_(_PER_2_32)
-    one_or_zero = y.ceil()
-    u = one_or_zero - y
-    lost = one_or_zero.sub_(u).sub_(y)  # rounding error of u: log(u + lost) = log(u) + lost
+    ceiling = y.ceil()
+    u = ceiling - y
+    lost = ceiling.sub_(u).sub_(y)  # rounding error of u: log(u + lost) = log(u) + lost
     return neg_log(u).sub_(lost)

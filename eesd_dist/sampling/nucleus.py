@@ -113,25 +113,25 @@ class _TailEdge:
     """Edges at or below the cutoff of the largest scores."""
 
     rows: Sequence[int]
-    is_here_U1: Tensor
+    has_edge_U1: Tensor
     """Which of these rows have such an edge."""
     score_U1: Tensor
-    num_kept_U1: Tensor
+    num_included_U1: Tensor
     """Number of tokens at the edge that are kept, of all ranks."""
     ties_GU1: Tensor
     """Number of tokens at the edge that each rank has."""
 
     @property
     def has_excess(self) -> Tensor:
-        return self.ties_GU1.sum(dim=0) > self.num_kept_U1
+        return self.ties_GU1.sum(dim=0) > self.num_included_U1
 
     def room(self, rank: int) -> Tensor:
-        return self.num_kept_U1 - self.ties_GU1[:rank].sum(dim=0)
+        return self.num_included_U1 - self.ties_GU1[:rank].sum(dim=0)
 
-    def merged(self, x_R1: Tensor, mine_U1: Tensor) -> Tensor:
-        """Returns x with `mine` in the rows that have their edge here."""
+    def merged(self, x_R1: Tensor, edge_U1: Tensor) -> Tensor:
+        """Returns x with `edge_U1` in the rows that have their edge here."""
         x_U1 = select(x_R1, self.rows)
-        return replace(x_R1, self.rows, torch.where(self.is_here_U1, mine_U1, x_U1))
+        return replace(x_R1, self.rows, torch.where(self.has_edge_U1, edge_U1, x_U1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,18 +166,18 @@ class _Tail:
         at = _rows_with_a_tail(rows, kth_R1, best)
         if not at:
             return None
-        mine = rows.select(at)
+        tail_rows = rows.select(at)
         peak_U1, cutoff_U1 = select(masses.peak_R1, at), select(best.cutoff_R1, at)
-        ties_U1 = (mine.scores_RV == cutoff_U1).sum(dim=-1, keepdim=True)
+        ties_U1 = (tail_rows.scores_RV == cutoff_U1).sum(dim=-1, keepdim=True)
         mass_U1 = torch.zeros_like(ties_U1)
-        wide = [row for row, rule in enumerate(mine.rules) if is_wide(rule)]
+        wide = [row for row, rule in enumerate(tail_rows.rules) if is_wide(rule)]
         mass_WV = None
         if wide:
             kth_W1 = None if kth_R1 is None else select(select(kth_R1, at), wide)
-            mass_WV = _masses(mine.select(wide).scores_RV, select(peak_U1, wide), kth_W1)
+            mass_WV = _masses(tail_rows.select(wide).scores_RV, select(peak_U1, wide), kth_W1)
             mass_U1 = replace(mass_U1, wide, mass_WV.sum(dim=-1, keepdim=True))
-        told_GU2 = mine.gathered(torch.cat([ties_U1, mass_U1], dim=-1))
-        ties_GU1, mass_GU1 = told_GU2.tensor_split(2, dim=-1)
+        gathered_GU2 = tail_rows.gathered(torch.cat([ties_U1, mass_U1], dim=-1))
+        ties_GU1, mass_GU1 = gathered_GU2.tensor_split(2, dim=-1)
         cutoff_mass_U1, seen_U1 = select(masses.cutoff_R1, at), select(masses.seen, at)
         # top_k ends at the cutoff in rows that are not wide
         reached_U1 = total_U1 = seen_U1 + ties_GU1.sum(dim=0) * cutoff_mass_U1
@@ -185,7 +185,7 @@ class _Tail:
             total_U1 = replace(total_U1, wide, select(mass_GU1.sum(dim=0), wide))
         return cls(
             at=at,
-            rows=mine,
+            rows=tail_rows,
             peak_U1=peak_U1,
             cutoff_U1=cutoff_U1,
             cutoff_mass_U1=cutoff_mass_U1,
@@ -200,29 +200,29 @@ class _Tail:
     def edge(self, target_R1: Tensor) -> _TailEdge:
         """Returns edges at the cutoff, and searches those that are below it."""
         target_U1 = select(target_R1, self.at)
-        is_here_U1 = target_U1 > self.seen_U1
+        has_edge_U1 = target_U1 > self.seen_U1
         ends_below: list[int] = []
         if self.wide:
             reaches_U1 = (target_U1 > self.reached_U1) & (target_U1 <= self.total_U1)
             ends_below = rows_where(reaches_U1)
         if not ends_below:
-            num_kept_U1 = _rounded_up(target_U1 - self.seen_U1, self.cutoff_mass_U1)
-            return _TailEdge(self.at, is_here_U1, self.cutoff_U1, num_kept_U1, self.ties_GU1)
+            num_included_U1 = _rounded_up(target_U1 - self.seen_U1, self.cutoff_mass_U1)
+            return _TailEdge(self.at, has_edge_U1, self.cutoff_U1, num_included_U1, self.ties_GU1)
         assert self.mass_WV is not None, "wide rows are weighed"
         weights_UV = select(self.mass_WV, [self.wide.index(row) for row in ends_below])
-        found = search(self.rows.select(ends_below), weights_UV, select(target_U1, ends_below))
-        score_U1 = replace(self.cutoff_U1, ends_below, found.score_U1)
-        above_U1 = replace(self.seen_U1, ends_below, found.above_U1)
+        edge = search(self.rows.select(ends_below), weights_UV, select(target_U1, ends_below))
+        score_U1 = replace(self.cutoff_U1, ends_below, edge.score_U1)
+        above_U1 = replace(self.seen_U1, ends_below, edge.above_U1)
         mass_U1 = mass_of(score_U1 - self.peak_U1)
-        found_GU1 = found.equal_GU1 // select(mass_U1, ends_below).clamp_min(1)
+        below_GU1 = edge.equal_GU1 // select(mass_U1, ends_below).clamp_min(1)
         ties_GU1 = torch.stack(
             [
-                replace(ties_U1, ends_below, found_U1)
-                for ties_U1, found_U1 in zip(self.ties_GU1, found_GU1, strict=True)
+                replace(ties_U1, ends_below, below_U1)
+                for ties_U1, below_U1 in zip(self.ties_GU1, below_GU1, strict=True)
             ]
         )
-        num_kept_U1 = _rounded_up(target_U1 - above_U1, mass_U1)
-        return _TailEdge(self.at, is_here_U1, score_U1, num_kept_U1, ties_GU1)
+        num_included_U1 = _rounded_up(target_U1 - above_U1, mass_U1)
+        return _TailEdge(self.at, has_edge_U1, score_U1, num_included_U1, ties_GU1)
 
 
 def _rows_with_a_tail(rows: ShardedRows, kth_R1: Tensor | None, best: BestScores) -> list[int]:

@@ -126,12 +126,12 @@ class _Edits:
         if not self._rows:
             return
         column = columns.columns_of(np.concatenate(self._ids))
-        here = column >= 0
+        is_local = column >= 0
         at = tuple(
-            torch.from_numpy(index[here]).to(x_SV.device)
+            torch.from_numpy(index[is_local]).to(x_SV.device)
             for index in (np.concatenate(self._rows), column)
         )
-        amount = torch.from_numpy(np.concatenate(self._amounts)[here]).to(x_SV.device)
+        amount = torch.from_numpy(np.concatenate(self._amounts)[is_local]).to(x_SV.device)
         x_SV[at] = change(x_SV[at], amount)
 
 

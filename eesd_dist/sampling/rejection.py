@@ -135,8 +135,10 @@ def _survives(
     coins = [uniform(noise_key(rules[r].seed, rules[r].position, Stream.ACCEPT)) for r in rows]
     coin_K = torch.tensor(coins, dtype=torch.float64, device=p_SV.device)
     p_K, q_K = p_SV[rows, tokens].double(), q_SV[rows, tokens].double()
-    kept: list[bool] = (coin_K * q_K < p_K).tolist()  # u < p / q, with no division by a tiny q
-    return kept
+    is_accepted: list[bool] = (
+        coin_K * q_K < p_K
+    ).tolist()  # u < p / q, with no division by a tiny q
+    return is_accepted
 
 
 def _num_leading(claims: Sequence[bool]) -> int:
@@ -146,8 +148,8 @@ def _num_leading(claims: Sequence[bool]) -> int:
 
 def _residual(p_CV: Tensor, q_CV: Tensor) -> Tensor:
     """Returns max(0, p - q), not normalised; p where rounding left only zeros."""
-    rest_CV = (p_CV - q_CV).clamp_min_(0.0)
-    return torch.where(rest_CV.sum(dim=-1, keepdim=True) > 0.0, rest_CV, p_CV)
+    residual_CV = (p_CV - q_CV).clamp_min_(0.0)
+    return torch.where(residual_CV.sum(dim=-1, keepdim=True) > 0.0, residual_CV, p_CV)
 
 
 def _draw(weights_SV: Tensor, keys: Sequence[int], columns: Columns) -> Tensor:

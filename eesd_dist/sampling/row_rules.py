@@ -160,13 +160,13 @@ def chooses_by_score(params: ChoiceParams, *, num_generated: int) -> bool:
 def is_guessed_by_score(params: ChoiceParams, *, num_generated: int) -> bool:
     """Returns whether logits and noise alone guess nearly as well as the whole rule: filters that
     keep nearly all probability are left to the verifier, which rejects what they exclude."""
-    keeps_most = (
+    is_wide = (
         params.top_p >= _WIDE_TOP_P
         and params.min_p <= _WIDE_MIN_P
         and (params.top_k <= 0 or params.top_k >= _WIDE_TOP_K)
     )
     is_greedy = params.temperature < GREEDY_BELOW
-    return (is_greedy or keeps_most) and _keeps_logits(params, num_generated=num_generated)
+    return (is_greedy or is_wide) and _keeps_logits(params, num_generated=num_generated)
 
 
 def _keeps_logits(params: ChoiceParams, *, num_generated: int) -> bool:
@@ -223,15 +223,19 @@ def _reporting(token: int, *, position: int, num_top: int) -> RowRule:
 
 def positions_after(segment: Segment) -> list[int]:
     """Returns the position of the token that follows each row."""
-    num_known = segment.num_known
-    after_known = [segment.start + row + 1 for row in range(num_known)]
-    return after_known + [segment.start + num_known + d for d in depths_of(segment.parents)]
+    num_committed = segment.num_known
+    committed_positions = [segment.start + row + 1 for row in range(num_committed)]
+    return committed_positions + [
+        segment.start + num_committed + d for d in depths_of(segment.parents)
+    ]
 
 
 def _tokens_up_to(segment: Segment, row: int) -> tuple[int, ...]:
     """Returns the segment's tokens up to and including this row; in a tree only its ancestors."""
-    num_known = segment.num_known
-    if row < num_known:
+    num_committed = segment.num_known
+    if row < num_committed:
         return segment.tokens[: row + 1]
-    path = path_to(segment.parents, row - num_known)
-    return segment.tokens[:num_known] + tuple(segment.tokens[num_known + node] for node in path)
+    path = path_to(segment.parents, row - num_committed)
+    return segment.tokens[:num_committed] + tuple(
+        segment.tokens[num_committed + node] for node in path
+    )

@@ -95,8 +95,8 @@ def joined_choices(choices: Sequence[TokenChoice]) -> TokenChoice:
         return np.pad(values_Sn, ((0, 0), (0, missing)), constant_values=fill)
 
     def logprobs_of(choice: TokenChoice) -> _Floats:
-        is_there = choice.logprobs.size or not has_logprobs
-        return choice.logprobs if is_there else np.zeros(len(choice.tokens), np.float32)
+        has_values = choice.logprobs.size or not has_logprobs
+        return choice.logprobs if has_values else np.zeros(len(choice.tokens), np.float32)
 
     return TokenChoice(
         tokens=np.concatenate([choice.tokens for choice in choices]),
@@ -119,8 +119,8 @@ def choose(
     """
     assert len(rules) == logits_SV.shape[0], "one rule per row"
     if group is None or group.size == 1:
-        return _choose_alone(logits_SV, rules)
-    return _choose_together(logits_SV, rules, group=group, vocab_start=vocab_start)
+        return _choose_on_rank(logits_SV, rules)
+    return _choose_over_ranks(logits_SV, rules, group=group, vocab_start=vocab_start)
 
 
 def draft_choice(
@@ -158,12 +158,12 @@ def _is_by_score(logits_SV: Tensor, rules: Sequence[RowRule]) -> bool:
     )
 
 
-def get_ready(device: torch.device) -> None:
+def warm_up(device: torch.device) -> None:
     """Compiles what the rule needs on this device while weights are loaded: seconds, once."""
     if device.type == "cpu" and can_compile():
         from eesd_dist.sampling import compiled_rule
 
-        compiled_rule.get_ready()
+        compiled_rule.warm_up()
 
 
 def _compiled_choice(
@@ -261,26 +261,26 @@ def _first_maxima(x_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     count = min(count, x_SV.shape[-1])
     if x_SV.device.type != "cpu":
         return _first_maxima_on_device(x_SV, count)
-    rest_SV = x_SV.detach().numpy().copy()
-    rows_S = np.arange(rest_SV.shape[0])
-    best_SB = np.empty((rest_SV.shape[0], count), dtype=np.int64)
-    values_SB = np.empty((rest_SV.shape[0], count), dtype=rest_SV.dtype)
+    remaining_SV = x_SV.detach().numpy().copy()
+    rows_S = np.arange(remaining_SV.shape[0])
+    best_SB = np.empty((remaining_SV.shape[0], count), dtype=np.int64)
+    values_SB = np.empty((remaining_SV.shape[0], count), dtype=remaining_SV.dtype)
     for rank in range(count):
-        best_SB[:, rank] = rest_SV.argmax(axis=-1)
-        values_SB[:, rank] = rest_SV[rows_S, best_SB[:, rank]]
-        rest_SV[rows_S, best_SB[:, rank]] = -np.inf
+        best_SB[:, rank] = remaining_SV.argmax(axis=-1)
+        values_SB[:, rank] = remaining_SV[rows_S, best_SB[:, rank]]
+        remaining_SV[rows_S, best_SB[:, rank]] = -np.inf
     return torch.from_numpy(best_SB), torch.from_numpy(values_SB)
 
 
 def _first_maxima_on_device(x_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     best_B: list[Tensor] = []
     values_B: list[Tensor] = []
-    rest_SV = x_SV.clone()
+    remaining_SV = x_SV.clone()
     for _ in range(count):
-        best_S1 = rest_SV.argmax(dim=-1, keepdim=True)
+        best_S1 = remaining_SV.argmax(dim=-1, keepdim=True)
         best_B.append(best_S1)
-        values_B.append(rest_SV.gather(-1, best_S1))
-        rest_SV.scatter_(-1, best_S1, -torch.inf)
+        values_B.append(remaining_SV.gather(-1, best_S1))
+        remaining_SV.scatter_(-1, best_S1, -torch.inf)
     return torch.cat(best_B, dim=-1), torch.cat(values_B, dim=-1)
 
 
@@ -295,7 +295,7 @@ def _num_top(rules: Sequence[RowRule]) -> int | None:
     return max((r.top_logprobs for r in rules if r.top_logprobs is not None), default=None)
 
 
-def _choose_alone(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
+def _choose_on_rank(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
     num_top = _num_top(rules)
     if num_top is None and logits_SV.is_cuda and _is_by_score(logits_SV, rules):
         return _silent_choice(_best_on_gpu(logits_SV, rules, None)[:, 0])
@@ -337,7 +337,7 @@ def _silent_choice(tokens: npt.NDArray[np.integer]) -> TokenChoice:
     )
 
 
-def _choose_together(
+def _choose_over_ranks(
     logits_SV: Tensor, rules: Sequence[RowRule], *, group: TensorGroup, vocab_start: int
 ) -> TokenChoice:
     """Chooses from all shards: ranks exchange a few numbers per row, and what the filters need."""
@@ -350,8 +350,8 @@ def _choose_together(
     for row, rule in enumerate(rules):
         if rule.forced >= 0:  # the rank that has this token wins
             column = rule.forced - vocab_start
-            is_here = 0 <= column < logits_SV.shape[-1]
-            at_S1[row], best_S1[row] = (column, torch.inf) if is_here else (0, -torch.inf)
+            is_local = 0 <= column < logits_SV.shape[-1]
+            at_S1[row], best_S1[row] = (column, torch.inf) if is_local else (0, -torch.inf)
     # float64 holds a score, a token id and a raw logit
     best_S3 = torch.cat(
         [
@@ -363,14 +363,14 @@ def _choose_together(
     )
     num_top = _num_top(rules)
     report_SW = [] if num_top is None else [_report(logits_SV, num_top, vocab_start)]
-    told_SW = torch.cat([best_S3, *report_SW], dim=-1)
-    told_GSW = torch.stack(group.all_gather(told_SW)).cpu().numpy()
+    local_SW = torch.cat([best_S3, *report_SW], dim=-1)
+    gathered_GSW = torch.stack(group.all_gather(local_SW)).cpu().numpy()
     # shards are in the order of token ids: the first maximum has the smallest id
-    winner_S = told_GSW[:, :, 0].argmax(axis=0)
-    _, token_S, raw_S = told_GSW[winner_S, np.arange(len(rules)), :3].T
+    winner_S = gathered_GSW[:, :, 0].argmax(axis=0)
+    _, token_S, raw_S = gathered_GSW[winner_S, np.arange(len(rules)), :3].T
     if num_top is None:
         return _silent_choice(token_S.astype(np.int64))
-    return _reported_choice(token_S, raw_S, told_GSW[:, :, 3:], num_top=num_top)
+    return _reported_choice(token_S, raw_S, gathered_GSW[:, :, 3:], num_top=num_top)
 
 
 def _report(logits_SV: Tensor, num_top: int, vocab_start: int) -> Tensor:

@@ -31,7 +31,7 @@ NUM_SEARCH_WEIGHTS = NUM_SEARCH_EXCHANGES * ((1 << SHARED_BITS) + 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScoreEdge:
     """The largest score such that it and those above it have the target's weight."""
 
     score_U1: Tensor
@@ -41,25 +41,25 @@ class Found:
     """Weight of the tokens with this score on each rank."""
 
 
-def search(rows: ShardedRows, weights_UV: Tensor, target_U1: Tensor) -> Found:
+def search(rows: ShardedRows, weights_UV: Tensor, target_U1: Tensor) -> ScoreEdge:
     """Searches each row; a target above the weight of the row finds its lowest score."""
     low_U1 = torch.full_like(target_U1, -(1 << (_SCORE_BITS - 1)))
     num_bits, step = _SCORE_BITS, LOCAL_BITS if rows.group is None else SHARED_BITS
     while True:
         shift = max(0, num_bits - step)
-        num_parts = 1 << (num_bits - shift)
-        mine_UB = weights_UV.new_zeros(len(weights_UV), num_parts + 2)
+        num_bins = 1 << (num_bits - shift)
+        local_UB = weights_UV.new_zeros(len(weights_UV), num_bins + 2)
         for block in row_blocks(weights_UV.shape, weights_UV.device):
-            part_UV = _keys(rows.scores_RV[block]).sub_(low_U1[block] - (1 << shift))
-            part_UV.bitwise_right_shift_(shift).clamp_(0, num_parts + 1)
-            mine_UB[block].scatter_add_(-1, part_UV, weights_UV[block])
-        weight_GUB = rows.gathered(mine_UB)
+            bin_UV = _keys(rows.scores_RV[block]).sub_(low_U1[block] - (1 << shift))
+            bin_UV.bitwise_right_shift_(shift).clamp_(0, num_bins + 1)
+            local_UB[block].scatter_add_(-1, bin_UV, weights_UV[block])
+        weight_GUB = rows.gathered(local_UB)
         from_UB = weight_GUB.sum(dim=0).flip(-1).cumsum(dim=-1).flip(-1)
         target_U1 = target_U1.minimum(from_UB[:, :1])
-        at_U1 = (from_UB >= target_U1).sum(dim=-1, keepdim=True).sub_(1).clamp_(1, num_parts)
+        at_U1 = (from_UB >= target_U1).sum(dim=-1, keepdim=True).sub_(1).clamp_(1, num_bins)
         low_U1 = low_U1 + ((at_U1 - 1) << shift)
         if shift == 0:
-            return Found(
+            return ScoreEdge(
                 score_U1=_scores(low_U1),
                 above_U1=from_UB.gather(-1, at_U1 + 1),
                 equal_GU1=weight_GUB.gather(-1, at_U1.expand(len(weight_GUB), -1, -1)),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from eesd_dist.compiled import can_compile, kernels_folder
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.compiled.ahead import at_work
+from eesd_dist.engine.compiled.ahead import compile_lock
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def main() -> None:
     config = EngineConfig.model_validate_json(sys.argv[1])
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     try:
-        with at_work() as is_alone:
+        with compile_lock() as is_alone:
             if is_alone:
                 from eesd_dist.engine.build import compile_kernels
 

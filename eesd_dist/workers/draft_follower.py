@@ -7,7 +7,7 @@ import torch
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import DraftWeights, head_shelf, layout_of, load_draft_weights
 from eesd_dist.engine.compiled.ahead import wait_for_layers
-from eesd_dist.engine.drafting.ranks import HeadShelf, OwnShard, follow_commands
+from eesd_dist.engine.drafting.ranks import DraftShard, HeadShelf, follow_commands
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.transport.command_stream import DistCommandSource
@@ -69,7 +69,7 @@ class ShardFollower:
         layout = layout_of(self._config)
         return load_draft_weights(self._config, layout, self._handle, on_progress=on_progress)
 
-    def _parts_of(self, weights: DraftWeights, num_pages: int) -> tuple[OwnShard, HeadShelf]:
+    def _parts_of(self, weights: DraftWeights, num_pages: int) -> tuple[DraftShard, HeadShelf]:
         heads = head_shelf(self._config, layout_of(self._config), self._handle)
         return weights.shard(num_pages=num_pages), heads
 
@@ -85,7 +85,7 @@ class ShardFollower:
 class FollowerEpoch:
     """Loop of one draft follower in one epoch."""
 
-    def __init__(self, shard: OwnShard, heads: HeadShelf, group: ProcessGroup) -> None:
+    def __init__(self, shard: DraftShard, heads: HeadShelf, group: ProcessGroup) -> None:
         self._shard = shard
         self._heads = heads
         self._group = group

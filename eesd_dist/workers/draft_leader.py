@@ -322,7 +322,7 @@ class EngineLeader:
             recorder=self._recorder,
             group=None if followers is None else followers.handle,
             commands=None if followers is None else followers.commands,
-            shard=prepared.weights.shard(num_pages=epoch.num_pages, compiles_later=True),
+            shard=prepared.weights.shard(num_pages=epoch.num_pages, compiles_in_background=True),
             cost=prepared.cost,
             grammars=self._grammars,
         )

@@ -92,7 +92,7 @@ class StageVerifier:
 
 
 def _stage_of(weights: VerifyWeights, num_pages: int) -> VerifyStage:
-    return weights.stage(num_pages=num_pages, compiles_later=True)
+    return weights.stage(num_pages=num_pages, compiles_in_background=True)
 
 
 class VerifyEpoch:

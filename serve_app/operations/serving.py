@@ -26,7 +26,7 @@ from ray.serve.config import ProxyLocation
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
 from cluster.ray_compat import ServeStatus, is_serve_running, serve_status
-from eesd_dist.engine.compiled.ahead import is_at_work
+from eesd_dist.engine.compiled.ahead import is_compiling
 from eesd_dist.errors import ConfigError, EesdError, EngineError
 from eesd_dist.model.checkpoint_folder import require_checkpoint
 from eesd_dist.workers.checking import ModelCheck
@@ -348,7 +348,7 @@ class WaitingLine:
         _, listed = await pipelines_of(router, app=app, known="", wait_s=0.0)
         reports = [each.report for each in listed]
         leases = await waiting_for_room(app, namespace=config.router.namespace)
-        self._line.show(shown_of(reports, compiles=is_at_work()))
+        self._line.show(shown_of(reports, compiles=is_compiling()))
         reasons = [
             f"pipeline {report.pipeline_id}: {report.unavailable}"
             for report in reports

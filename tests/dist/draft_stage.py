@@ -29,9 +29,9 @@ def obey(config: EngineConfig, first: Epoch, stage: str, rank: int) -> None:
         worker = stages.verify_worker(config, Tracing(), rank=rank)
     number = first.number
     while True:
-        part = worker.join(_numbered(first, number))
+        epoch_run = worker.join(_numbered(first, number))
         try:
-            part.run()
+            epoch_run.run()
         except PeerLost:
             number += 1
 

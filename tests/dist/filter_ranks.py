@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eesd_dist.model.parallel import joined_over_ranks, part_of
+from eesd_dist.model.parallel import joined_over_ranks, rank_range
 from eesd_dist.sampling.filters import filtered
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import choose
@@ -42,9 +42,9 @@ def filter_as_rank(at: Address, rank: int, size: int) -> tuple[Tensor, npt.NDArr
     """Returns the filtered rows, joined over the ranks, and the chosen tokens."""
     torch.set_num_threads(1)
     group = join_verify_stage(at, rank, timeout_s=TIMEOUT_S, size=size)
-    part = part_of(NUM_COLUMNS, rank, size)
-    mine_SV = logits()[:, part.start : part.stop]
+    shard = rank_range(NUM_COLUMNS, rank, size)
+    local_SV = logits()[:, shard.start : shard.stop]
     rows = [row for row, rule in enumerate(rules()) if rule.is_filtered]
-    kept_RV = filtered(mine_SV[rows], [rules()[row] for row in rows], group=group)
-    choice = choose(mine_SV, rules(), group=group, vocab_start=part.start)
-    return joined_over_ranks(kept_RV, group, count=NUM_COLUMNS), choice.tokens
+    filtered_RV = filtered(local_SV[rows], [rules()[row] for row in rows], group=group)
+    choice = choose(local_SV, rules(), group=group, vocab_start=shard.start)
+    return joined_over_ranks(filtered_RV, group, count=NUM_COLUMNS), choice.tokens

@@ -26,7 +26,7 @@ def compute_as_rank(at: Address, rank: int, folder: Path, dtype: DType, size: in
     stages = Stages.load(folder, group=group, dtype=dtype)
     chunks = [25, 7, 28]
     runs = [
-        stages.run_in_pieces(tokens(), pages=range(4), pieces=chunks),
-        stages.run_in_pieces(tokens(), pages=range(8, 12), pieces=[1] * NUM_TOKENS),
+        stages.run_in_chunks(tokens(), pages=range(4), chunks=chunks),
+        stages.run_in_chunks(tokens(), pages=range(8, 12), chunks=[1] * NUM_TOKENS),
     ]
-    return [torch.cat(group.all_gather(part_TV), dim=1) for part_TV in runs]
+    return [torch.cat(group.all_gather(shard_TV), dim=1) for shard_TV in runs]

@@ -156,10 +156,10 @@ class Pipeline:
 def pipeline(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pipeline]:
-    made = Pipeline(tmp_path_factory.mktemp("stages"), verify_ranks=request.param)
-    with made.processes:
-        yield made
-        made.end()
+    stages = Pipeline(tmp_path_factory.mktemp("stages"), verify_ranks=request.param)
+    with stages.processes:
+        yield stages
+        stages.end()
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,10 @@ def test_speculation_with_two_draft_ranks_changes_no_token(
 ) -> None:
     pipeline.restart(overlap=overlap, head=head)
     for name, shape in zip(SAMPLING, shapes, strict=True):
-        wanted = pipeline.plain(name, count=count)
+        expected = pipeline.plain(name, count=count)
         batch = pipeline.requests(name, SpeculationParams(tree=shape), count=count)
-        found, drafted, _ = pipeline.texts(batch)
-        assert found == wanted, (name, shape)
+        texts, drafted, _ = pipeline.texts(batch)
+        assert texts == expected, (name, shape)
         assert drafted > 8
 
 
@@ -190,10 +190,10 @@ def test_a_new_epoch_goes_on_with_the_weights_and_the_very_same_tokens(
     pipeline: Pipeline,
 ) -> None:
     pipeline.restart(overlap=True)
-    wanted = pipeline.plain("filtered", count=3)
+    expected = pipeline.plain("filtered", count=3)
     batch = pipeline.requests("filtered", SpeculationParams(tree="static"), count=3)
-    found, _, _ = pipeline.texts(batch, break_after=5)
-    assert found == wanted
+    texts, _, _ = pipeline.texts(batch, break_after=5)
+    assert texts == expected
 
 
 def test_another_head_is_taken_by_every_draft_rank(pipeline: Pipeline) -> None:
@@ -218,7 +218,7 @@ def single_rank(
     llm = LocalEngine(config.model_copy(update={"model": model, "parallel": ParallelConfig()}))
     done = llm.generate(pipeline.requests("greedy", speculation, count=2))
     return (
-        [each.tokens for each in done],
-        sum(sum(each.drafted) for each in done),
-        sum(sum(each.accepted) for each in done),
+        [generation.tokens for generation in done],
+        sum(sum(generation.drafted) for generation in done),
+        sum(sum(generation.accepted) for generation in done),
     )

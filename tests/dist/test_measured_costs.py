@@ -49,17 +49,19 @@ def test_two_ranks_make_the_rounds_of_one_process_and_their_costs_are_read_again
     file = tmp_path / "costs.json"
     file.write_text(capsys.readouterr().out)
     costs = read_costs(file)
-    found = [(each.num_requests, each.num_draft_tokens) for each in costs.rounds]
-    assert found == [(each.num_requests, each.num_draft_tokens) for each in SETTINGS]
-    for each in costs.rounds:
-        assert 0.0 < max(each.draft_s, each.verify_s) < each.round_s
+    settings = [
+        (round_cost.num_requests, round_cost.num_draft_tokens) for round_cost in costs.rounds
+    ]
+    assert settings == [(setting.num_requests, setting.num_draft_tokens) for setting in SETTINGS]
+    for round_cost in costs.rounds:
+        assert 0.0 < max(round_cost.draft_s, round_cost.verify_s) < round_cost.round_s
 
     # The same texts, so that every round accepts the same drafts.
-    alone = _rounds_of_one_process()
-    assert [each.tokens_per_round for each in costs.rounds] == [
-        each.tokens_per_round for each in round_costs(alone)
+    single_rounds = _rounds_of_one_process()
+    assert [round_cost.tokens_per_round for round_cost in costs.rounds] == [
+        round_cost.tokens_per_round for round_cost in round_costs(single_rounds)
     ]
-    assert costs.survival == survival_of(alone)
+    assert costs.survival == survival_of(single_rounds)
     assert costs.survival[0] >= costs.survival[1] > 0.0
 
     words = ["plan", "--model", str(BUNDLED_MODEL), "--on-cpu", "--json"]

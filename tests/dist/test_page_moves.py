@@ -215,15 +215,15 @@ def test_pages_go_from_their_places_to_those_that_were_reserved() -> None:
     theirs = Store(0)
     for page in range(NUM_PAGES):
         theirs.pages_PB[page] = page + 1
-    mine = Store(0)
-    with _pair(theirs, mine) as pair:
-        sent, received = pair.move("n1", *MOVES)
-        assert isinstance(sent, PageTraffic)
+    target_store = Store(0)
+    with _pair(theirs, target_store) as pair:
+        source_result, received = pair.move("n1", *MOVES)
+        assert isinstance(source_result, PageTraffic)
         assert isinstance(received, PageTraffic)
-        assert sent.num_bytes == received.num_bytes > NUM_PAGES * PAGE_BYTES
+        assert source_result.num_bytes == received.num_bytes > NUM_PAGES * PAGE_BYTES
         assert pair.left.num_moved == pair.right.num_moved == NUM_PAGES
-    assert mine.pages_PB[:8, 0].tolist() == [0, 0, 0, 0, 0, 3, 2, 1]
-    assert torch.equal(mine.pages_PB[[7, 6, 5]], theirs.pages_PB[:NUM_PAGES])
+    assert target_store.pages_PB[:8, 0].tolist() == [0, 0, 0, 0, 0, 3, 2, 1]
+    assert torch.equal(target_store.pages_PB[[7, 6, 5]], theirs.pages_PB[:NUM_PAGES])
 
 
 @pytest.mark.parametrize("end", ["sender", "receiver"])
@@ -241,25 +241,29 @@ def test_a_link_that_is_cut_between_or_in_two_streams_keeps_what_was_there(
     theirs = Store(0, before_read=fail if end == "sender" else lambda _: None)
     for page in range(6):
         theirs.pages_PB[page] = page + 1
-    mine = Store(0, before_write=(lambda n: fail(n - 1)) if end == "receiver" else lambda _: None)
-    with _pair(theirs, mine, timeout_s=10.0) as pair:
+    target_store = Store(
+        0, before_write=(lambda n: fail(n - 1)) if end == "receiver" else lambda _: None
+    )
+    with _pair(theirs, target_store, timeout_s=10.0) as pair:
         for stream in range(3):
             moves = [(page, 8 + page) for page in (2 * stream, 2 * stream + 1)]
-            sent, received = pair.move(f"n{stream}", *moves)
+            source_result, received = pair.move(f"n{stream}", *moves)
             if stream < num_before:
-                assert isinstance(sent, PageTraffic)
+                assert isinstance(source_result, PageTraffic)
                 assert isinstance(received, PageTraffic)
             elif stream == num_before:
-                own, other = (sent, received) if end == "sender" else (received, sent)
+                own, other = (
+                    (source_result, received) if end == "sender" else (received, source_result)
+                )
                 assert isinstance(own, OSError)
                 assert isinstance(other, PeerLost)
             else:
-                for closed in (sent, received):
+                for closed in (source_result, received):
                     assert isinstance(closed, EngineError)
                     assert "the link for these pages is closed" in str(closed)
     for page in range(2 * num_before if num_before < 3 else 6):
-        assert torch.equal(mine.pages_PB[8 + page], theirs.pages_PB[page])
-    assert not mine.pages_PB[8 + failing_at + 1 :].any(), "nothing is written after the cut"
+        assert torch.equal(target_store.pages_PB[8 + page], theirs.pages_PB[page])
+    assert not target_store.pages_PB[8 + failing_at + 1 :].any(), "nothing is written after the cut"
 
 
 def test_a_rank_that_goes_on_to_another_epoch_writes_no_page_after_that() -> None:
@@ -267,23 +271,23 @@ def test_a_rank_that_goes_on_to_another_epoch_writes_no_page_after_that() -> Non
         if num_written == 1:
             threading.Thread(target=pair.right.enter, args=(6,)).start()
             # The new epoch must wait for this write, and no other write may happen before it.
-            late.wait(0.3)
+            pause.wait(0.3)
 
-    late = threading.Event()
-    mine = Store(0, before_write=leave)
-    with _pair(Store(9), mine) as pair:
-        sent, received = pair.move("n1", *MOVES)
+    pause = threading.Event()
+    target_store = Store(0, before_write=leave)
+    with _pair(Store(9), target_store) as pair:
+        source_result, received = pair.move("n1", *MOVES)
         assert isinstance(received, PeerLost)
         assert "it belongs to epoch 6 now" in str(received)
-        assert isinstance(sent, PeerLost)
-    assert (mine.pages_PB[:, 0] == 9).sum() < NUM_PAGES
+        assert isinstance(source_result, PeerLost)
+    assert (target_store.pages_PB[:, 0] == 9).sum() < NUM_PAGES
 
 
 def test_a_peer_that_sends_nothing_costs_one_deadline_and_the_link() -> None:
     asleep = threading.Event()
     theirs = Store(9, before_read=lambda count: asleep.wait(20.0) if count == 1 else None)
-    mine = Store(0)
-    with _pair(theirs, mine, timeout_s=1.0) as pair:
+    target_store = Store(0)
+    with _pair(theirs, target_store, timeout_s=1.0) as pair:
         source, target = _parts(pair.meeting, "n1", *MOVES, timeout_s=1.0)
         sending = threading.Thread(target=lambda: _both(lambda: pair.left.send(source)))
         sending.start()
@@ -293,14 +297,14 @@ def test_a_peer_that_sends_nothing_costs_one_deadline_and_the_link() -> None:
         assert 0.9 < time.monotonic() - began_s < 10
         asleep.set()
         sending.join(20.0)
-    assert (mine.pages_PB[:, 0] == 9).sum() < NUM_PAGES
+    assert (target_store.pages_PB[:, 0] == 9).sum() < NUM_PAGES
 
 
 def test_a_sender_reads_one_chunk_more_than_the_two_that_are_not_confirmed() -> None:
     may_go_on = threading.Event()
     theirs = Store(9)
-    mine = Store(0, before_write=lambda _: may_go_on.wait(20.0))
-    with _pair(theirs, mine) as pair:
+    target_store = Store(0, before_write=lambda _: may_go_on.wait(20.0))
+    with _pair(theirs, target_store) as pair:
         source, target = _parts(pair.meeting, "n1", *((i, i) for i in range(8)))
         moving = threading.Thread(
             target=_both, args=(lambda: pair.left.send(source), lambda: pair.right.receive(target))
@@ -310,25 +314,25 @@ def test_a_sender_reads_one_chunk_more_than_the_two_that_are_not_confirmed() -> 
         assert theirs._num_read == 3
         may_go_on.set()
         moving.join(20.0)
-    assert torch.equal(mine.pages_PB[:8], theirs.pages_PB[:8])
+    assert torch.equal(target_store.pages_PB[:8], theirs.pages_PB[:8])
 
 
 def test_a_link_without_parts_closes_itself_so_that_a_late_part_writes_nothing() -> None:
-    mine = Store(0)
-    with _pair(Store(9), mine, timeout_s=0.5) as pair:
-        assert all(isinstance(each, PageTraffic) for each in pair.move("n1", MOVES[0]))
+    target_store = Store(0)
+    with _pair(Store(9), target_store, timeout_s=0.5) as pair:
+        assert all(isinstance(traffic, PageTraffic) for traffic in pair.move("n1", MOVES[0]))
         time.sleep(1.5)
-        for late in pair.move("n2", *MOVES[1:]):
-            assert isinstance(late, EngineError)
-            assert "the link for these pages is closed" in str(late)
-    assert (mine.pages_PB[:, 0] == 9).sum() == 1
+        for refusal in pair.move("n2", *MOVES[1:]):
+            assert isinstance(refusal, EngineError)
+            assert "the link for these pages is closed" in str(refusal)
+    assert (target_store.pages_PB[:, 0] == 9).sum() == 1
 
 
 def test_a_meeting_that_has_expired_cannot_be_joined() -> None:
-    now_s = 0.0
-    sharing = _sharing(clock=lambda: now_s)
+    time_s = 0.0
+    sharing = _sharing(clock=lambda: time_s)
     meeting = sharing.meet(lasts_s=5.0)
-    now_s = 6.0
+    time_s = 6.0
     sharing.expire()
     source, _ = _links(meeting, timeout_s=1.0)
     with pytest.raises(PeerLost, match="rendezvous store"):
@@ -336,16 +340,16 @@ def test_a_meeting_that_has_expired_cannot_be_joined() -> None:
 
 
 def test_leases_and_reservations_end_when_nothing_more_is_heard_of_them() -> None:
-    now_s = 0.0
+    time_s = 0.0
     engine = Engine()
-    sharing = _sharing(lambda: engine, clock=lambda: now_s)
+    sharing = _sharing(lambda: engine, clock=lambda: time_s)
     lease = sharing.lease([RequestId("a")], lasts_s=7.0)
     sharing.reserve(lease, limit=1, lasts_s=5.0)
     assert engine.held == {"l1", "n1"}
-    now_s = 6.0
+    time_s = 6.0
     sharing.expire()
     assert engine.held == {"l1"}
-    now_s = 8.0
+    time_s = 8.0
     sharing.expire()
     assert engine.held == set()
 

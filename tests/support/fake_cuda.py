@@ -96,9 +96,9 @@ class Rerun:
 def as_on_gpu(pages: LayerPages) -> None:
     """Makes pages on the CPU stored and attended as on a GPU."""
     shape = pages.shape
-    pages.attention = cuda_attention.CudaAttention(pages.parts_PKX, shape)
+    pages.attention = cuda_attention.CudaAttention(pages.pages_PKX, shape)
     pages.keys_PKES = keys_in(
-        pages.parts_PKX, head_dim=shape.head_dim, page_size=shape.page_size, by_slot=True
+        pages.pages_PKX, head_dim=shape.head_dim, page_size=shape.page_size, by_slot=True
     )
 
 

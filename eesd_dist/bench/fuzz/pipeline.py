@@ -109,7 +109,7 @@ def _masks(spec: ModelSpec, link: Link) -> Masks:
     return Masks(
         grammars=grammars_of(spec),
         vocab_size=spec.vocab_size,
-        is_late=lambda: rng.random() < link.late_masks,
+        is_overdue=lambda: rng.random() < link.late_masks,
     )
 
 

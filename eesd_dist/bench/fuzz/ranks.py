@@ -19,7 +19,7 @@ from eesd_dist.engine.build import (
     head_shelf,
     layout_of,
 )
-from eesd_dist.engine.drafting.ranks import HeadShelf, OwnShard, follow_commands
+from eesd_dist.engine.drafting.ranks import DraftShard, HeadShelf, follow_commands
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import PeerLost
@@ -232,7 +232,7 @@ class DraftRanks:
         self._meet()
 
     @property
-    def shard(self) -> OwnShard:
+    def shard(self) -> DraftShard:
         """Rank 0's shard."""
         return self._shards[0]
 

@@ -26,8 +26,8 @@ _LONGEST_S = 120.0
 
 
 @contextmanager
-def at_work() -> Iterator[bool]:
-    """Marks this process as the one that compiles; False: another one does.
+def compile_lock() -> Iterator[bool]:
+    """Holds the lock of the process that compiles; yields False if another process holds it.
 
     Raises OSError where nothing can be kept.
     """
@@ -42,7 +42,7 @@ def at_work() -> Iterator[bool]:
             yield True
 
 
-def is_at_work() -> bool:
+def is_compiling() -> bool:
     """Returns whether a process on this machine compiles kernels."""
     try:
         with (kernels_folder() / _LOCK_FILE).open() as handle:
@@ -56,29 +56,30 @@ def is_at_work() -> bool:
 
 def wait_for_layers() -> None:
     """Waits until the kernel of layers is kept, or no process on this machine compiles any."""
-    from eesd_dist.model.layers.compiled_layers import is_layers_kernel_kept
+    from eesd_dist.model.layers.compiled_layers import is_layers_kernel_cached
 
-    _wait_for(is_layers_kernel_kept, longest_s=_LONGEST_S)
+    _wait_for(is_layers_kernel_cached, longest_s=_LONGEST_S)
 
 
-def when_kept(
-    make: Callable[[], T | None], *, is_kept: Callable[[], bool], is_needed: bool
+def compile_when_cached(
+    make: Callable[[], T | None], *, is_cached: Callable[[], bool], is_needed: bool
 ) -> Later[T]:
-    """Returns what `make` makes with a kernel: now if it is kept or `is_needed`, else later."""
+    """Returns the result of `make`, which uses a kernel: made at once if the kernel is cached or
+    `is_needed`, else in the background."""
 
     def make_later() -> T | None:
         # Compiling here would hold the interpreter's lock for seconds: work goes on without it.
-        _wait_for(is_kept, longest_s=_LONGEST_S)
-        _wait_for(is_kept, longest_s=math.inf)  # the log has been told
+        _wait_for(is_cached, longest_s=_LONGEST_S)
+        _wait_for(is_cached, longest_s=math.inf)  # the log has been told
         return make()
 
-    is_ready = is_needed or is_kept()
+    is_ready = is_needed or is_cached()
     return Later(make if is_ready else make_later, is_ready=is_ready)
 
 
-def _wait_for(is_kept: Callable[[], bool], *, longest_s: float) -> None:
+def _wait_for(is_cached: Callable[[], bool], *, longest_s: float) -> None:
     began = time.monotonic()
-    while is_at_work() and not is_kept():
+    while is_compiling() and not is_cached():
         if time.monotonic() > began + longest_s:
             logger.warning("kernels not waited for: seconds=%.0f", longest_s)
             return

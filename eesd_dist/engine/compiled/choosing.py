@@ -14,7 +14,7 @@ from eesd_dist.compiled import inner
 from eesd_dist.model.cpu.lanes import address_of
 from eesd_dist.model.cpu.layers import Scratch
 from eesd_dist.model.cpu.packed import in_blocks
-from eesd_dist.model.cpu.products import Kind, LmHead, multiply, norm_rows, part_of
+from eesd_dist.model.cpu.products import Kind, LmHead, multiply, norm_rows, thread_range
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.cpu.tiles import BLOCK, MOST_ROWS
 from eesd_dist.model.kv_layout import Ints
@@ -74,13 +74,13 @@ class MemoryByThreads:
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
-        self._known: dict[int, Memory] = {}
+        self._memories: dict[int, Memory] = {}
 
     def of(self, num_threads: int) -> Memory:
-        known = self._known.get(num_threads)
-        if known is None:
-            known = self._known[num_threads] = _new_memory(self._num_tokens, num_threads)
-        return known
+        memory = self._memories.get(num_threads)
+        if memory is None:
+            memory = self._memories[num_threads] = _new_memory(self._num_tokens, num_threads)
+        return memory
 
 
 def _new_memory(num_tokens: int, num_threads: int) -> Memory:
@@ -135,21 +135,21 @@ def _choose(
     first: int,
     at: int,
     end: int,
-    part: int,
+    thread: int,
 ) -> None:
     """Chooses the tokens of sampled rows [at, end); `first`: the row of the first logits."""
-    scores_V, keys_V = memory.scores_PV[part], memory.keys_PV[part]
+    scores_V, keys_V = memory.scores_PV[thread], memory.keys_PV[thread]
     for row in range(at, end):
-        choice_words(choices.mixed_seeds_S[row], choices.positions_S[row], memory.words_P3[part])
+        choice_words(choices.mixed_seeds_S[row], choices.positions_S[row], memory.words_P3[thread])
         score_row(
             memory.logits_BW[row - first][: len(ids_V)],
             choices.divisors_S[row],
-            memory.words_P3[part],
+            memory.words_P3[thread],
             ids_V,
             scores_V,
-            memory.lost_PV[part],
+            memory.lost_PV[thread],
             keys_V,
-            memory.mantissas_PV[part],
+            memory.mantissas_PV[thread],
         )
         if choices.masks_S[row] >= 0:
             _mask(masks_MU[choices.masks_S[row]], ids_V, scores_V, keys_V)
@@ -175,15 +175,15 @@ def choose_tokens(
     masks_MU: Masks,
     num_sampled: int,
     counters: npt.NDArray[np.int64],
-    part: int,
-    num_parts: int,
+    thread: int,
+    num_threads: int,
 ) -> None:
     """Fills the tokens and gaps of the first `num_sampled` choices, after rows at `scratch.x`.
     Every thread calls it; all have finished when it returns."""
-    first_block, end_block = part_of(memory.logits_BW.shape[1] // BLOCK, part, num_parts)
+    first_block, end_block = thread_range(memory.logits_BW.shape[1] // BLOCK, thread, num_threads)
     for first in range(0, num_sampled, NUM_ROWS):
         end = min(first + NUM_ROWS, num_sampled)
-        mine, mine_end = part_of(end - first, part, num_parts)
+        own_first, own_end = thread_range(end - first, thread, num_threads)
         norm_rows(
             kind,
             lm_head,
@@ -192,10 +192,10 @@ def choose_tokens(
             scratch.inputs,
             scratch.inputs_bytes,
             choices.rows_S[first:end],
-            mine,
-            mine_end,
+            own_first,
+            own_end,
         )
-        wait(counters, num_parts)
+        wait(counters, num_threads)
         multiply(
             kind,
             lm_head.weights,
@@ -210,6 +210,6 @@ def choose_tokens(
             first_block,
             end_block,
         )
-        wait(counters, num_parts)
-        _choose(memory, choices, masks_MU, ids_V, first, first + mine, first + mine_end, part)
-        wait(counters, num_parts)
+        wait(counters, num_threads)
+        _choose(memory, choices, masks_MU, ids_V, first, first + own_first, first + own_end, thread)
+        wait(counters, num_threads)

@@ -34,7 +34,7 @@ from eesd_dist.engine.compiled.sources import Source, copy_rows
 from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.cpu.lanes import address_of, load, store
 from eesd_dist.model.cpu.layers import LayersCall
-from eesd_dist.model.cpu.products import Kind, LmHead, part_of
+from eesd_dist.model.cpu.products import Kind, LmHead, thread_range
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.kv_layout import LANES, Ints, RowArrays
 from eesd_dist.model.layers.compiled_layers import layers_kernel
@@ -170,10 +170,12 @@ def _end(batch: Batch, b: int) -> int:
 
 
 @inner
-def _place(batch: Batch, drafted: Drafted, b: int) -> int:
+def _row_address(batch: Batch, drafted: Drafted, b: int) -> int:
     """Returns the address of a request's first row in the results, while they have gaps."""
-    place: int = address_of(drafted.rows_ND) + batch.ints_4B[_PLACE, b] * drafted.rows_ND.strides[0]
-    return place
+    address: int = (
+        address_of(drafted.rows_ND) + batch.ints_4B[_PLACE, b] * drafted.rows_ND.strides[0]
+    )
+    return address
 
 
 @inner
@@ -182,9 +184,9 @@ def _begin(batch: Batch, drafted: Drafted, work: Work) -> None:
     row_bytes = drafted.rows_ND.strides[0]
     num_alive = 0
     for b in range(len(batch.divisors_B)):
-        first, place = batch.ints_4B[_FIRST, b], _place(batch, drafted, b)
+        first, address = batch.ints_4B[_FIRST, b], _row_address(batch, drafted, b)
         for row in range(first, _end(batch, b)):
-            work.longs_2M[_TARGET, row] = place + (row - first) * row_bytes
+            work.longs_2M[_TARGET, row] = address + (row - first) * row_bytes
         drafted.counts_BN[b, :] = 0
         drafted.sums_BN[b, _LOOKED] = drafted.sums_BN[b, _SPENT] = 0.0
         drafted.sums_BN[b, _EXPECTED] = drafted.sums_BN[b, _DRAWN] = 1.0
@@ -217,7 +219,11 @@ def _ask(batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
             continue
         drafted.counts_BN[b, _ANSWER] = answer
         work.alive_B[num_alive] = b
-        first, end, place = batch.ints_4B[_FIRST, b], _end(batch, b), _place(batch, drafted, b)
+        first, end, address = (
+            batch.ints_4B[_FIRST, b],
+            _end(batch, b),
+            _row_address(batch, drafted, b),
+        )
         table, position = batch.rows.table_R[first], batch.rows.position_R[first]
         if num_drafted == 0:
             lagging, end_lagging = batch.ints_4B[_LAGGING, b], batch.ints_4B[_LAGGING, b + 1]
@@ -226,11 +232,11 @@ def _ask(batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
                 _add_row(work, num_rows, batch.lagging_L[row], table, before)
                 num_rows += 1
             for row in range(end - first):
-                _add_row(work, num_rows, place + row * row_bytes, table, position + row)
+                _add_row(work, num_rows, address + row * row_bytes, table, position + row)
                 num_rows += 1
         else:
             row = end - first + num_drafted - 1
-            _add_row(work, num_rows, place + row * row_bytes, table, position + row)
+            _add_row(work, num_rows, address + row * row_bytes, table, position + row)
             num_rows += 1
         work.choices.rows_S[num_alive] = num_rows - 1
         work.choices.divisors_S[num_alive] = batch.divisors_B[b]
@@ -251,24 +257,24 @@ def _takes(rule: ChainRule, drafted: Drafted, b: int, gap: np.float32) -> bool:
     sums_N[_EXPECTED] *= mean
     drafted.means_BK[b, num_drafted] = mean
     left = rule.optimism - sums_N[_SPENT]
-    taken, spent, value = takes(rule, num_drafted, sums_N[_DRAWN], sums_N[_EXPECTED], left)
+    is_drafted, spent, value = takes(rule, num_drafted, sums_N[_DRAWN], sums_N[_EXPECTED], left)
     if answer == PROBE:
-        taken, spent = True, 0.0
+        is_drafted, spent = True, 0.0
         counts_N[_PROBED] = 1
     if answer == LOOK:
         counts_N[_NUM_LOOKS] += 1
         sums_N[_LOOKED] += max(value, 0.0) - rule.guess_price
     sums_N[_SPENT] += spent
     counts_N[_NUM_GUESSES] += 1
-    counts_N[NUM_DRAFTED] += taken
-    return taken
+    counts_N[NUM_DRAFTED] += is_drafted
+    return is_drafted
 
 
 @inner
 def _decide(stage: Stage, batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
     """Lays out the rows of the guesses that are taken."""
     row_bytes = drafted.rows_ND.strides[0]
-    num_taken = 0
+    num_rows = 0
     for at in range(work.counts[_NUM_ALIVE]):
         b, token = work.alive_B[at], work.choices.tokens_S[at]
         num_drafted = drafted.counts_BN[b, NUM_DRAFTED]
@@ -278,12 +284,12 @@ def _decide(stage: Stage, batch: Batch, rules: Rules, drafted: Drafted, work: Wo
             continue
         source = stage.embedding_at + token * stage.embedding_bytes
         table = batch.rows.table_R[batch.ints_4B[_FIRST, b]]
-        _add_row(work, num_taken, source, table, work.choices.positions_S[at])
+        _add_row(work, num_rows, source, table, work.choices.positions_S[at])
         row = _end(batch, b) - batch.ints_4B[_FIRST, b] + num_drafted
-        work.longs_2M[_TARGET, num_taken] = _place(batch, drafted, b) + row * row_bytes
-        work.alive_B[num_taken] = b
-        num_taken += 1
-    work.counts[_NUM_ROWS] = work.counts[_NUM_ALIVE] = num_taken
+        work.longs_2M[_TARGET, num_rows] = _row_address(batch, drafted, b) + row * row_bytes
+        work.alive_B[num_rows] = b
+        num_rows += 1
+    work.counts[_NUM_ROWS] = work.counts[_NUM_ALIVE] = num_rows
 
 
 @inner
@@ -298,7 +304,7 @@ def _close_gaps(batch: Batch, drafted: Drafted, width: int) -> None:
     row_bytes = drafted.rows_ND.strides[0]
     target = address_of(drafted.rows_ND)
     for b in range(len(batch.divisors_B)):
-        source = _place(batch, drafted, b)
+        source = _row_address(batch, drafted, b)
         num_rows = _end(batch, b) - batch.ints_4B[_FIRST, b] + drafted.counts_BN[b, NUM_DRAFTED]
         if source != target:
             for row in range(num_rows):
@@ -314,8 +320,8 @@ def draft_round(
     drafted: Drafted,
     work: Work,
     counters: npt.NDArray[np.int64],
-    part: int,
-    num_parts: int,
+    thread: int,
+    num_threads: int,
 ) -> None:
     """Runs the known rows, and drafts until every request's rule stops."""
     width = stage.layers.widths.hidden
@@ -324,16 +330,16 @@ def draft_round(
         return
     # Not constants, for which Numba would compile the layers once more.
     never, always = num_rows < 0, num_rows >= 0
-    if part == 0:
+    if thread == 0:
         _begin(batch, drafted, work)
-    wait(counters, num_parts)
-    is_known, is_guess = True, False
+    wait(counters, num_threads)
+    is_committed, is_guess = True, False
     while num_rows > 0:
         call = stage.head if is_guess else stage.layers
         # One place that runs layers: each is compiled again.
         rows = batch.rows
         source_M = batch.source_T
-        if not is_known:
+        if not is_committed:
             source_M = work.longs_2M[_SOURCE]
             rows = RowArrays(
                 rows.tables_BW,
@@ -346,9 +352,9 @@ def draft_round(
             )
         source = Source(source_M, stage.num_channels, stage.is_bfloat16 and not is_guess)
         scratch = call.scratch
-        first_row, end_row = part_of(num_rows, part, num_parts)
+        first_row, end_row = thread_range(num_rows, thread, num_threads)
         copy_rows(source, scratch.x, scratch.x_bytes, width, first_row, end_row)
-        wait(counters, num_parts)
+        wait(counters, num_threads)
         _run_layers(
             kind,
             call.geometry,
@@ -362,10 +368,10 @@ def draft_round(
             never,
             always,
             counters,
-            part,
-            num_parts,
+            thread,
+            num_threads,
         )
-        wait(counters, num_parts)
+        wait(counters, num_threads)
         if is_guess:
             choose_tokens(
                 kind,
@@ -377,20 +383,20 @@ def draft_round(
                 batch.masks_MU,
                 work.counts[_NUM_ALIVE],
                 counters,
-                part,
-                num_parts,
+                thread,
+                num_threads,
             )
-            if part == 0:
+            if thread == 0:
                 _decide(stage, batch, rules, drafted, work)
         else:
             for row in range(first_row, end_row):
                 _copy(work.longs_2M[_TARGET, row], scratch.x + row * scratch.x_bytes, width)
-            if part == 0:
+            if thread == 0:
                 _ask(batch, rules, drafted, work)
-        wait(counters, num_parts)
+        wait(counters, num_threads)
         num_rows = work.counts[_NUM_ROWS]
-        is_known, is_guess = False, not is_guess
-    if part == 0:
+        is_committed, is_guess = False, not is_guess
+    if thread == 0:
         _close_gaps(batch, drafted, width)
 
 
@@ -399,6 +405,6 @@ def draft_kernel() -> Callable[..., None]:
     return kernel(draft_round, *_PARTS)
 
 
-def is_draft_kept() -> bool:
+def is_draft_cached() -> bool:
     """Returns whether the kernel need not be compiled."""
     return is_kept(draft_round, *_PARTS)

@@ -66,8 +66,8 @@ class RoundDrafter:
         if layers is None or head_layer is None or lm_head is None or embedding_VD is None:
             return None
         fits = (
-            layers.is_alone
-            and head_layer.is_alone
+            layers.is_single_rank
+            and head_layer.is_single_rank
             and layers.kind.dtype == head_layer.kind.dtype == lm_head.product.kind
             and embedding_VD.dtype in (torch.float32, torch.bfloat16)
             and lm_head.product.num_out >= 2
@@ -77,21 +77,21 @@ class RoundDrafter:
     def draft(self, chains: Sequence[ChainStart]) -> tuple[Tensor, list[DraftedChain]]:
         """Runs all known rows, and drafts after them. Returns the rows [T, D] after the layers,
         request by request, and each request's results."""
-        batch, num_rows, most_read = self._batch(chains)
-        num_known, num = len(batch.source_T), len(chains)
-        longest = max([chain.most for chain in chains], default=0)
+        batch, num_rows, max_read = self._batch(chains)
+        num_committed, num = len(batch.source_T), len(chains)
+        longest = max([chain.max_draft for chain in chains], default=0)
         rows_ND = torch.empty(num_rows, self._layers.width)
         drafted = self._drafted(num, longest)._replace(rows_ND=rows_ND.numpy())
-        num_threads = threads_for(num_known * self._layers.products_per_row)
+        num_threads = threads_for(num_committed * self._layers.products_per_row)
         call_in_threads(
             draft_kernel(),
             num_threads,
             self._layers.kind,
-            self._stage(max(num_known, num), max(most_read, num), num_threads),
+            self._stage(max(num_committed, num), max(max_read, num), num_threads),
             batch,
             _rules(chains) if longest else _NO_RULES,
             drafted,
-            self._work(num, max(num_known, most_read, num)),
+            self._work(num, max(num_committed, max_read, num)),
         )
         return self._results(chains, rows_ND, drafted)
 
@@ -101,29 +101,31 @@ class RoundDrafter:
         embedding_at, embedding_bytes = self._embedding_at, self._embedding_bytes
         source: list[int] = []
         lagging: list[int] = []
-        first_B, place_B, most_B, lagging_B = [0], [0], [], [0]
+        first_B, offset_B, max_draft_B, lagging_B = [0], [0], [], [0]
         masks: list[bytes] = []
         masks_B = np.full(len(chains), -1, np.int32)
-        most_read = 0
-        for b, (tokens, _, most, _, unread, _, _, mask) in enumerate(chains):
+        max_read = 0
+        for b, (tokens, _, max_draft, _, unread, _, _, mask) in enumerate(chains):
             source += [embedding_at + token * embedding_bytes for token in tokens]
-            if most:
-                for piece in unread:
-                    distance = piece.source.stride(0) * piece.source.itemsize
-                    first = piece.source.data_ptr()
-                    lagging += [first + at * distance for at in range(piece.first, piece.end)]
-                most_read += len(tokens)
+            if max_draft:
+                for row_slice in unread:
+                    distance = row_slice.source.stride(0) * row_slice.source.itemsize
+                    first = row_slice.source.data_ptr()
+                    lagging += [
+                        first + at * distance for at in range(row_slice.first, row_slice.end)
+                    ]
+                max_read += len(tokens)
             if mask:
                 masks_B[b] = len(masks)
                 masks.append(mask)
-            most_B.append(most)
+            max_draft_B.append(max_draft)
             first_B.append(len(source))
-            place_B.append(place_B[-1] + len(tokens) + most)
+            offset_B.append(offset_B[-1] + len(tokens) + max_draft)
             lagging_B.append(len(lagging))
         batch = Batch(
             rows=row_arrays([chain.segment for chain in chains]) if chains else NO_ROWS,
             source_T=np.array(source, np.int64),
-            ints_4B=np.array([first_B, place_B, [*most_B, 0], lagging_B], np.int32),
+            ints_4B=np.array([first_B, offset_B, [*max_draft_B, 0], lagging_B], np.int32),
             divisors_B=np.array([chain.temperature for chain in chains], np.float32),
             mixed_seeds_B=np.array(
                 [mixed_seed(c.seed) if c.temperature else 0 for c in chains], np.uint64
@@ -132,7 +134,7 @@ class RoundDrafter:
             masks_B=masks_B,
             masks_MU=masks_of(masks, count=len(masks)),
         )
-        return batch, place_B[-1], most_read + len(lagging)
+        return batch, offset_B[-1], max_read + len(lagging)
 
     def _drafted(self, num_requests: int, longest: int) -> Drafted:
         """Returns memory for the results of so many requests, without that of the rows."""
@@ -169,7 +171,7 @@ class RoundDrafter:
     def _results(
         self, chains: Sequence[ChainStart], rows_ND: Tensor, drafted: Drafted
     ) -> tuple[Tensor, list[DraftedChain]]:
-        num, longest = len(chains), max([chain.most for chain in chains], default=0)
+        num, longest = len(chains), max([chain.max_draft for chain in chains], default=0)
         counts: list[list[int]] = drafted.counts_BN[:num].tolist()
         sums: list[list[float]] = drafted.sums_BN[:num].tolist()
         tokens: list[list[int]] = drafted.tokens_BK[:num, :longest].tolist()
@@ -178,7 +180,7 @@ class RoundDrafter:
         num_rows = sum(len(chain.tokens) for chain in chains)
         num_rows += sum(count[NUM_DRAFTED] for count in counts)
         rows_TD = rows_ND[:num_rows, : self._layers.hidden_size]
-        found: list[DraftedChain] = []
+        results: list[DraftedChain] = []
         end = 0
         for b, chain in enumerate(chains):
             num_drafted, num_guesses, num_looks, probed, _ = counts[b]
@@ -188,8 +190,10 @@ class RoundDrafter:
                 tuple(means[b][:num_guesses]), num_drafted, num_looks, looked, spent, probed > 0
             )
             rows = RowSlice(rows_TD, first, end)
-            found.append(DraftedChain(rows, tokens[b][:num_guesses], gaps[b][:num_guesses], report))
-        return rows_TD, found
+            results.append(
+                DraftedChain(rows, tokens[b][:num_guesses], gaps[b][:num_guesses], report)
+            )
+        return rows_TD, results
 
 
 def _new_drafted(num_requests: int, longest: int) -> Drafted:

@@ -51,7 +51,7 @@ class Verifier:
         layers, head = span.paged.compiled, span.logits_head
         if layers is None or head is None or head.compiled is None:
             return None
-        fits = layers.is_alone and layers.kind.dtype == head.compiled.product.kind
+        fits = layers.is_single_rank and layers.kind.dtype == head.compiled.product.kind
         return cls(span) if fits else None
 
     def verify(self, segments: Sequence[Segment], hidden_TD: Tensor) -> npt.NDArray[np.int32]:

@@ -17,7 +17,7 @@ from eesd_dist.engine.compiled.choosing import Choices, Masks, Memory, choose_to
 from eesd_dist.engine.compiled.sources import Source, copy_rows
 from eesd_dist.model import cpu, kv_layout
 from eesd_dist.model.cpu.layers import LayersCall
-from eesd_dist.model.cpu.products import Kind, LmHead, part_of
+from eesd_dist.model.cpu.products import Kind, LmHead, thread_range
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.kv_layout import Ints, RowArrays
 from eesd_dist.model.layers.compiled_layers import layers_kernel
@@ -38,8 +38,8 @@ def verify_rows(
     choices: Choices,
     masks_MU: Masks,
     counters: npt.NDArray[np.int64],
-    part: int,
-    num_parts: int,
+    thread: int,
+    num_threads: int,
 ) -> None:
     """Runs the rows and fills `choices.tokens_S`."""
     num_rows = len(rows.position_R)
@@ -48,9 +48,9 @@ def verify_rows(
     # Not constants, for which Numba would compile the layers once more.
     never, always = num_rows < 0, num_rows >= 0
     scratch = layers.scratch
-    first_row, end_row = part_of(num_rows, part, num_parts)
+    first_row, end_row = thread_range(num_rows, thread, num_threads)
     copy_rows(source, scratch.x, scratch.x_bytes, layers.widths.hidden, first_row, end_row)
-    wait(counters, num_parts)
+    wait(counters, num_threads)
     _run_layers(
         kind,
         layers.geometry,
@@ -64,10 +64,10 @@ def verify_rows(
         never,
         always,
         counters,
-        part,
-        num_parts,
+        thread,
+        num_threads,
     )
-    wait(counters, num_parts)
+    wait(counters, num_threads)
     choose_tokens(
         kind,
         lm_head,
@@ -78,8 +78,8 @@ def verify_rows(
         masks_MU,
         len(choices.rows_S),
         counters,
-        part,
-        num_parts,
+        thread,
+        num_threads,
     )
 
 
@@ -88,6 +88,6 @@ def verify_kernel() -> Callable[..., None]:
     return kernel(verify_rows, *_PARTS)
 
 
-def is_verify_kept() -> bool:
+def is_verify_cached() -> bool:
     """Returns whether the kernel need not be compiled."""
     return is_kept(verify_rows, *_PARTS)

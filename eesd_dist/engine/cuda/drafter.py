@@ -38,7 +38,7 @@ class GraphDrafter:
         layers, head_layers = span.paged.on_gpu, head.paged.on_gpu
         if layers is None or head_layers is None or span.embedding is None:
             return None
-        fits = layers.is_alone and head_layers.is_alone
+        fits = layers.is_single_rank and head_layers.is_single_rank
         fits = fits and head.vocab_size >= 2
         return cls(DraftSteps(span, head, layers, head_layers)) if fits else None
 
@@ -48,43 +48,45 @@ class GraphDrafter:
         request by request, and each request's results."""
         growing = [_Chain(at, chain) for at, chain in enumerate(chains)]
         rows = row_arrays([chain.segment for chain in chains])
-        asked = [chain for chain in growing if chain.rule.wants_guess()]
+        guessing = [chain for chain in growing if chain.rule.wants_guess()]
         step = self._steps.queue(
             [token for chain in chains for token in chain.tokens],
             rows,
-            _reading_first(growing, asked, rows.tables_BW),
+            _reading_first(growing, guessing, rows.tables_BW),
         )
         end = 0
         for chain in growing:
             first, end = end, end + chain.start.segment.num_rows
             chain.rows.append(RowSlice(step.hidden_TD, first, end))
-        level = _Level(step, growing, asked)
-        while asked:
-            ahead = self._ahead(level, rows.tables_BW) if asked == level.guessed else None
-            taken = _taken(asked, level)
-            if not taken:
+        level = _Level(step, growing, guessing)
+        while guessing:
+            next_level = (
+                self._queue_next(level, rows.tables_BW) if guessing == level.guessed else None
+            )
+            continuing = _append_guesses(guessing, level)
+            if not continuing:
                 break
-            asked = [chain for chain in taken if chain.rule.wants_guess()]
-            if ahead is None:
-                tokens = [chain.tokens[-1] for chain in taken]
-                level = self._queue(tokens, taken, asked, rows.tables_BW)
+            guessing = [chain for chain in continuing if chain.rule.wants_guess()]
+            if next_level is None:
+                tokens = [chain.tokens[-1] for chain in continuing]
+                level = self._queue(tokens, continuing, guessing, rows.tables_BW)
             else:
-                level = ahead
-            places = {chain.at: place for place, chain in enumerate(level.members)}
-            for chain in taken:
+                level = next_level
+            places = {chain.at: row for row, chain in enumerate(level.members)}
+            for chain in continuing:
                 at = places[chain.at]
                 chain.rows.append(RowSlice(level.step.hidden_TD, at, at + 1))
                 chain.num_rows += 1
-        rows_TD = joined([piece for chain in growing for piece in chain.rows])
+        rows_TD = joined([row_slice for chain in growing for row_slice in chain.rows])
         drafted: list[DraftedChain] = []
         end = 0
         for chain in growing:
-            first, end = end, end + sum(piece.count for piece in chain.rows)
+            first, end = end, end + sum(row_slice.count for row_slice in chain.rows)
             slice_TD = RowSlice(rows_TD, first, end)
             drafted.append(DraftedChain(slice_TD, chain.tokens, chain.gaps, chain.rule.report()))
         return rows_TD, drafted
 
-    def _ahead(self, level: "_Level", tables_BW: Ints) -> "_Level | None":
+    def _queue_next(self, level: "_Level", tables_BW: Ints) -> "_Level | None":
         """Queues the next level before this one's guesses are known, as if all were taken; None if
         no rule is sure to take its guess, since the step may then be for nothing. Rows of guesses
         that are not taken are not read, and the next token at their position replaces them."""
@@ -92,15 +94,15 @@ class GraphDrafter:
             return None
         if not any(chain.rule.takes_any for chain in level.guessed):
             return None
-        asked = [chain for chain in level.guessed if chain.rule.may_go_on()]
+        guessing = [chain for chain in level.guessed if chain.rule.may_go_on()]
         assert level.step.best_G4 is not None
-        return self._queue(level.step.best_G4[:, 0], level.guessed, asked, tables_BW)
+        return self._queue(level.step.best_G4[:, 0], level.guessed, guessing, tables_BW)
 
     def _queue(
         self,
         tokens: Sequence[int] | Tensor,
         chains: Sequence["_Chain"],
-        asked: Sequence["_Chain"],
+        guessing: Sequence["_Chain"],
         tables_BW: Ints,
     ) -> "_Level":
         """Queues a row of each chain, and guesses after those asked."""
@@ -109,8 +111,8 @@ class GraphDrafter:
             _ints([chain.at for chain in chains]),
             _ints([chain.num_rows for chain in chains]),
         )
-        reading = _reading_newest(chains, asked, tables_BW)
-        return _Level(self._steps.queue(tokens, rows, reading), chains, asked)
+        reading = _reading_newest(chains, guessing, tables_BW)
+        return _Level(self._steps.queue(tokens, rows, reading), chains, guessing)
 
 
 class _Level(NamedTuple):
@@ -129,7 +131,7 @@ class _Chain:
         self.at = at
         """Index of its page table."""
         self.start = start
-        self.rule = Follower(start.rule, most=start.most)
+        self.rule = Follower(start.rule, most=start.max_draft)
         self.num_rows = start.segment.start + start.segment.num_rows
         """Rows of the text with KV here, the drafted ones included."""
         self.rows: list[RowSlice] = []
@@ -137,84 +139,84 @@ class _Chain:
         self.gaps: list[float] = []
 
 
-def _taken(asked: Sequence[_Chain], level: _Level) -> list[_Chain]:
+def _append_guesses(guessing: Sequence[_Chain], level: _Level) -> list[_Chain]:
     """Adds a guess to each chain. Returns those that go on by their rules."""
-    taken: list[_Chain] = []
+    continuing: list[_Chain] = []
     best_G4 = level.step.read()
     tokens: list[int] = best_G4[:, 0].tolist()
     gaps: list[float] = score_gaps(best_G4).tolist()
-    places = {chain.at: place for place, chain in enumerate(level.guessed)}
-    for chain in asked:
-        place = places[chain.at]
-        chain.tokens.append(tokens[place])
-        chain.gaps.append(gaps[place])
-        if chain.rule.takes(gaps[place]):
-            taken.append(chain)
-    return taken
+    places = {chain.at: row for row, chain in enumerate(level.guessed)}
+    for chain in guessing:
+        row = places[chain.at]
+        chain.tokens.append(tokens[row])
+        chain.gaps.append(gaps[row])
+        if chain.rule.takes(gaps[row]):
+            continuing.append(chain)
+    return continuing
 
 
 def _reading_first(
-    chains: Sequence[_Chain], asked: Sequence[_Chain], tables_BW: Ints
+    chains: Sequence[_Chain], guessing: Sequence[_Chain], tables_BW: Ints
 ) -> HeadRows | None:
     """Returns the known rows of those asked, after what the head has not read before them."""
-    if not asked:
+    if not guessing:
         return None
-    num_known = [chain.start.segment.num_rows for chain in chains]
-    end_known = np.cumsum(num_known).tolist()
+    num_committed = [chain.start.segment.num_rows for chain in chains]
+    end_committed = np.cumsum(num_committed).tolist()
     sources: list[int] = []
     tables: list[int] = []
     positions: list[int] = []
     last: list[int] = []
-    num_before = end_known[-1]
-    for chain in asked:
-        num_lagging = sum(piece.count for piece in chain.start.lagging)
-        end = end_known[chain.at]
+    num_before = end_committed[-1]
+    for chain in guessing:
+        num_lagging = sum(row_slice.count for row_slice in chain.start.lagging)
+        end = end_committed[chain.at]
         sources += range(num_before, num_before + num_lagging)
-        sources += range(end - num_known[chain.at], end)
+        sources += range(end - num_committed[chain.at], end)
         num_before += num_lagging
         first = chain.start.segment.start - num_lagging
         positions += range(first, chain.num_rows)
         tables += [chain.at] * (chain.num_rows - first)
         last.append(len(sources) - 1)
-    divisors, words_G3 = _noise_after(asked)
+    divisors, words_G3 = _noise_after(guessing)
     return HeadRows(
         rows=chain_rows(tables_BW, _ints(tables), _ints(positions)),
         source_H=_ints(sources),
         last_G=_ints(last),
         divisors=divisors,
         words_G3=words_G3,
-        lagging=[piece for chain in asked for piece in chain.start.lagging],
+        lagging=[row_slice for chain in guessing for row_slice in chain.start.lagging],
     )
 
 
 def _reading_newest(
-    taken: Sequence[_Chain], asked: Sequence[_Chain], tables_BW: Ints
+    continuing: Sequence[_Chain], guessing: Sequence[_Chain], tables_BW: Ints
 ) -> HeadRows | None:
     """Returns the new row of each one asked, of those that took a guess."""
-    if not asked:
+    if not guessing:
         return None
-    place = {chain.at: at for at, chain in enumerate(taken)}
-    divisors, words_G3 = _noise_after(asked, num_new=1)
+    row_of = {chain.at: at for at, chain in enumerate(continuing)}
+    divisors, words_G3 = _noise_after(guessing, num_new=1)
     return HeadRows(
         rows=chain_rows(
             tables_BW,
-            _ints([chain.at for chain in asked]),
-            _ints([chain.num_rows for chain in asked]),
+            _ints([chain.at for chain in guessing]),
+            _ints([chain.num_rows for chain in guessing]),
         ),
-        source_H=_ints([place[chain.at] for chain in asked]),
-        last_G=np.arange(len(asked), dtype=np.int32),
+        source_H=_ints([row_of[chain.at] for chain in guessing]),
+        last_G=np.arange(len(guessing), dtype=np.int32),
         divisors=divisors,
         words_G3=words_G3,
     )
 
 
-def _noise_after(asked: Sequence[_Chain], *, num_new: int = 0) -> tuple[list[float], Ints]:
+def _noise_after(guessing: Sequence[_Chain], *, num_new: int = 0) -> tuple[list[float], Ints]:
     """Returns the temperatures and key words of the guesses after so many rows more."""
     keys = [
         noise_key(chain.start.seed, chain.num_rows + num_new) if chain.start.temperature else 0
-        for chain in asked
+        for chain in guessing
     ]
-    return [chain.start.temperature for chain in asked], key_words(keys)
+    return [chain.start.temperature for chain in guessing], key_words(keys)
 
 
 def _ints(values: Sequence[int]) -> Ints:

@@ -139,7 +139,7 @@ class DraftSteps:
         reading, num_rows = self._reading(rows, head), len(rows.position_R)
         if reading is None:
             assert not isinstance(tokens, Tensor)
-            hidden_TD, best_G4 = self._by_parts(tokens, rows, head)
+            hidden_TD, best_G4 = self._without_graph(tokens, rows, head)
         else:
             num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
             tiles = self._layers.tiles(rows)
@@ -171,7 +171,7 @@ class DraftSteps:
         if len(head.last_G) == len(head.source_H) == num_rows:
             return _Reading.ITS_ROWS
         num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
-        num_lagging = sum(piece.count for piece in head.lagging)
+        num_lagging = sum(row_slice.count for row_slice in head.lagging)
         return _Reading.SOME_ROWS if num_lagging <= num_padded else None
 
     def _as_graph(
@@ -189,8 +189,8 @@ class DraftSteps:
         """Launches the kernels over what is in the buffers."""
         count, lengths = size.num_rows, _lengths(size)
         numbers = self._graphs.numbers
-        rest = len(numbers) - sum(lengths)
-        tokens_T, by_row, *reading, slots = torch.split(numbers, [*lengths, rest])
+        num_slots = len(numbers) - sum(lengths)
+        tokens_T, by_row, *reading, slots = torch.split(numbers, [*lengths, num_slots])
         rows = DeviceRows(by_row, count, size.tiling, slots=slots)
         x_TD = self._span.embed(tokens_T).to(self._span.compute_dtype)
         hidden_TD = self._layers.run(x_TD, rows)
@@ -208,7 +208,7 @@ class DraftSteps:
             out_GD = self._head_layers.run(input_HD, read).index_select(0, last_G)
         return hidden_TD, best_two(self._head.logits(out_GD), noise, self._head.vocab_ids)
 
-    def _by_parts(
+    def _without_graph(
         self, tokens: Sequence[int], rows: RowArrays, head: HeadRows | None
     ) -> tuple[Tensor, Tensor]:
         """Returns the same from a call of each part: the layers of a long prompt have no graph, or
@@ -217,8 +217,8 @@ class DraftSteps:
         hidden_TD = self._span.forward(self._span.embed(tokens_T), self._plan(rows))
         if head is None:
             return hidden_TD, tokens_T
-        every_TD = torch.cat([hidden_TD, *(piece.tensor for piece in head.lagging)])
-        input_HD = every_TD.index_select(0, self._on_device(head.source_H))
+        rows_TD = torch.cat([hidden_TD, *(row_slice.tensor for row_slice in head.lagging)])
+        input_HD = rows_TD.index_select(0, self._on_device(head.source_H))
         out_HD = self._head.forward(input_HD, self._plan(head.rows))
         logits_GV = self._head.logits(out_HD.index_select(0, self._on_device(head.last_G)))
         best_G4 = best_two_on_gpu(logits_GV, head.divisors, head.words_G3, self._head.vocab_ids)
@@ -252,8 +252,8 @@ def _packed(
 ) -> Ints:
     """Returns a step in one array, as `_step` cuts it."""
     count, (head, read_tiles) = size.num_rows, reading
-    placed, end = packed_rows(*step, count), num_packed(count, size.tiling.num_tiles)
-    parts = [_padded(() if isinstance(tokens, Tensor) else tokens, count), placed[:end]]
+    packed, end = packed_rows(*step, count), num_packed(count, size.tiling.num_tiles)
+    arrays = [_padded(() if isinstance(tokens, Tensor) else tokens, count), packed[:end]]
     if head is not None:
         if read_tiles is not None:
             num_rows = len(tokens)
@@ -263,9 +263,9 @@ def _packed(
             )
             read = packed_rows(head.rows, read_tiles, 2 * count)
             read = read[: num_packed(2 * count, read_tiles.tiling.num_tiles)]
-            parts += [_padded(source_H, 2 * count), read, _padded(head.last_G, count)]
-        parts.append(packed_noise(head.divisors, head.words_G3, num_padded=count))
-    return np.concatenate([*parts, placed[end:]])
+            arrays += [_padded(source_H, 2 * count), read, _padded(head.last_G, count)]
+        arrays.append(packed_noise(head.divisors, head.words_G3, num_padded=count))
+    return np.concatenate([*arrays, packed[end:]])
 
 
 def _padded(values: Sequence[int] | Ints, count: int) -> Ints:

@@ -47,14 +47,14 @@ class GraphVerifier:
         self._rows_TD = torch.zeros(
             GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=device
         )
-        self._most_sampled = logits_block(span.spec.vocab_size)
+        self._max_sampled = logits_block(span.spec.vocab_size)
         """Their logits have this memory in a pass without a graph, too."""
 
     @classmethod
     def of(cls, span: LlamaSpan) -> Self | None:
         """Returns None for a stage without graphs: on a CPU, or with a part of the layers."""
         layers, head = span.paged.on_gpu, span.logits_head
-        if layers is None or head is None or not layers.is_alone:
+        if layers is None or head is None or not layers.is_single_rank:
             return None
         return cls(span, layers, head)
 
@@ -65,7 +65,7 @@ class GraphVerifier:
         num_rows, num_sampled = len(hidden_TD), sum(s.num_sampled for s in sampled)
         if not (self._graphs.has_room and num_sampled and num_rows <= GRAPH_ROWS[-1]):
             return None
-        if _padded(num_sampled) > self._most_sampled:
+        if _padded(num_sampled) > self._max_sampled:
             return None
         if any(segment.masks for segment in sampled):
             return None
@@ -91,9 +91,9 @@ class GraphVerifier:
         """Launches the kernels over what is in the buffers."""
         numbers = self._graphs.numbers
         lengths = [size.num_sampled, 4 * size.num_sampled]
-        source_S, noise, rest = torch.split(numbers, [*lengths, len(numbers) - sum(lengths)])
+        source_S, noise, packed = torch.split(numbers, [*lengths, len(numbers) - sum(lengths)])
         end = num_packed(size.num_rows, size.tiling.num_tiles)
-        rows = DeviceRows(rest[:end], size.num_rows, size.tiling, slots=rest[end:])
+        rows = DeviceRows(packed[:end], size.num_rows, size.tiling, slots=packed[end:])
         hidden_TD = self._layers.run(self._rows_TD.narrow(0, 0, size.num_rows).clone(), rows)
         return best_two(self._head(hidden_TD.index_select(0, source_S)), noise, None)
 

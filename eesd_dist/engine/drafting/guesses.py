@@ -104,7 +104,7 @@ class Guesser:
             is_possible = [True] * len(rules)
             if any(rule.mask for rule in rules):
                 is_possible = sample.probs.isfinite().all(dim=-1).tolist()
-            scores_AB = [[0.0 if each else -torch.inf] for each in is_possible]
+            scores_AB = [[0.0 if possible else -torch.inf] for possible in is_possible]
             return _Drawn(tokens_AB, scores_AB, [0.0] * len(rules), sample.probs)
         width = min(width, logits_AV.shape[-1])
         choice = draft_choice(logits_AV, rules, vocab_ids=head.vocab_ids, width=width)

@@ -33,7 +33,7 @@ class FreshRows(NamedTuple):
     run: DraftRun
     tokens: Sequence[int]
     segment: RowSegment
-    num_known: int
+    num_committed: int
 
 
 class LevelDrafter:
@@ -53,14 +53,14 @@ class LevelDrafter:
         active = _worth_guessing(drafting, policy)
         guesses = self._level(fresh, active, policy)
         while active:
-            taken: list[Guess] = []
-            for guess, is_taken in zip(
+            chosen: list[Guess] = []
+            for guess, is_chosen in zip(
                 guesses, policy.choose([offer_of(guess) for guess in guesses]), strict=True
             ):
-                if is_taken and guess.run.affords(guess.candidate, parent=guess.parent):
-                    taken.append(guess)
-            fresh = _taken(taken)
-            going_on = {id(guess.run) for guess in taken}
+                if is_chosen and guess.run.affords(guess.candidate, parent=guess.parent):
+                    chosen.append(guess)
+            fresh = _append_guesses(chosen)
+            going_on = {id(guess.run) for guess in chosen}
             active = _worth_guessing(
                 [run for run in active if id(run) in going_on and run.may_grow], policy
             )
@@ -74,13 +74,13 @@ class LevelDrafter:
 
     def catch_up(self, runs: Sequence[DraftRun]) -> None:
         """Runs the exit head over the rows it has not seen; keeps its output at the frontier."""
-        pieces: list[RowSlice] = []
+        slices: list[RowSlice] = []
         segments: list[RowSegment] = []
         for run in runs:
             unseen, segment = run.unseen()
-            pieces.extend(unseen)
+            slices.extend(unseen)
             segments.append(segment)
-        out_TD = self._compute.run_head(joined(pieces), segments)
+        out_TD = self._compute.run_head(joined(slices), segments)
         end = 0
         for run, segment in zip(runs, segments, strict=True):
             end += segment.num_rows
@@ -105,13 +105,13 @@ class LevelDrafter:
         guessing = {id(run) for run in active}
         for run in active:
             run.num_guesses += 1
-        behind = [
+        lagging = [
             row.run
             for row in fresh
             if row.run.state.num_lagging >= CATCH_UP_ROWS and id(row.run) not in guessing
         ]
-        if behind:
-            self.catch_up(behind)
+        if lagging:
+            self.catch_up(lagging)
         return [guess for level in guesses for guess in level]
 
     def _fits_one_call(
@@ -136,12 +136,12 @@ class LevelDrafter:
         drafter, guessing = self._compute.drafter, {id(run) for run in active}
         assert drafter is not None
         starts = [
-            chain_start(row, REFUSAL, most=1, mask=row.run.mask_after(row.run.frontier[0]))
+            chain_start(row, REFUSAL, max_draft=1, mask=row.run.mask_after(row.run.frontier[0]))
             if id(row.run) in guessing
-            else chain_start(row, REFUSAL, most=0)
+            else chain_start(row, REFUSAL, max_draft=0)
             for row in fresh
         ]
-        found: dict[int, list[Guess]] = {}
+        guesses_of: dict[int, list[Guess]] = {}
         _, chains = drafter.draft(starts)
         for row, (rows_TD, guesses, gaps, _) in zip(fresh, chains, strict=True):
             run = row.run
@@ -150,54 +150,58 @@ class LevelDrafter:
                 continue
             run.note_read()
             if guesses[0] < 0:  # none of those allowed is in the head's vocabulary
-                found[id(run)] = []
+                guesses_of[id(run)] = []
                 continue
             evidence = Evidence(depth=len(run.tokens), temperature=noise_of(run), gap=gaps[0])
             candidate = Candidate(token=guesses[0], evidence=evidence, probs_V=None)
-            found[id(run)] = [Guess(run, run.frontier[0], 0, candidate)]
-        return [found[id(run)] for run in active]
+            guesses_of[id(run)] = [Guess(run, run.frontier[0], 0, candidate)]
+        return [guesses_of[id(run)] for run in active]
 
     def _compute_rows(self, fresh: Sequence[FreshRows]) -> None:
         if not fresh:
             return
-        kept = _rows_to_keep(fresh)
+        layer_rows = _rows_to_keep(fresh)
         hidden_TD = self._compute.run_layers(
             [token for row in fresh for token in row.tokens],
             [row.segment for row in fresh],
-            kept=kept,
+            layer_rows=layer_rows,
         )
         end = 0
         for row in fresh:
             first, end = end, end + len(row.tokens)
             self._note_rows(row, RowSlice(hidden_TD, first, end))
-            if kept is not None and row.num_known:
-                known = slice(first, first + row.num_known)
-                row.run.kept_TD = {layer: x_TD[known] for layer, x_TD in kept.rows.items()}
+            if layer_rows is not None and row.num_committed:
+                committed = slice(first, first + row.num_committed)
+                row.run.exit_TD = {
+                    layer: x_TD[committed] for layer, x_TD in layer_rows.rows.items()
+                }
 
     def _note_rows(self, row: FreshRows, rows_TD: RowSlice) -> None:
         """Passes the rows to their run."""
-        if not row.num_known:
+        if not row.num_committed:
             row.run.note_level(rows_TD)
             return
         row.run.note_known(rows_TD, drafts=self._compute.head is not None)
 
     def _guess(self, runs: Sequence[DraftRun], *, with_probs: bool) -> list[list[Guess]]:
         """Draws the exit head's next tokens for each run, with the noise the verifier will use."""
-        behind = [run for run in runs if run.is_unseen]
-        if behind:
-            self.catch_up(behind)
+        lagging = [run for run in runs if run.is_unseen]
+        if lagging:
+            self.catch_up(lagging)
         return self._guesser.guess(runs, with_probs=with_probs) if runs else []
 
 
-def chain_start(row: FreshRows, rule: ChainRule, *, most: int, mask: bytes = b"") -> ChainStart:
+def chain_start(
+    row: FreshRows, rule: ChainRule, *, max_draft: int, mask: bytes = b""
+) -> ChainStart:
     """Returns a request's part of a compiled call: rows to compute, and tokens to draft after them.
     `mask`: of the first."""
-    if not most:
+    if not max_draft:
         return ChainStart(row.tokens, row.segment, 0, rule)
     run = row.run
     seed = run.item.live.request.sampling.seed
     return ChainStart(
-        row.tokens, row.segment, most, rule, run.state.lagging_TD, noise_of(run), seed, mask
+        row.tokens, row.segment, max_draft, rule, run.state.lagging_TD, noise_of(run), seed, mask
     )
 
 
@@ -205,8 +209,8 @@ def _worth_guessing(runs: Sequence[DraftRun], policy: DraftPolicy) -> list[Draft
     """Returns the runs for which the policy wants another guess; other drafts end here."""
     if not runs:
         return []
-    wanted = policy.worth_a_guess([run.request_id for run in runs])
-    return [run for run in runs if run.request_id in wanted]
+    request_ids = policy.worth_a_guess([run.request_id for run in runs])
+    return [run for run in runs if run.request_id in request_ids]
 
 
 def known_rows(runs: Sequence[DraftRun]) -> Iterator[FreshRows]:
@@ -218,16 +222,16 @@ def known_rows(runs: Sequence[DraftRun]) -> Iterator[FreshRows]:
         yield FreshRows(run, tokens, segment, item.num_known)
 
 
-def _taken(taken: Sequence[Guess]) -> list[FreshRows]:
+def _append_guesses(guesses: Sequence[Guess]) -> list[FreshRows]:
     """Appends the taken guesses to their drafts. Returns the rows to compute, grouped by run."""
     fresh: dict[int, tuple[DraftRun, list[int]]] = {}
-    for run, parent, rank, candidate in taken:
+    for run, parent, rank, candidate in guesses:
         fresh.setdefault(id(run), (run, []))[1].append(candidate.token)
         run.append(candidate, parent=parent, rank=rank)
     return [FreshRows(run, tokens, run.last_rows(len(tokens)), 0) for run, tokens in fresh.values()]
 
 
 def _rows_to_keep(fresh: Sequence[FreshRows]) -> LayerRows | None:
-    wanted = [row.run.item.live.request.features for row in fresh if row.num_known]
-    exits = {layer for spec in wanted if spec is not None for layer in spec.exits}
+    specs = [row.run.item.live.request.features for row in fresh if row.num_committed]
+    exits = {layer for spec in specs if spec is not None for layer in spec.exits}
     return LayerRows(exits) if exits else None

@@ -50,29 +50,29 @@ class NgramIndex:
         `tokens`: the text; that of the last call, and more.
         """
         before, last = self._before, self._last
-        for place in range(len(before), min(len(tokens), len(before) + _READ_AT_ONCE)):
-            pair = tokens[place - 1], tokens[place]
+        for position in range(len(before), min(len(tokens), len(before) + _READ_AT_ONCE)):
+            pair = tokens[position - 1], tokens[position]
             before.append(last.get(pair, _NOWHERE))
-            last[pair] = place
+            last[pair] = position
         if len(before) != len(tokens) or limit < 1:
             return None
-        best, best_context, place = _NOWHERE, 0, before[-1]
+        best, best_context, position = _NOWHERE, 0, before[-1]
         for _ in range(_CANDIDATES):
-            if place == _NOWHERE or best_context == MOST_CONTEXT:
+            if position == _NOWHERE or best_context == MOST_CONTEXT:
                 break
-            context = self._context(tokens, place)
+            context = self._context(tokens, position)
             if context > best_context:
-                best, best_context = place, context
-            place = before[place]
+                best, best_context = position, context
+            position = before[position]
         if best == _NOWHERE:
             return None
         return Match(best_context, _following(tokens, best + 1, limit))
 
-    def _context(self, tokens: Sequence[TokenId], place: int) -> int:
-        """Returns how many tokens up to `place` equal the last ones of the text."""
+    def _context(self, tokens: Sequence[TokenId], position: int) -> int:
+        """Returns how many tokens up to `position` equal the last ones of the text."""
         end, context = len(tokens) - 1, 2
-        most = min(MOST_CONTEXT, place + 1)
-        while context < most and tokens[place - context] == tokens[end - context]:
+        limit = min(MOST_CONTEXT, position + 1)
+        while context < limit and tokens[position - context] == tokens[end - context]:
             context += 1
         return context
 
@@ -80,8 +80,8 @@ class NgramIndex:
 def _following(tokens: Sequence[TokenId], first: int, limit: int) -> list[TokenId]:
     """Returns the tokens from a place on; at the end of the text they begin again, since there a
     text that repeats itself goes on so."""
-    found = list(tokens[first : first + limit])
+    following = list(tokens[first : first + limit])
     period = len(tokens) - first
-    while len(found) < limit:
-        found.append(found[-period])
-    return found
+    while len(following) < limit:
+        following.append(following[-period])
+    return following

@@ -20,7 +20,7 @@ from torch import Tensor
 from eesd_dist.compiled import Later, can_compile
 from eesd_dist.config import Numerics
 from eesd_dist.engine.chains import ChainDrafter
-from eesd_dist.engine.compiled.ahead import when_kept
+from eesd_dist.engine.compiled.ahead import compile_when_cached
 from eesd_dist.engine.row_slices import uploaded
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
@@ -60,7 +60,7 @@ class DraftCompute(Protocol):
         tokens: Sequence[int],
         segments: Sequence[RowSegment],
         *,
-        kept: LayerRows | None = None,
+        layer_rows: LayerRows | None = None,
     ) -> Tensor:
         """Returns the rows after layer N."""
         ...
@@ -92,7 +92,7 @@ class DraftCompute(Protocol):
     def close(self) -> None: ...
 
 
-class OwnShard:
+class DraftShard:
     """Layers and exit head of one rank; the whole stage if it is the only one."""
 
     def __init__(
@@ -105,10 +105,10 @@ class OwnShard:
         page_size: int,
         device: torch.device,
         numerics: Numerics,
-        compiles_later: bool = False,
+        compiles_in_background: bool = False,
     ) -> None:
-        """`compiles_later`: work begins before the compiled call is there, where a machine has not
-        kept it."""
+        """`compiles_in_background`: if the kernel is not cached, work starts without the compiled
+        call."""
         self.span = span
         self.head = head
         self.group = group
@@ -119,8 +119,8 @@ class OwnShard:
         self._segments: list[RowSegment] = []
         self._rows: RowPlan | None = None
         """Plan of `_segments`, the rows computed last; None before the first rows."""
-        self._compiles_later = compiles_later
-        self._round_drafter = drafter_of(span, head, compiles_later=compiles_later)
+        self._compiles_in_background = compiles_in_background
+        self._round_drafter = drafter_of(span, head, compiles_in_background=compiles_in_background)
 
     @property
     def drafter(self) -> ChainDrafter | None:
@@ -131,10 +131,12 @@ class OwnShard:
         tokens: Sequence[int],
         segments: Sequence[RowSegment],
         *,
-        kept: LayerRows | None = None,
+        layer_rows: LayerRows | None = None,
     ) -> Tensor:
         tokens_T = uploaded(tokens, self._device)
-        return self.span.forward(self.span.embed(tokens_T), self._plan(segments), kept=kept)
+        return self.span.forward(
+            self.span.embed(tokens_T), self._plan(segments), layer_rows=layer_rows
+        )
 
     def run_head(self, hidden_TD: Tensor, segments: Sequence[RowSegment]) -> Tensor:
         return self._own_head.forward(hidden_TD, self._plan(segments))
@@ -151,7 +153,9 @@ class OwnShard:
         if self.head is not None:
             head.take_pages(self.head)
         self.head = head
-        self._round_drafter = drafter_of(self.span, head, compiles_later=self._compiles_later)
+        self._round_drafter = drafter_of(
+            self.span, head, compiles_in_background=self._compiles_in_background
+        )
 
     def begin(self) -> None:
         self.span.paged.begin()
@@ -187,7 +191,7 @@ class OwnShard:
 
 
 def drafter_of(
-    span: LlamaSpan, head: ExitHead | None, *, compiles_later: bool
+    span: LlamaSpan, head: ExitHead | None, *, compiles_in_background: bool
 ) -> Later[ChainDrafter]:
     """Returns layers and head as one call for a round, where this machine and stage have it."""
     if head is None:
@@ -198,17 +202,19 @@ def drafter_of(
         return Later(partial(GraphDrafter.of, span, head), is_ready=True)
     if not can_compile():
         return Later.without()
-    from eesd_dist.engine.compiled.draft_kernel import is_draft_kept
+    from eesd_dist.engine.compiled.draft_kernel import is_draft_cached
     from eesd_dist.engine.compiled.drafter import RoundDrafter
 
     make = partial(RoundDrafter.of, span, head)
-    return when_kept(make, is_kept=is_draft_kept, is_needed=not compiles_later)
+    return compile_when_cached(
+        make, is_cached=is_draft_cached, is_needed=not compiles_in_background
+    )
 
 
 class LeadingShard:
     """Rank 0 of several: sends each operation to the other ranks, then computes its own part."""
 
-    def __init__(self, own: OwnShard, commands: CommandSink) -> None:
+    def __init__(self, own: DraftShard, commands: CommandSink) -> None:
         self._own = own
         self._commands = commands
         self.drafter = None
@@ -231,11 +237,11 @@ class LeadingShard:
         tokens: Sequence[int],
         segments: Sequence[RowSegment],
         *,
-        kept: LayerRows | None = None,
+        layer_rows: LayerRows | None = None,
     ) -> Tensor:
         self._commands.announce(RunLayers(tokens=tokens, segments=segments))
         # Every rank has all channels of a row: this one's copy is enough.
-        return self._own.run_layers(tokens, segments, kept=kept)
+        return self._own.run_layers(tokens, segments, layer_rows=layer_rows)
 
     def run_head(self, hidden_TD: Tensor, segments: Sequence[RowSegment]) -> Tensor:
         self._commands.announce(RunHead(segments=segments, hidden_TD=hidden_TD))
@@ -295,30 +301,30 @@ class HeadShelf:
         assert head.identity is not None
         return head.identity
 
-    def take(self, wanted: TakeHead) -> ExitHead:
+    def take(self, command: TakeHead) -> ExitHead:
         with self._lock:
             head, self._aside = self._aside, None
-        if head is None or not _is(head, wanted):
-            head = self._load(Path(wanted.folder))
-        if not _is(head, wanted):
-            found = "none" if head.identity is None else head.identity.sha256[:12]
+        if head is None or not _is(head, command):
+            head = self._load(Path(command.folder))
+        if not _is(head, command):
+            digest = "none" if head.identity is None else head.identity.sha256[:12]
             raise CheckpointError(
-                file=wanted.folder,
-                found=f"an exit head {found} on this node",
-                expected=f"{wanted.sha256[:12]}, which rank 0 of the draft stage read there",
+                file=command.folder,
+                found=f"an exit head {digest} on this node",
+                expected=f"{command.sha256[:12]}, which rank 0 of the draft stage read there",
                 advice="put the same files on every node and restart the service",
             )
         return head
 
 
-def follow_commands(shard: OwnShard, source: CommandSource, *, heads: HeadShelf) -> None:
+def follow_commands(shard: DraftShard, source: CommandSource, *, heads: HeadShelf) -> None:
     """Runs a follower's loop. Returns when rank 0 closes, raises PeerLost when a rank is lost."""
     while (command := source.next_command()) is not None:
         _obey(command, shard, heads)
 
 
 @torch.inference_mode()
-def _obey(command: Command, shard: OwnShard, heads: HeadShelf) -> None:
+def _obey(command: Command, shard: DraftShard, heads: HeadShelf) -> None:
     match command:
         case RunLayers(tokens=tokens, segments=segments):
             _expect_below("token", max(tokens), shard.span.spec.vocab_size)
@@ -340,7 +346,7 @@ def _obey(command: Command, shard: OwnShard, heads: HeadShelf) -> None:
                 shard.take_head(heads.take(command))
 
 
-def _expect_pages(segments: Sequence[RowSegment], shard: OwnShard) -> None:
+def _expect_pages(segments: Sequence[RowSegment], shard: DraftShard) -> None:
     for rows in segments:
         _expect_below("page", max(rows.pages, default=0), shard.num_pages)
         last = rows.start + rows.num_rows - 1
@@ -348,19 +354,19 @@ def _expect_pages(segments: Sequence[RowSegment], shard: OwnShard) -> None:
 
 
 def _expect_rows(x_TD: Tensor, span: LlamaSpan) -> None:
-    found = x_TD.shape[-1], x_TD.dtype
+    actual = x_TD.shape[-1], x_TD.dtype
     expected = span.spec.hidden_size, span.compute_dtype
-    if found != expected:
+    if actual != expected:
         raise WireError(
-            f"found rows of {found[0]} x {found[1]} with a command, expected "
+            f"found rows of {actual[0]} x {actual[1]} with a command, expected "
             f"{expected[0]} x {expected[1]}: start every rank with the same configuration"
         )
 
 
-def _expect_below(what: str, found: int, limit: int) -> None:
-    if found >= limit:
-        raise WireError(f"found {what} {found} in a command, expected less than {limit}")
+def _expect_below(what: str, number: int, limit: int) -> None:
+    if number >= limit:
+        raise WireError(f"found {what} {number} in a command, expected less than {limit}")
 
 
-def _is(head: ExitHead, wanted: TakeHead) -> bool:
-    return head.identity is not None and head.identity.sha256 == wanted.sha256
+def _is(head: ExitHead, command: TakeHead) -> bool:
+    return head.identity is not None and head.identity.sha256 == command.sha256

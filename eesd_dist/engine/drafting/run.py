@@ -67,7 +67,7 @@ class DraftRun:
     """True if alternatives may be drafted; without any the rows still form a chain."""
     rows_TD: list[RowSlice] = field(default_factory=list)
     """The known rows, then the drafted ones."""
-    kept_TD: dict[int, Tensor] = field(default_factory=dict)
+    exit_TD: dict[int, Tensor] = field(default_factory=dict)
     """Exit layer -> known rows after it, for a request that wants features of this stage."""
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -105,7 +105,7 @@ class DraftRun:
         return self.item.start + self.item.num_known
 
     @property
-    def next_place(self) -> int:
+    def next_kv_slot(self) -> int:
         """KV slot of the next row; for a chain also its position."""
         return self.first_position + len(self.tokens)
 
@@ -187,7 +187,7 @@ class DraftRun:
 
     def last_rows(self, count: int) -> RowSegment:
         """Returns the newest `count` drafted tokens as rows to compute."""
-        return RowSegment(self.next_place - count, count, self.item.pages, self.branching)
+        return RowSegment(self.next_kv_slot - count, count, self.item.pages, self.branching)
 
     def note_known(self, rows_TD: RowSlice, *, drafts: bool) -> None:
         """Stores the known rows, and those of a lookup, after they were computed; `drafts`: there

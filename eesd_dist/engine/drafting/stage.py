@@ -141,14 +141,14 @@ class DraftStage:
         runs = [self._open(item) for item in plan.items]
         drafting = [run for run in runs if _may_draft(run)]
         if self.head is not None:
-            awake = policy.begin_round(
+            drafting_ids = policy.begin_round(
                 [run.request_id for run in drafting],
                 overlapped=overlapped,
                 num_requests=len(runs),
                 num_known=sum(run.item.num_known for run in runs),
             )
             for run in drafting:
-                run.rests = run.request_id not in awake
+                run.rests = run.request_id not in drafting_ids
                 if not run.rests:
                     self._look_up(run, policy)
             drafting = [run for run in drafting if not (run.is_lookup or run.rests)]
@@ -156,11 +156,11 @@ class DraftStage:
         if rules is not None:
             return self._draft_in_one_call(runs, rules, policy)
         self._levels.draft(runs, drafting if self.head is not None else [], policy)
-        pieces = [piece for run in runs for piece in run.rows_TD]
+        slices = [row_slice for run in runs for row_slice in run.rows_TD]
         probs = [row for run in runs for row in run.probs_V]
         return DraftedRound(
             runs=tuple(runs),
-            hidden_TD=joined(pieces),
+            hidden_TD=joined(slices),
             draft_probs_KV=torch.stack(probs) if probs else None,
         )
 
@@ -186,18 +186,18 @@ class DraftStage:
                 chain_start(
                     row,
                     rules.get(row.run.request_id, _NO_DRAFT),
-                    most=row.run.item.max_draft if row.run.request_id in rules else 0,
+                    max_draft=row.run.item.max_draft if row.run.request_id in rules else 0,
                 )
                 for row in known_rows(runs)
             ]
         )
-        behind: list[DraftRun] = []
+        lagging: list[DraftRun] = []
         for run, chain in zip(runs, chains, strict=True):
             self._take(run, chain)
             if run.state.num_lagging >= CATCH_UP_ROWS:
-                behind.append(run)
-        if behind:
-            self._levels.catch_up(behind)
+                lagging.append(run)
+        if lagging:
+            self._levels.catch_up(lagging)
         policy.report(
             {
                 run.request_id: chain.report
@@ -224,7 +224,7 @@ class DraftStage:
         """Drafts what followed the text's last tokens before, where that promises more."""
         if run.is_tree or not self._may_look_up:
             return
-        found: list[Match] = []
+        matches: list[Match] = []
 
         def find() -> tuple[int, int]:
             limit = min(run.item.max_draft, MOST_GIVEN)
@@ -233,12 +233,12 @@ class DraftStage:
                 return 0, 0
             if run.constraint is not None:
                 match = match.up_to(run.constraint.num_allowed(match.tokens))
-            found.append(match)
+            matches.append(match)
             return match.context, len(match.tokens)
 
         length = policy.lookup_length(run.request_id, find)
         if length:
-            run.look_up(found[0].tokens[:length])
+            run.look_up(matches[0].tokens[:length])
 
     def _open(self, item: PlanItem) -> DraftRun:
         request_id = item.live.request.request_id

@@ -77,21 +77,21 @@ class MaskLane:
         with self._changed:
             self._waiting = [job for job in self._waiting if job.text is not text]
 
-    def results(self, *, wait_s: float = 0.0, most_s: float) -> list[MaskResult]:
+    def results(self, *, wait_s: float = 0.0, limit_s: float) -> list[MaskResult]:
         """Returns what has ended, waiting so long for all the work. A job that has run longer than
-        `most_s` ends with an error, and another thread takes the next one."""
+        `limit_s` ends with an error, and another thread takes the next one."""
         with self._changed:
             if wait_s > 0:
                 self._changed.wait_for(lambda: not (self._waiting or self._running), wait_s)
-            found = list(self._results)
+            results = list(self._results)
             self._results.clear()
-            if self._running is not None and time.perf_counter() - self._running[1] > most_s:
+            if self._running is not None and time.perf_counter() - self._running[1] > limit_s:
                 job, since = self._running
-                found.append(_overdue(job, time.perf_counter() - since))
+                results.append(_overdue(job, time.perf_counter() - since))
                 self._running, self._thread = None, None
                 if self._waiting:
                     self._start()
-        return found
+        return results
 
     def close(self) -> None:
         """Ends the thread; one that makes a mask ends after it."""
@@ -138,9 +138,9 @@ class MaskLane:
         turns = self._turns
         job = min(
             self._waiting,
-            key=lambda each: (
-                turns.get((each.text.caller, None), 0),
-                turns.get((each.text.caller, each.text.digest), 0),
+            key=lambda candidate: (
+                turns.get((candidate.text.caller, None), 0),
+                turns.get((candidate.text.caller, candidate.text.digest), 0),
             ),
         )
         self._waiting.remove(job)

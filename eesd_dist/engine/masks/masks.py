@@ -42,14 +42,14 @@ class Masks:
         grammars: GrammarCompiler | None,
         vocab_size: int,
         config: GrammarConfig | None = None,
-        is_late: Callable[[], bool] = lambda: False,
+        is_overdue: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`grammars`: None refuses requests with one. `is_late`: says of masks that they take too
-        long, for tests."""
+        """`grammars`: None refuses requests with one. `is_overdue`: returns True for masks that
+        take too long, for tests."""
         self._grammars = grammars
         self._vocab_size = vocab_size
-        self._is_late = is_late
+        self._is_overdue = is_overdue
         self._budget = MaskBudget(config or GrammarConfig(), clock=clock)
         self.records = GrammarRecords()
         self._texts: dict[RequestId, ConstrainedText] = {}
@@ -108,7 +108,7 @@ class Masks:
             self._take_results(wait_s=0.0)
         if not self._texts:
             return
-        for text in sorted(self._texts.values(), key=lambda each: each.is_new):
+        for text in sorted(self._texts.values(), key=lambda candidate: candidate.is_new):
             if not text.is_ready and not text.is_asked:
                 self._make(text)
         if self._quick.has_work:
@@ -128,7 +128,7 @@ class Masks:
         self, text: ConstrainedText, draft: Sequence[int], *, is_needed: bool
     ) -> bytes | None:
         """Makes a mask within a draft: see `MaskMaker`."""
-        if not is_needed and (self._left_s <= 0 or self._is_late()):
+        if not is_needed and (self._left_s <= 0 or self._is_overdue()):
             return None
         matcher = text.matcher
         assert matcher is not None, text.request_id
@@ -148,8 +148,8 @@ class Masks:
             return
         lane = self._lane_of(text)
         if lane is None:
-            if self._left_s > 0 and not self._is_late():
-                self._make_here(text)
+            if self._left_s > 0 and not self._is_overdue():
+                self._make_inline(text)
             self.is_behind = self.is_behind or not text.is_ready
             return
         text.is_asked, text.drafts = True, False
@@ -165,7 +165,7 @@ class Masks:
             return self._quick
         return None
 
-    def _make_here(self, text: ConstrainedText) -> None:
+    def _make_inline(self, text: ConstrainedText) -> None:
         matcher, tokens = text.matcher, text.tokens
         assert matcher is not None
         first = matcher.num_read + _CHUNK
@@ -202,9 +202,9 @@ class Masks:
         return run
 
     def _take_results(self, *, wait_s: float) -> None:
-        for result in self._quick.results(wait_s=wait_s, most_s=_MOST_S):
+        for result in self._quick.results(wait_s=wait_s, limit_s=_MOST_S):
             self._take(result)
-        for result in self._slow.results(most_s=_MOST_S):
+        for result in self._slow.results(limit_s=_MOST_S):
             self._take(result)
 
     def _take(self, result: MaskResult) -> None:

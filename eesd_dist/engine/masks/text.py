@@ -116,7 +116,7 @@ class ConstrainedText:
 
     def _joined(self, allowed: bytes | None, draft: tuple[int, ...]) -> bytes:
         masks = [] if allowed is None else [allowed]
-        for each in self._lists:
-            each.read(self.tokens)
-            masks.append(each.mask_after(draft))
+        for token_list in self._lists:
+            token_list.read(self.tokens)
+            masks.append(token_list.mask_after(draft))
         return common(masks, ends=self._ends_mask) if masks else self._any

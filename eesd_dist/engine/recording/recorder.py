@@ -59,7 +59,7 @@ class RecorderSink(Protocol):
         """Returns whether this request is recorded."""
         ...
 
-    def put(self, piece: VerifiedPiece) -> None:
+    def put(self, segment: VerifiedPiece) -> None:
         """Takes a piece or drops it; never blocks and never raises."""
         ...
 
@@ -109,7 +109,7 @@ def verified_rows(
 
 
 def prompt_rows(
-    run: DraftRun, found: RowFeatures, *, rows: range, first: int, top_k: int
+    run: DraftRun, features: RowFeatures, *, rows: range, first: int, top_k: int
 ) -> VerifiedRows:
     """Returns a request's known rows from position `first` on, without the last known token's,
     which has a verdict. `rows`: its known rows in the reply's features."""
@@ -121,8 +121,8 @@ def prompt_rows(
         position=first,
         tokens=tuple(item.live.tokens[first : item.start + count]),
         hidden_TD=run.rows_TD[0].tensor[skipped:count].clone(),
-        top_ids_TK=found.top_ids[at, :top_k].copy(),
-        top_logprobs_TK=found.top_logits[at, :top_k] - found.lse[at, None],
+        top_ids_TK=features.top_ids[at, :top_k].copy(),
+        top_logprobs_TK=features.top_logits[at, :top_k] - features.lse[at, None],
     )
 
 
@@ -152,12 +152,12 @@ class _Text:
 
     def piece(self) -> VerifiedPiece:
         """Returns all recorded rows, at most the last MAX_POSITIONS."""
-        tokens = [token for part in self.parts for token in part.tokens][-MAX_POSITIONS:]
+        tokens = [token for chunk in self.parts for token in chunk.tokens][-MAX_POSITIONS:]
         first = self.parts[-1].end - len(tokens)
         return VerifiedPiece(
             tokens_T=np.asarray(tokens, dtype=np.int32),
             num_prompt=min(max(self.num_prompt - first, 1), len(tokens)),
-            hidden_TD=torch.cat([part.hidden_TD for part in self.parts])[-MAX_POSITIONS:],
+            hidden_TD=torch.cat([chunk.hidden_TD for chunk in self.parts])[-MAX_POSITIONS:],
             top_ids_TK=np.concatenate([p.top_ids_TK for p in self.parts])[-MAX_POSITIONS:],
             top_logprobs_TK=np.concatenate([p.top_logprobs_TK for p in self.parts])[
                 -MAX_POSITIONS:
@@ -205,9 +205,11 @@ class RecorderTap:
             if text is None:
                 continue
             first = max(run.item.start, text.next_position or 0)
-            found = prompt_rows(run, reply.features, rows=rows, first=first, top_k=self._sink.top_k)
-            if found.tokens:
-                self._append(text, found)
+            verified_rows = prompt_rows(
+                run, reply.features, rows=rows, first=first, top_k=self._sink.top_k
+            )
+            if verified_rows.tokens:
+                self._append(text, verified_rows)
 
     def stage(self, accepted: Iterable[Accepted], reply: VerifyReply) -> None:
         """Stages the rows that a verdict confirmed, until `commit` has the number emitted."""

@@ -25,24 +25,24 @@ def features_of(
     header: RoundHeader,
     hidden_TD: Tensor,
     *,
-    kept: Mapping[int, Tensor],
+    exit_TD: Mapping[int, Tensor],
     span: LlamaSpan,
     group: TensorGroup,
 ) -> RowFeatures:
-    """Returns the same on every rank. `kept`: the round's rows after each exit of the header."""
+    """Returns the same on every rank. `exit_TD`: the round's rows after each exit of the header."""
     rows_R = torch.tensor(feature_rows(header.segments), device=hidden_TD.device)
     last_RD = hidden_TD.index_select(0, rows_R)
     block = max(1, _LOGITS_BYTES // (4 * span.vocab_size_local))
     ids, logits, lse = zip(
         *(
-            _best(part_RD, top_k=header.top_k, span=span, group=group)
-            for part_RD in torch.split(last_RD, block)
+            _best(block_RD, top_k=header.top_k, span=span, group=group)
+            for block_RD in torch.split(last_RD, block)
         ),
         strict=True,
     )
     return RowFeatures(
         hidden=tuple(
-            kept[layer].index_select(0, rows_R).float().cpu().numpy() for layer in header.exits
+            exit_TD[layer].index_select(0, rows_R).float().cpu().numpy() for layer in header.exits
         ),
         top_ids=np.concatenate(ids),
         top_logits=np.concatenate(logits),

@@ -83,10 +83,10 @@ class FeatureLimits:
                 f"{self.num_layers - 1}, ascending",
                 param="features",
             )
-        most = min(MAX_TOP_K, self.vocab_size)
-        if not 0 < spec.top_k <= most:
+        limit = min(MAX_TOP_K, self.vocab_size)
+        if not 0 < spec.top_k <= limit:
             raise RequestError(
-                f"features with {spec.top_k} best tokens: expected 1 to {most}", param="features"
+                f"features with {spec.top_k} best tokens: expected 1 to {limit}", param="features"
             )
         if self.size_of(request) > self.max_bytes:
             raise RequestError(
@@ -109,14 +109,14 @@ class _Text:
         self._top_logits: list[Floats] = []
         self._lse: list[Floats] = []
 
-    def append(self, hidden: dict[int, Tensor], found: RowFeatures, *, rows: range) -> None:
-        """`hidden`: the rows alone; `found`: a round's features, with the rows among them."""
+    def append(self, hidden: dict[int, Tensor], features: RowFeatures, *, rows: range) -> None:
+        """`hidden`: the rows alone; `features`: a round's features, with the rows among them."""
         at, top_k = slice(rows.start, rows.stop), self.spec.top_k
         for layer, x_RD in hidden.items():
             self._hidden[layer].append(x_RD.cpu())
-        self._top_ids.append(found.top_ids[at, :top_k])
-        self._top_logits.append(found.top_logits[at, :top_k])
-        self._lse.append(found.lse[at])
+        self._top_ids.append(features.top_ids[at, :top_k])
+        self._top_logits.append(features.top_logits[at, :top_k])
+        self._lse.append(features.lse[at])
         self.num_rows += len(rows)
 
     def whole(self, tokens: Sequence[int]) -> TextFeatures:
@@ -124,7 +124,7 @@ class _Text:
         return TextFeatures(
             request_id=self.request_id,
             tokens=tuple(tokens),
-            hidden={layer: torch.cat(pieces) for layer, pieces in self._hidden.items()},
+            hidden={layer: torch.cat(blocks) for layer, blocks in self._hidden.items()},
             top_ids_TK=np.concatenate(self._top_ids),
             top_logits_TK=np.concatenate(self._top_logits),
             lse_T=np.concatenate(self._lse),
@@ -165,7 +165,7 @@ class FeatureTap:
         if text is not None:
             self._kept_bytes -= text.size_bytes
 
-    def wanted_of(self, runs: Sequence[DraftRun]) -> tuple[tuple[int, ...], int]:
+    def exits_and_top_k(self, runs: Sequence[DraftRun]) -> tuple[tuple[int, ...], int]:
         """Returns what the verify stage has to add to its reply: exits, and best tokens per row."""
         specs = [spec for run in runs if (spec := run.item.live.request.features) is not None]
         exits = {layer for spec in specs for layer in spec.exits if layer > self._limits.split}
@@ -181,32 +181,32 @@ class FeatureTap:
                 self._append(text, run, header, reply.features, rows=rows)
 
     def _append(
-        self, text: _Text, run: DraftRun, header: RoundHeader, found: RowFeatures, *, rows: range
+        self, text: _Text, run: DraftRun, header: RoundHeader, features: RowFeatures, *, rows: range
     ) -> None:
         spec = text.spec
-        num_again = text.num_rows - run.item.start  # computed before a preemption
-        new = rows[num_again:]
+        num_repeated = text.num_rows - run.item.start  # computed before a preemption
+        new = rows[num_repeated:]
         hidden = {
-            layer: self._verified(found.hidden[header.exits.index(layer)], new)
+            layer: self._verified(features.hidden[header.exits.index(layer)], new)
             if layer > self._limits.split
-            else self._drafted(layer, run)[num_again:]
+            else self._drafted(layer, run)[num_repeated:]
             for layer in spec.exits
         }
-        text.append(hidden, found, rows=new)
+        text.append(hidden, features, rows=new)
 
     def _verified(self, hidden_RD: Floats, rows: range) -> Tensor:
         return torch.from_numpy(hidden_RD[rows.start : rows.stop]).to(self._limits.dtype)
 
     def _drafted(self, layer: int, run: DraftRun) -> Tensor:
         """Returns a request's known rows after a layer of the draft stage."""
-        rows_RD = run.rows_TD[0].tensor if layer == self._limits.split else run.kept_TD[layer]
+        rows_RD = run.rows_TD[0].tensor if layer == self._limits.split else run.exit_TD[layer]
         return rows_RD[: run.item.num_known]
 
     def finished(
         self, emissions: Sequence[Emission], runs: Sequence[DraftRun]
     ) -> list[TextFeatures]:
         """Returns the features of the texts that have ended in this round."""
-        over = {one.request_id for one in emissions if one.finish_reason is not None}
+        over = {emission.request_id for emission in emissions if emission.finish_reason is not None}
         return [
             self._texts[run.request_id].whole(run.item.live.tokens)
             for run in runs

@@ -16,7 +16,7 @@ from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cpu.attention import Geometry, attend_rows, store_rows
 from eesd_dist.model.cpu.calls import call_in_threads, threads_for
 from eesd_dist.model.cpu.packed import kind_array
-from eesd_dist.model.cpu.products import Kind, part_of
+from eesd_dist.model.cpu.products import Kind, thread_range
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.kv_layout import RowArrays
 
@@ -66,13 +66,13 @@ def _attend(
     mixed_at: int,
     mixed_numbers: int,
     counters: npt.NDArray[np.int64],
-    part: int,
-    num_parts: int,
+    thread: int,
+    num_threads: int,
 ) -> None:
     """Stores the keys and values of all rows, then attends them."""
-    first, end = part_of(len(rows.position_R), part, num_parts)
+    first, end = thread_range(len(rows.position_R), thread, num_threads)
     store_rows(geometry, rows, heads_at, row_numbers, pages_at, first, end)
-    wait(counters, num_parts)
+    wait(counters, num_threads)
     attend_rows(
         kind,
         geometry,

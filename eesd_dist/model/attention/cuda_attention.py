@@ -24,7 +24,7 @@ from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cuda.attention_kernel import attend_kernel, merge_kernel
 from eesd_dist.model.cuda.launches import launch_options
 from eesd_dist.model.cuda.row_kernels import store_kernel
-from eesd_dist.model.kv_layout import RowArrays, key_width, part_numbers, value_width
+from eesd_dist.model.kv_layout import RowArrays, count_kv_numbers, key_width, value_width
 from eesd_dist.page_table import PageTable
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,9 @@ class CudaAttention:
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
         """Stores the keys and values as they are; returns [T, D]."""
         heads_THE = heads_THE.contiguous()
-        placed = self.placed(rows.arrays, num_padded=len(heads_THE))
-        self.store(placed, heads_THE, None)
-        return self.attend_rows(placed, heads_THE)
+        device_rows = self.placed(rows.arrays, num_padded=len(heads_THE))
+        self.store(device_rows, heads_THE, None)
+        return self.attend_rows(device_rows, heads_THE)
 
     def tiles(self, arrays: RowArrays, *, counts: Sequence[int] = ()) -> RowTiles:
         """Returns the tiles of these rows that this machine may use; `counts` as in `tiles_of`."""
@@ -214,40 +214,42 @@ def tile_difference(
         length, num_heads, shape.head_dim, generator=generator, device=device
     ).to(dtype)
     table = PageTable(range(-(-length // shape.page_size))[::-1])
-    part = part_numbers(head_dim=shape.head_dim, page_size=shape.page_size)
-    pages_PKX = torch.zeros(len(table), shape.num_kv_heads, part, dtype=dtype, device=device)
+    kv_numbers = count_kv_numbers(head_dim=shape.head_dim, page_size=shape.page_size)
+    pages_PKX = torch.zeros(len(table), shape.num_kv_heads, kv_numbers, dtype=dtype, device=device)
     attention = CudaAttention(pages_PKX, shape)
 
     def arrays_from(start: int, count: int) -> RowArrays:
         return row_arrays([RowSegment(start, count, table)])
 
-    every = arrays_from(0, length)
-    placed = attention.placed(every, num_padded=length, tiles=single_tiles(every))
-    attention.store(placed, heads_THE, None)
-    alone_TD = attention.attend_rows(placed, heads_THE)
+    text_arrays = arrays_from(0, length)
+    device_rows = attention.placed(text_arrays, num_padded=length, tiles=single_tiles(text_arrays))
+    attention.store(device_rows, heads_THE, None)
+    single_TD = attention.attend_rows(device_rows, heads_THE)
     tiles = partial(tiles_of, queries_per_kv=shape.queries_per_kv, keys=attention.keys)
     # A long piece is in the largest tiles, from the second start on in other ones; a short piece is
     # in smaller tiles, and split.
-    pieces = [(0, length), (5, length - 5)]
-    pieces += [(length - count, count) for count in (1, 2, 5, 9, 16, SPLIT_TILES)]
-    for start, count in pieces:
+    ranges = [(0, length), (5, length - 5)]
+    ranges += [(length - count, count) for count in (1, 2, 5, 9, 16, SPLIT_TILES)]
+    for start, count in ranges:
         arrays = arrays_from(start, count)
         chosen = tiles(arrays)
-        ways = [chosen]
+        candidates = [chosen]
         if chosen.tiling.num_splits > 1:
-            ways.append(RowTiles(chosen.tiling._replace(num_splits=1, split_blocks=0), *chosen[1:]))
+            candidates.append(
+                RowTiles(chosen.tiling._replace(num_splits=1, split_blocks=0), *chosen[1:])
+            )
             wide = -(-chosen.tiling.num_splits // PART_BLOCKS)
-            ways.append(
+            candidates.append(
                 RowTiles(
                     chosen.tiling._replace(num_splits=wide, split_blocks=PART_BLOCKS), *chosen[1:]
                 )
             )
-        for way in ways:
+        for candidate in candidates:
             try:
-                rows = attention.placed(arrays, num_padded=count, tiles=way)
-                found_TD = attention.attend_rows(rows, heads_THE[start : start + count])
+                rows = attention.placed(arrays, num_padded=count, tiles=candidate)
+                mixed_TD = attention.attend_rows(rows, heads_THE[start : start + count])
             except OutOfResources:  # a tile does not fit into this GPU's shared memory
-                return f"{way.tiling} does not fit"
-            if not torch.equal(found_TD, alone_TD[start : start + count]):
-                return f"{way.tiling} from row {start}"
+                return f"{candidate.tiling} does not fit"
+            if not torch.equal(mixed_TD, single_TD[start : start + count]):
+                return f"{candidate.tiling} from row {start}"
     return None

@@ -18,7 +18,7 @@ from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.families.family import PLAIN_SCORES, Scores
-from eesd_dist.model.kv_layout import part_numbers
+from eesd_dist.model.kv_layout import count_kv_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +53,16 @@ class LayerPages:
     ) -> None:
         """`window`: how many of the last positions a row may see; None: all."""
         self._page_size = page_size
-        part = part_numbers(head_dim=head_dim, page_size=page_size)
-        shape = (num_pages, num_kv_heads, part)
-        self.parts_PKX = _zeros(shape, dtype=kv_dtype(dtype, device), device=device)
+        kv_numbers = count_kv_numbers(head_dim=head_dim, page_size=page_size)
+        shape = (num_pages, num_kv_heads, kv_numbers)
+        self.pages_PKX = _zeros(shape, dtype=kv_dtype(dtype, device), device=device)
         self.keys_PKES = keys_in(
-            self.parts_PKX,
+            self.pages_PKX,
             head_dim=head_dim,
             page_size=page_size,
             by_slot=device.type == "cuda",
         )
-        self.values_PKSE = values_in(self.parts_PKX, head_dim=head_dim, page_size=page_size)
+        self.values_PKSE = values_in(self.pages_PKX, head_dim=head_dim, page_size=page_size)
         self.shape = AttentionShape(
             num_kv_heads=num_kv_heads,
             queries_per_kv=queries_per_kv,
@@ -71,7 +71,7 @@ class LayerPages:
             window=window,
             scores=scores,
         )
-        self.attention = _attention_on(device)(self.parts_PKX, self.shape)
+        self.attention = _attention_on(device)(self.pages_PKX, self.shape)
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
         """Stores the rows' keys and values, then attends every row to its keys.
@@ -91,24 +91,24 @@ class LayerPages:
 
     def clear(self) -> None:
         """Resets all pages to zero: an aborted round may have left values that are not finite."""
-        self.parts_PKX.zero_()
+        self.pages_PKX.zero_()
 
     @property
     def page_bytes(self) -> int:
-        return self.parts_PKX[0].nbytes
+        return self.pages_PKX[0].nbytes
 
     def read(self, pages: Sequence[int]) -> Tensor:
         """Returns a copy of the pages' contents, as bytes on their device."""
-        return self.parts_PKX.index_select(0, self._index(pages)).view(-1).view(torch.uint8)
+        return self.pages_PKX.index_select(0, self._index(pages)).view(-1).view(torch.uint8)
 
     def write(self, pages: Sequence[int], content_B: Tensor) -> None:
         """Writes bytes from `read` to pages that no round reads or writes."""
-        content = content_B.to(self.parts_PKX.device).view(self.parts_PKX.dtype)
-        content_PKX = content.view(-1, *self.parts_PKX.shape[1:])
-        self.parts_PKX.index_copy_(0, self._index(pages), content_PKX)
+        content = content_B.to(self.pages_PKX.device).view(self.pages_PKX.dtype)
+        content_PKX = content.view(-1, *self.pages_PKX.shape[1:])
+        self.pages_PKX.index_copy_(0, self._index(pages), content_PKX)
 
     def _index(self, pages: Sequence[int]) -> Tensor:
-        return torch.tensor(pages, device=self.parts_PKX.device)
+        return torch.tensor(pages, device=self.pages_PKX.device)
 
 
 def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -52,8 +52,8 @@ class RowByRowAttention:
             slots_N = slots_N[-self._shape.window :]
         places_N = self._places(rows, arrays.table_R[row], slots_N)
         keys_KNE, values_KNE = (
-            kept_PSKE[places_N].transpose(0, 1)
-            for kept_PSKE in (self._keys_PSKE, self._values_PSKE)
+            cached_PSKE[places_N].transpose(0, 1)
+            for cached_PSKE in (self._keys_PSKE, self._values_PSKE)
         )
         scores_KGN = queries_GKE.transpose(0, 1) @ keys_KNE.transpose(1, 2) * self._shape.scale
         softcap = self._shape.scores.softcap

@@ -86,13 +86,13 @@ def row_arrays(segments: Sequence[RowSegment]) -> RowArrays:
         first = segment.first_drafted
         for kv_slot in range(max(first, segment.start), segment.start + segment.num_rows):
             path = path_to(segment.parents, kv_slot - first)
-            place = row + kv_slot - segment.start
-            position_R[place] = first + len(path) - 1
+            slot_row = row + kv_slot - segment.start
+            position_R[slot_row] = first + len(path) - 1
             if path[-1] == len(path) - 1:  # no other branch comes before: as in a chain
-                in_order_R[place] = first + len(path)
+                in_order_R[slot_row] = first + len(path)
                 continue
-            in_order_R[place] = first
-            branch_R[place] = len(branch_slots)
+            in_order_R[slot_row] = first
+            branch_R[slot_row] = len(branch_slots)
             branch_slots += [first + node for node in path]
     return RowArrays(
         tables_BW=tables_BW,

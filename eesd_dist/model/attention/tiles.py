@@ -84,8 +84,8 @@ def tiles_of(
 
 def single_tiles(arrays: RowArrays, *, counts: Sequence[int] = ()) -> RowTiles:
     """Returns a tile for each row, with one program for all its keys."""
-    every_R = np.arange(len(arrays.position_R), dtype=np.int32)
-    return RowTiles(Tiling(_padded(len(every_R), counts), 1), every_R, every_R)
+    row_R = np.arange(len(arrays.position_R), dtype=np.int32)
+    return RowTiles(Tiling(_padded(len(row_R), counts), 1), row_R, row_R)
 
 
 def _padded(num_tiles: int, counts: Sequence[int]) -> int:

@@ -93,7 +93,7 @@ def _add_product(
     c: int,
     c_bytes: int,
     begins: bool,
-    ahead: int,
+    prefetch_at: int,
 ) -> None:
     """c += a[:, :length] @ b[:length] in two vectors of columns from `left` on, or to the end of
     the `width`, which is at least LANES; `begins`: c is overwritten. a, b and c: addresses."""
@@ -114,7 +114,7 @@ def _add_product(
             c_at + second,
             c_bytes,
             int(begins),
-            ahead if row == 0 else b,
+            prefetch_at if row == 0 else b,
             min(tile_rows, num_rows - row),
         )
 
@@ -129,11 +129,11 @@ def _scale(scores: int, first: int, end: int, scale: np.float32) -> None:
 @inner
 def _cap(scores: int, first: int, end: int, softcap: np.float32) -> None:
     """scores = softcap * tanh(scores / softcap), with tanh(x) = 1 - 2 / (e^2x + 1)."""
-    one, cap = splat(float32(1.0)), splat(softcap)
+    ones, cap = splat(float32(1.0)), splat(softcap)
     for at in range(first, end, LANES):
         twice = mul(load(scores, at), splat(float32(2.0) / softcap))
         power = exp(minimum(twice, splat(float32(80.0))))
-        tanh = add(one, div(splat(float32(-2.0)), add(power, one)))
+        tanh = add(ones, div(splat(float32(-2.0)), add(power, ones)))
         store(scores, at, mul(tanh, cap))
 
 
@@ -219,7 +219,7 @@ def store_rows(
     pages = floats(pages_at)
     num_kv, channels, size = geometry.num_kv, geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
-    part = channels * key_width + size * value_width
+    kv_numbers = channels * key_width + size * value_width
     first_key = geometry.per_kv * num_kv * channels
     for row in range(first_row, end_row):
         slot = rows.kv_slot_R[row]
@@ -227,7 +227,7 @@ def store_rows(
         for kv in range(num_kv):
             key = row * row_numbers + first_key + kv * channels
             value = key + num_kv * channels
-            key_at = (page * num_kv + kv) * part + within
+            key_at = (page * num_kv + kv) * kv_numbers + within
             value_at = key_at - within + channels * key_width + within * value_width
             for e in range(channels):
                 pages[key_at + e * key_width] = heads[key + e]
@@ -253,13 +253,13 @@ def _gather(
     num_kv, channels, size = geometry.num_kv, geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
     key_numbers = channels * key_width
-    part = key_numbers + size * value_width
+    kv_numbers = key_numbers + size * value_width
     for j in range(num_keys):
         slot = first_key + j
         if slot >= rows.in_order_R[row]:
             slot = rows.branch_slots[rows.branch_R[row] + slot - rows.in_order_R[row]]
         page, within = rows.tables_BW[rows.table_R[row], slot // size], slot % size
-        source = (page * num_kv + kv) * part
+        source = (page * num_kv + kv) * kv_numbers
         source_value = source + key_numbers + within * value_width
         for e in range(channels):
             gathered[e * key_width + j] = pages[source + e * key_width + within]
@@ -267,14 +267,14 @@ def _gather(
 
 
 @inner
-def _end_of_group(rows: RowArrays, row: int, end_row: int, most_rows: int) -> int:
+def _end_of_group(rows: RowArrays, row: int, end_row: int, max_rows: int) -> int:
     """Returns the end of the rows from `row` on that share their keys: those of one request, or a
     single row of a tree."""
     if rows.in_order_R[row] <= rows.position_R[row]:
         return row + 1
     end = row + 1
     while (
-        end < min(end_row, row + most_rows)
+        end < min(end_row, row + max_rows)
         and rows.table_R[end] == rows.table_R[row]
         and rows.in_order_R[end] > rows.position_R[end]
     ):
@@ -312,25 +312,25 @@ def attend_rows(
     channels, size = geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
     key_numbers = channels * key_width
-    part = key_numbers + size * value_width
+    kv_numbers = key_numbers + size * value_width
     longest = 0
     for row in range(first_row, end_row):
         longest = max(longest, rows.position_R[row] + 1)
     # Scores of one query, up to the end of its last page and of its last vector.
     distance = (longest + size - 1) // size * size + LANES
-    most_rows = min(_MAX_QUERIES // per_kv, _MAX_SCORES // (distance * per_kv), end_row - first_row)
-    most_rows = max(1, most_rows)
-    most_queries = most_rows * per_kv
-    memory = np.empty(most_queries * (2 * value_width + distance) + part, np.float32)
+    max_rows = min(_MAX_QUERIES // per_kv, _MAX_SCORES // (distance * per_kv), end_row - first_row)
+    max_rows = max(1, max_rows)
+    max_queries = max_rows * per_kv
+    memory = np.empty(max_queries * (2 * value_width + distance) + kv_numbers, np.float32)
     queries = address_of(memory)
-    sums = queries + _FLOAT_BYTES * most_queries * value_width
-    gathered = sums + _FLOAT_BYTES * most_queries * value_width
-    scores = gathered + _FLOAT_BYTES * part
-    part_bytes, key_bytes = _FLOAT_BYTES * part, _FLOAT_BYTES * key_numbers
+    sums = queries + _FLOAT_BYTES * max_queries * value_width
+    gathered = sums + _FLOAT_BYTES * max_queries * value_width
+    scores = gathered + _FLOAT_BYTES * kv_numbers
+    kv_bytes, key_bytes = _FLOAT_BYTES * kv_numbers, _FLOAT_BYTES * key_numbers
     line_bytes, value_bytes = _FLOAT_BYTES * distance, _FLOAT_BYTES * value_width
     row = first_row
     while row < end_row:
-        end = _end_of_group(rows, row, end_row, most_rows)
+        end = _end_of_group(rows, row, end_row, max_rows)
         num_queries = (end - row) * per_kv
         is_tree = rows.in_order_R[row] <= rows.position_R[row]
         table_W = rows.tables_BW[rows.table_R[row]]
@@ -346,12 +346,12 @@ def attend_rows(
             for page in range(first_page, end_page):
                 begin = page * size
                 num_keys = min(size, end_key - begin)
-                keys = pages_at + part_bytes * (table_W[page] * num_kv + kv)
+                keys = pages_at + kv_bytes * (table_W[page] * num_kv + kv)
                 if page + 1 < end_page:
-                    ahead = pages_at + part_bytes * (table_W[page + 1] * num_kv + kv)
+                    prefetch_at = pages_at + kv_bytes * (table_W[page + 1] * num_kv + kv)
                 else:
-                    ahead = pages_at + part_bytes * (table_W[first_page] * num_kv + kv)
-                    ahead += key_bytes
+                    prefetch_at = pages_at + kv_bytes * (table_W[first_page] * num_kv + kv)
+                    prefetch_at += key_bytes
                 if is_tree and begin + num_keys > rows.in_order_R[row]:
                     _gather(geometry, rows, row, pages_at, kv, begin, num_keys, gathered)
                     keys = gathered
@@ -369,7 +369,7 @@ def attend_rows(
                         scores + _FLOAT_BYTES * begin,
                         line_bytes,
                         True,
-                        ahead if left == 0 else keys,
+                        prefetch_at if left == 0 else keys,
                     )
             # Page by page within columns: overlapping vectors add a page to each channel once.
             for own in range(row, end):
@@ -392,13 +392,13 @@ def attend_rows(
                 for page in range(first_page, end_page):
                     begin = page * size
                     num_keys = min(size, end_key - begin)
-                    values = pages_at + part_bytes * (table_W[page] * num_kv + kv) + key_bytes
+                    values = pages_at + kv_bytes * (table_W[page] * num_kv + kv) + key_bytes
                     if page + 1 < end_page:
-                        ahead = (
-                            pages_at + part_bytes * (table_W[page + 1] * num_kv + kv) + key_bytes
+                        prefetch_at = (
+                            pages_at + kv_bytes * (table_W[page + 1] * num_kv + kv) + key_bytes
                         )
                     else:  # the keys of the next KV head follow in memory
-                        ahead = pages_at + part_bytes * (table_W[first_page] * num_kv + kv + 1)
+                        prefetch_at = pages_at + kv_bytes * (table_W[first_page] * num_kv + kv + 1)
                     if is_tree and begin + num_keys > rows.in_order_R[row]:
                         _gather(geometry, rows, row, pages_at, kv, begin, num_keys, gathered)
                         values = gathered + key_bytes
@@ -415,7 +415,7 @@ def attend_rows(
                         sums,
                         value_bytes,
                         page == first_page,
-                        ahead if left == 0 else values,
+                        prefetch_at if left == 0 else values,
                     )
             for own in range(row, end):
                 for g in range(per_kv):

@@ -46,12 +46,12 @@ def _call_in_pool(function: Callable[..., None], num_threads: int, *args: object
     # Parts wait for each other: those of two calls must not take turns in the queue.
     with _submitting:
         waiting = [
-            _pool(num_threads).submit(function, *args, counters, part, num_threads)
-            for part in range(1, num_threads)
+            _pool(num_threads).submit(function, *args, counters, thread, num_threads)
+            for thread in range(1, num_threads)
         ]
     function(*args, counters, 0, num_threads)
-    for part in waiting:
-        part.result()
+    for task in waiting:
+        task.result()
 
 
 @cache

@@ -48,9 +48,9 @@ def load(typing: Any, array: Any, at: Any) -> tuple[Any, Generator]:
     """Returns array[at : at + LANES]; `array`: float32 numbers, or the address of the first."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = builder.load(_address(context, builder, signature.args[0], args))
-        found.align = _FLOAT_BYTES
-        return found
+        vector = builder.load(_address(context, builder, signature.args[0], args))
+        vector.align = _FLOAT_BYTES
+        return vector
 
     return _lanes(array, types.intp), generate
 
@@ -285,8 +285,8 @@ def _bfloat16_bits(builder: Any, x: Any, *, lanes: bool) -> Any:
     odd = builder.and_(builder.lshr(bits, all_lanes(16)), all_lanes(1))
     rounded = builder.add(bits, builder.add(odd, all_lanes(0x7FFF)))
     is_number = builder.fcmp_ordered("ord", x, x)
-    kept = builder.select(is_number, rounded, all_lanes(0x7FC00000))
-    high = builder.lshr(kept, all_lanes(16))
+    nan_safe = builder.select(is_number, rounded, all_lanes(0x7FC00000))
+    high = builder.lshr(nan_safe, all_lanes(16))
     return builder.trunc(high, ir.VectorType(half, LANES) if lanes else half)
 
 

@@ -25,7 +25,7 @@ from eesd_dist.model.cpu.products import (
     convert_row,
     multiply,
     norm_row,
-    part_of,
+    thread_range,
 )
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.cpu.tiles import BLOCK
@@ -72,9 +72,9 @@ class Scratch(NamedTuple):
     wide: int
     """Heads, then gate and up."""
     wide_bytes: int
-    added: int
+    addend: int
     """Address of what the half adds to x."""
-    added_bytes: int
+    addend_bytes: int
     angles: int
     """Cosines of every channel of the turned heads, then signed sines."""
     angles_bytes: int
@@ -176,11 +176,11 @@ def _add_pending(
     row: int,
 ) -> None:
     x_at = scratch.x + row * scratch.x_bytes
-    added_at = scratch.added + row * scratch.added_bytes
+    addend_at = scratch.addend + row * scratch.addend_bytes
     if layer[post_norm] == 0:
-        add_scaled_row(x_at, added_at, widths.hidden, norms.residual_scale)
+        add_scaled_row(x_at, addend_at, widths.hidden, norms.residual_scale)
     else:
-        add_normed_row(x_at, added_at, widths.hidden, norms.floor, layer[post_norm])
+        add_normed_row(x_at, addend_at, widths.hidden, norms.floor, layer[post_norm])
 
 
 @inner
@@ -195,10 +195,10 @@ def _product(
     sums: int,
     sum_bytes: int,
     num_rows: int,
-    part: int,
-    num_parts: int,
+    thread: int,
+    num_threads: int,
 ) -> None:
-    first, end = part_of((num_out + BLOCK - 1) // BLOCK, part, num_parts)
+    first, end = thread_range((num_out + BLOCK - 1) // BLOCK, thread, num_threads)
     multiply(
         kind,
         weights,
@@ -228,20 +228,20 @@ def run_layers(
     is_pending: bool,
     is_finished: bool,
     counters: npt.NDArray[np.int64],
-    part: int,
-    num_parts: int,
+    thread: int,
+    num_threads: int,
 ) -> None:
     """Runs halves [first_half, end_half) of the layers over the rows in `scratch.x`.
 
-    `is_pending`: `scratch.added` is to be added first; `is_finished`: also the last half's.
+    `is_pending`: `scratch.addend` is to be added first; `is_finished`: also the last half's.
     """
     num_rows = len(rows.position_R)
-    first_row, end_row = part_of(num_rows, part, num_parts)
+    first_row, end_row = thread_range(num_rows, thread, num_threads)
     num_kv = geometry.num_kv
-    kv_parts = num_parts if num_kv >= num_parts else 1
-    row_parts = 1 if kv_parts == num_parts else num_parts
-    first_kv, end_kv = part_of(num_kv, part % kv_parts, kv_parts)
-    first_attended, end_attended = part_of(num_rows, part % row_parts, row_parts)
+    kv_threads = num_threads if num_kv >= num_threads else 1
+    row_threads = 1 if kv_threads == num_threads else num_threads
+    first_kv, end_kv = thread_range(num_kv, thread % kv_threads, kv_threads)
+    first_attended, end_attended = thread_range(num_rows, thread % row_threads, row_threads)
     queries = geometry.per_kv * geometry.num_kv * geometry.channels
     for half in range(first_half, end_half):
         layer = table[half // 2]
@@ -262,7 +262,7 @@ def run_layers(
             else:
                 convert_row(kind, x_at, widths.hidden, inputs_at)
         is_pending = True
-        wait(counters, num_parts)
+        wait(counters, num_threads)
         if is_attention:
             weights, bias, num_out = layer[QKV], layer[QKV_BIAS], widths.heads
         else:
@@ -278,10 +278,10 @@ def run_layers(
             scratch.wide,
             scratch.wide_bytes,
             num_rows,
-            part,
-            num_parts,
+            thread,
+            num_threads,
         )
-        wait(counters, num_parts)
+        wait(counters, num_threads)
         if is_attention:
             for row in range(first_row, end_row):
                 heads_at = scratch.wide + row * scratch.wide_bytes
@@ -298,7 +298,7 @@ def run_layers(
                 _turn(heads_at, scratch.angles + row * scratch.angles_bytes, widths.turned)
             row_numbers = scratch.wide_bytes // _FLOAT_BYTES
             store_rows(geometry, rows, scratch.wide, row_numbers, layer[PAGES], first_row, end_row)
-            wait(counters, num_parts)
+            wait(counters, num_threads)
             attend_rows(
                 kind,
                 geometry,
@@ -325,7 +325,7 @@ def run_layers(
                     widths.activation,
                 )
             weights, bias, num_steps = layer[DOWN], layer[DOWN_BIAS], widths.channel_steps
-        wait(counters, num_parts)
+        wait(counters, num_threads)
         _product(
             kind,
             widths,
@@ -334,13 +334,13 @@ def run_layers(
             bias,
             widths.hidden,
             num_steps,
-            scratch.added,
-            scratch.added_bytes,
+            scratch.addend,
+            scratch.addend_bytes,
             num_rows,
-            part,
-            num_parts,
+            thread,
+            num_threads,
         )
-        wait(counters, num_parts)
+        wait(counters, num_threads)
     if is_finished and is_pending:
         before = table[(end_half - 1) // 2]
         post_norm = MLP_POST_NORM if end_half % 2 == 0 else ATTENTION_POST_NORM

@@ -17,7 +17,7 @@ from eesd_dist.model.cpu.products import (
     convert_row,
     multiply,
     norm_row,
-    part_of,
+    thread_range,
 )
 from eesd_dist.model.cpu.threads import wait
 from eesd_dist.model.cpu.tiles import BLOCK, host_features, multiplies_bfloat16
@@ -56,9 +56,9 @@ def in_blocks(count: int) -> int:
     return -(-count // BLOCK) * BLOCK
 
 
-def row_bytes(count: int, *, bytes_each: int) -> int:
+def row_bytes(count: int, *, value_bytes: int) -> int:
     """Returns the distance of rows of `count` numbers in memory that only kernels see."""
-    distance = in_blocks(count) * bytes_each
+    distance = in_blocks(count) * value_bytes
     return distance + 64 if distance % _WAY_BYTES == 0 else distance
 
 
@@ -81,7 +81,7 @@ class PackedProduct:
         self.address = self.weights.data_ptr()
         self.bias_address = 0 if self.bias is None else self.bias.data_ptr()
         self._kind_array = kind_array(kind)
-        self._input_bytes = row_bytes(in_blocks(self.num_in), bytes_each=bytes_per_input(kind))
+        self._input_bytes = row_bytes(in_blocks(self.num_in), value_bytes=bytes_per_input(kind))
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         return self.after_norm(x_MI, None, 0.0)
@@ -162,18 +162,18 @@ def _run_product(
     sum_width: int,
     num_rows: int,
     counters: npt.NDArray[np.int64],
-    part: int,
-    num_parts: int,
+    thread: int,
+    num_threads: int,
 ) -> None:
-    first_row, end_row = part_of(num_rows, part, num_parts)
+    first_row, end_row = thread_range(num_rows, thread, num_threads)
     for row in range(first_row, end_row):
         source, target = x_at + row * width * _FLOAT_BYTES, inputs_at + row * input_bytes
         if norm_at != 0:
             norm_row(kind, source, width, floor, norm_at, target)
         else:
             convert_row(kind, source, width, target)
-    wait(counters, num_parts)
-    first, end = part_of(sum_width // BLOCK, part, num_parts)
+    wait(counters, num_threads)
+    first, end = thread_range(sum_width // BLOCK, thread, num_threads)
     multiply(
         kind,
         weights,

@@ -19,22 +19,22 @@ _BLOCK_BYTES = 4 * BLOCK
 
 
 @inner
-def part_of(count: int, part: int, num_parts: int) -> tuple[int, int]:
-    """Returns the run of `count` things that thread `part` computes."""
-    return count * part // num_parts, count * (part + 1) // num_parts
+def thread_range(count: int, thread: int, num_threads: int) -> tuple[int, int]:
+    """Returns the run of `count` things that `thread` computes."""
+    return count * thread // num_threads, count * (thread + 1) // num_threads
 
 
 @inner
-def add_row(x_at: int, added_at: int, width: int) -> None:
+def add_row(x_at: int, addend_at: int, width: int) -> None:
     for at in range(0, width, LANES):
-        store(x_at, at, add(load(x_at, at), load(added_at, at)))
+        store(x_at, at, add(load(x_at, at), load(addend_at, at)))
 
 
 @inner
-def add_scaled_row(x_at: int, added_at: int, width: int, scale: np.float32) -> None:
+def add_scaled_row(x_at: int, addend_at: int, width: int, scale: np.float32) -> None:
     factor = splat(scale)
     for at in range(0, width, LANES):
-        store(x_at, at, add(load(x_at, at), mul(load(added_at, at), factor)))
+        store(x_at, at, add(load(x_at, at), mul(load(addend_at, at), factor)))
 
 
 @inner
@@ -106,11 +106,13 @@ def convert_row(kind: Kind, x_at: int, width: int, inputs_at: int) -> None:
 
 
 @inner
-def add_normed_row(x_at: int, added_at: int, width: int, floor: np.float32, weight_at: int) -> None:
+def add_normed_row(
+    x_at: int, addend_at: int, width: int, floor: np.float32, weight_at: int
+) -> None:
     """Adds a row that is normed first."""
-    inverse = splat(inverse_norm(added_at, width, floor))
+    inverse = splat(inverse_norm(addend_at, width, floor))
     for at in range(0, width, LANES):
-        y = mul(mul(load(added_at, at), inverse), load(weight_at, at))
+        y = mul(mul(load(addend_at, at), inverse), load(weight_at, at))
         store(x_at, at, add(load(x_at, at), y))
 
 

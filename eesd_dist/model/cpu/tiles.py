@@ -88,26 +88,27 @@ def tile(typing, kind, weights, inputs, input_bytes, num_steps, sums, sum_bytes,
         rows = _rows(builder, inputs, input_bytes, num_rows)
         totals = _emit_sums(builder, step, rows, vectors, weight_step, num_steps, None)
         for target, chain in zip(_rows(builder, sums, sum_bytes, num_rows), totals, strict=True):
-            for place, total in enumerate(chain):
-                _store(builder, total, target, LANES * _FLOAT_BYTES * place)
+            for vector, total in enumerate(chain):
+                _store(builder, total, target, LANES * _FLOAT_BYTES * vector)
 
     return types.none(kind, *(types.int64,) * 7), _for_row_counts(emit, skipped=1)
 
 
 @intrinsic
 def add_tile(  # type: ignore[no-untyped-def]
-    typing, a, a_bytes, b0, b1, b_bytes, length, c0, c1, c_bytes, begins, ahead, rows
+    typing, a, a_bytes, b0, b1, b_bytes, length, c0, c1, c_bytes, begins, prefetch_at, rows
 ):
     """c += a @ b for `rows` rows of a (1 to MOST_ROWS) and two vectors of columns.
 
     b0, b1, c0 and c1 are the addresses of the vectors in the first rows of b and c; the vectors may
-    overlap. `begins` is 1 to overwrite c, else 0. Every step begins to read 128 bytes from `ahead`
-    on: the next tile's columns come from far, in pieces too short for the processor to guess.
+    overlap. `begins` is 1 to overwrite c, else 0. Every step begins to read 128 bytes from
+    `prefetch_at` on: the next tile's columns come from far, in pieces too short for the processor
+    to guess.
     """
     step = _STEPS[types.float32]
 
     def emit(builder: Any, num_rows: int, args: Sequence[Any]) -> None:
-        a, a_bytes, b0, b1, b_bytes, length, c0, c1, c_bytes, begins, ahead = args
+        a, a_bytes, b0, b1, b_bytes, length, c0, c1, c_bytes, begins, prefetch_at = args
         targets = [
             list(pair)
             for pair in zip(
@@ -127,7 +128,7 @@ def add_tile(  # type: ignore[no-untyped-def]
         vectors = [_pointer(builder, b0), _pointer(builder, b1)]
         rows = _rows(builder, a, a_bytes, num_rows)
         totals = _emit_sums(
-            builder, step, rows, vectors, b_bytes, length, starts, _pointer(builder, ahead)
+            builder, step, rows, vectors, b_bytes, length, starts, _pointer(builder, prefetch_at)
         )
         for pair, chain in zip(targets, totals, strict=True):
             for target, total in zip(pair, chain, strict=True):
@@ -166,11 +167,11 @@ def _emit_sums(
     weight_bytes: Any,
     num_steps: Any,
     starts: Sequence[Sequence[Any]] | None,
-    ahead: Any = None,
+    prefetch_at: Any = None,
 ) -> Sequence[Sequence[Any]]:
     """Emits the loop over the inputs; returns the sums of each row and vector. `rows`, `vectors`:
     pointers to the first inputs and weights; there is at least one step."""
-    zero, one = ir.Constant(_I64, 0), ir.Constant(_I64, 1)
+    zero, unit = ir.Constant(_I64, 0), ir.Constant(_I64, 1)
     before, loop = builder.block, builder.append_basic_block("inputs")
     after = builder.append_basic_block("sums")
     builder.branch(loop)
@@ -182,22 +183,22 @@ def _emit_sums(
     input_at = builder.mul(at, ir.Constant(_I64, _FLOAT_BYTES))
     loaded = [step.load(builder, _offset(builder, vector, weight_at)) for vector in vectors]
     totals = []
-    for place, chain in enumerate(chains):
-        x = step.broadcast(builder, _offset(builder, rows[place], input_at))
+    for row, chain in enumerate(chains):
+        x = step.broadcast(builder, _offset(builder, rows[row], input_at))
         totals.append(
             [step.add(builder, link, x, w) for link, w in zip(chain, loaded, strict=True)]
         )
         for vector, link in enumerate(chain):
-            first = starts[place][vector] if starts else ir.Constant(_FLOATS, [0.0] * LANES)
+            first = starts[row][vector] if starts else ir.Constant(_FLOATS, [0.0] * LANES)
             link.add_incoming(first, before)
             link.add_incoming(totals[-1][vector], loop)
-    if ahead is not None:
+    if prefetch_at is not None:
         for line in (0, _LINE_BYTES):
-            place = builder.add(
+            offset = builder.add(
                 builder.mul(at, ir.Constant(_I64, 2 * _LINE_BYTES)), ir.Constant(_I64, line)
             )
-            _prefetch(builder, _offset(builder, ahead, place))
-    following = builder.add(at, one)
+            _prefetch(builder, _offset(builder, prefetch_at, offset))
+    following = builder.add(at, unit)
     at.add_incoming(following, loop)
     builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, after)
     builder.position_at_end(after)
@@ -291,9 +292,9 @@ _STEPS: Mapping[Any, _Step] = {
 
 
 def _loaded(builder: Any, pointer: Any, kind: Any, *, align: int) -> Any:
-    found = builder.load(builder.bitcast(pointer, kind.as_pointer()))
-    found.align = align
-    return found
+    vector = builder.load(builder.bitcast(pointer, kind.as_pointer()))
+    vector.align = align
+    return vector
 
 
 def _splat(builder: Any, x: Any, kind: Any) -> Any:

@@ -32,9 +32,9 @@ def _merged(
     """Returns maximum, sum of weights and weighted sum of values over two sets of keys."""
     higher_Q = tl.maximum(highest_Q, other_Q)
     base_Q = tl.where(higher_Q == float("-inf"), 0.0, higher_Q)
-    kept_Q, taken_Q = tl.exp2(highest_Q - base_Q), tl.exp2(other_Q - base_Q)
-    total_Q = total_Q * kept_Q + more_Q * taken_Q
-    return higher_Q, total_Q, sum_QE * kept_Q[:, None] + more_QE * taken_Q[:, None]
+    scale_Q, more_scale_Q = tl.exp2(highest_Q - base_Q), tl.exp2(other_Q - base_Q)
+    total_Q = total_Q * scale_Q + more_Q * more_scale_Q
+    return higher_Q, total_Q, sum_QE * scale_Q[:, None] + more_QE * more_scale_Q[:, None]
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def attend_kernel(
     if window > 0:
         first_key_Q = tl.maximum(position_Q + 1 - window, 0)
     row_Q += first_row
-    part_numbers: tl.constexpr = KEY_NUMBERS + PAGE_SIZE * VALUE_WIDTH
+    kv_numbers: tl.constexpr = KEY_NUMBERS + PAGE_SIZE * VALUE_WIDTH
     channel_E = tl.arange(0, PADDED_CHANNELS)
     is_channel_E = channel_E < CHANNELS
     head_Q = (query_Q % PER_KV) * NUM_KV + kv
@@ -106,7 +106,7 @@ def attend_kernel(
     zeros_Q = tl.zeros([QUERIES], tl.float32)
     zeros_QE = tl.zeros([QUERIES, PADDED_CHANNELS], tl.float32)
     highest_Q, total_Q, sum_QE = nothing_Q, zeros_Q, zeros_QE
-    part_highest_Q, part_total_Q, part_sum_QE = nothing_Q, zeros_Q, zeros_QE
+    chunk_highest_Q, chunk_total_Q, chunk_sum_QE = nothing_Q, zeros_Q, zeros_QE
     for block in range(first_block, past_block):
         key_N = block * KEYS + tl.arange(0, KEYS)
         is_key_N = (key_N >= first_key) & (key_N <= last_key)
@@ -115,9 +115,9 @@ def attend_kernel(
             in_branch_N = is_key_N & (key_N >= in_order)
             slot_N = tl.where(in_branch_N, tl.load(branch + key_N, mask=in_branch_N), key_N)
         page_N = tl.load(table_W + slot_N // PAGE_SIZE, mask=is_key_N, other=0)
-        part_N = (page_N.to(tl.int64) * NUM_KV + kv) * part_numbers
-        key_at_N = part_N + slot_N % PAGE_SIZE * CHANNELS
-        value_at_N = part_N + KEY_NUMBERS + slot_N % PAGE_SIZE * VALUE_WIDTH
+        kv_at_N = (page_N.to(tl.int64) * NUM_KV + kv) * kv_numbers
+        key_at_N = kv_at_N + slot_N % PAGE_SIZE * CHANNELS
+        value_at_N = kv_at_N + KEY_NUMBERS + slot_N % PAGE_SIZE * VALUE_WIDTH
         is_number_NE = is_key_N[:, None] & is_channel_E[None, :]
         keys_NE = tl.load(
             pages + key_at_N[:, None] + channel_E[None, :], mask=is_number_NE, other=0.0
@@ -137,16 +137,16 @@ def attend_kernel(
         weights_QN = tl.exp2(scores_QN - base_Q[:, None]).to(values_NE.dtype)
         sums_QC = tl.dot(weights_QN, ones_NC, input_precision="ieee")  # columns are equal
         mixed_QE = tl.dot(weights_QN, values_NE, input_precision="ieee")
-        part_highest_Q, part_total_Q, part_sum_QE = _merged(
-            part_highest_Q, part_total_Q, part_sum_QE, block_Q, tl.max(sums_QC, 1), mixed_QE
+        chunk_highest_Q, chunk_total_Q, chunk_sum_QE = _merged(
+            chunk_highest_Q, chunk_total_Q, chunk_sum_QE, block_Q, tl.max(sums_QC, 1), mixed_QE
         )
         if (block + 1) % PART_BLOCKS == 0:
             highest_Q, total_Q, sum_QE = _merged(
-                highest_Q, total_Q, sum_QE, part_highest_Q, part_total_Q, part_sum_QE
+                highest_Q, total_Q, sum_QE, chunk_highest_Q, chunk_total_Q, chunk_sum_QE
             )
-            part_highest_Q, part_total_Q, part_sum_QE = nothing_Q, zeros_Q, zeros_QE
+            chunk_highest_Q, chunk_total_Q, chunk_sum_QE = nothing_Q, zeros_Q, zeros_QE
     highest_Q, total_Q, sum_QE = _merged(
-        highest_Q, total_Q, sum_QE, part_highest_Q, part_total_Q, part_sum_QE
+        highest_Q, total_Q, sum_QE, chunk_highest_Q, chunk_total_Q, chunk_sum_QE
     )
     to_Q = row_Q.to(tl.int64) * PER_KV * NUM_KV + head_Q
     if SPLIT_BLOCKS > 0:
@@ -185,12 +185,12 @@ def merge_kernel(
     channel_E = tl.arange(0, PADDED_CHANNELS)
     is_channel_1E = (channel_E < CHANNELS)[None, :]
     at = row.to(tl.int64) * NUM_HEADS + head
-    one_1 = tl.arange(0, 1)
+    index_1 = tl.arange(0, 1)
     nothing_1 = tl.full([1], float("-inf"), tl.float32)
     zeros_1 = tl.zeros([1], tl.float32)
     zeros_1E = tl.zeros([1, PADDED_CHANNELS], tl.float32)
     highest_1, total_1, sum_1E = nothing_1, zeros_1, zeros_1E
-    part_highest_1, part_total_1, part_sum_1E = nothing_1, zeros_1, zeros_1E
+    chunk_highest_1, chunk_total_1, chunk_sum_1E = nothing_1, zeros_1, zeros_1E
     if IS_DEPENDENT:
         launch_next()
         wait_for_previous()
@@ -199,21 +199,21 @@ def merge_kernel(
         more_1E = tl.load(
             splits + from_split * CHANNELS + channel_E[None, :], mask=is_channel_1E, other=0.0
         )
-        part_highest_1, part_total_1, part_sum_1E = _merged(
-            part_highest_1,
-            part_total_1,
-            part_sum_1E,
-            tl.load(weights + 2 * from_split + one_1),
-            tl.load(weights + 2 * from_split + 1 + one_1),
+        chunk_highest_1, chunk_total_1, chunk_sum_1E = _merged(
+            chunk_highest_1,
+            chunk_total_1,
+            chunk_sum_1E,
+            tl.load(weights + 2 * from_split + index_1),
+            tl.load(weights + 2 * from_split + 1 + index_1),
             more_1E,
         )
         if (split + 1) % (PART_BLOCKS // SPLIT_BLOCKS) == 0:
             highest_1, total_1, sum_1E = _merged(
-                highest_1, total_1, sum_1E, part_highest_1, part_total_1, part_sum_1E
+                highest_1, total_1, sum_1E, chunk_highest_1, chunk_total_1, chunk_sum_1E
             )
-            part_highest_1, part_total_1, part_sum_1E = nothing_1, zeros_1, zeros_1E
+            chunk_highest_1, chunk_total_1, chunk_sum_1E = nothing_1, zeros_1, zeros_1E
     highest_1, total_1, sum_1E = _merged(
-        highest_1, total_1, sum_1E, part_highest_1, part_total_1, part_sum_1E
+        highest_1, total_1, sum_1E, chunk_highest_1, chunk_total_1, chunk_sum_1E
     )
     sum_1E = sum_1E / tl.where(total_1 > 0, total_1, 1.0)[:, None]
     tl.store(mixed + at * CHANNELS + channel_E[None, :], sum_1E, mask=is_channel_1E)

@@ -113,8 +113,8 @@ class TiledProduct:
     def _descriptor(self, tile: Tile) -> TensorDescriptor:
         block = (tile.channels, tile.depth)
         if block not in self._descriptors:
-            made = TensorDescriptor.from_tensor(self._weight_OI, list(block))
-            self._descriptors[block] = made
+            descriptor = TensorDescriptor.from_tensor(self._weight_OI, list(block))
+            self._descriptors[block] = descriptor
         return self._descriptors[block]
 
 
@@ -125,12 +125,12 @@ def tile_for(num_rows: int, num_out: int, *, is_hopper: bool = False) -> Tile:
         candidates = next(
             (
                 candidates
-                for most, candidates in (
+                for max_rows, candidates in (
                     (16, _HOPPER_SHORT),
                     (64, _HOPPER_MIDDLE),
                     (128, _HOPPER_LONG),
                 )
-                if num_rows <= most
+                if num_rows <= max_rows
             ),
             _HOPPER_LONGEST,
         )

@@ -17,7 +17,7 @@ from eesd_dist.model.cuda.launches import launch_next, wait_for_previous
 @triton.jit
 def norm_kernel(
     x: "Any",
-    added: "Any",
+    addend: "Any",
     weight_D: "Any",
     normed: "Any",
     floor: "Any",
@@ -26,7 +26,7 @@ def norm_kernel(
     PADDED_WIDTH: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
-    """Adds `added` to a row of x, in place, and stores its norm (see `RmsNorm`)."""
+    """Adds `addend` to a row of x, in place, and stores its norm (see `RmsNorm`)."""
     at_D = tl.arange(0, PADDED_WIDTH)
     is_channel_D = at_D < WIDTH
     row_D = tl.program_id(0).to(tl.int64) * WIDTH + at_D
@@ -36,7 +36,7 @@ def norm_kernel(
         wait_for_previous()
     x_D = tl.load(x + row_D, mask=is_channel_D, other=0.0)
     if HAS_ADDED:
-        sum_D = x_D.to(tl.float32) + tl.load(added + row_D, mask=is_channel_D, other=0.0)
+        sum_D = x_D.to(tl.float32) + tl.load(addend + row_D, mask=is_channel_D, other=0.0)
         x_D = sum_D.to(x_D.dtype)
         tl.store(x + row_D, x_D, mask=is_channel_D)
     wide_D = x_D.to(tl.float32)
@@ -133,11 +133,11 @@ def store_kernel(
         else:
             page = tl.load(slots + tl.load(table_T + row) + kv_slot // PAGE_SIZE).to(tl.int64)
             within = kv_slot % PAGE_SIZE
-            part = KEY_NUMBERS + PAGE_SIZE * VALUE_WIDTH
+            kv_numbers = KEY_NUMBERS + PAGE_SIZE * VALUE_WIDTH
             if head < NUM_QUERIES + NUM_KV:
-                at = pages + (page * NUM_KV + head - NUM_QUERIES) * part + within * CHANNELS
+                at = pages + (page * NUM_KV + head - NUM_QUERIES) * kv_numbers + within * CHANNELS
             else:
-                at = pages + (page * NUM_KV + head - NUM_QUERIES - NUM_KV) * part
+                at = pages + (page * NUM_KV + head - NUM_QUERIES - NUM_KV) * kv_numbers
                 at += KEY_NUMBERS + within * VALUE_WIDTH
             tl.store(at + 2 * pair_P, a_P, mask=is_pair_P)
             tl.store(at + 2 * pair_P + 1, b_P, mask=is_pair_P)

@@ -12,22 +12,22 @@ _BLOCK = 1024
 
 # Shapes: T rows, D hidden channels, I intermediate channels.
 def add_and_norm(
-    x_TD: Tensor, added_TD: Tensor | None, *, weight_D: Tensor, floor: float, dtype: torch.dtype
+    x_TD: Tensor, addend_TD: Tensor | None, *, weight_D: Tensor, floor: float, dtype: torch.dtype
 ) -> Tensor:
-    """Adds `added_TD` to x in place; returns the norm of x (see `RmsNorm`)."""
+    """Adds `addend_TD` to x in place; returns the norm of x (see `RmsNorm`)."""
     assert x_TD.dim() == 2, "rows"
     assert x_TD.is_contiguous(), "the kernel reads one row after the other"
-    if added_TD is not None:
-        added_TD = added_TD.contiguous()
+    if addend_TD is not None:
+        addend_TD = addend_TD.contiguous()
     normed_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
     norm_kernel[(x_TD.shape[0],)](
         x_TD,
-        x_TD if added_TD is None else added_TD,
+        x_TD if addend_TD is None else addend_TD,
         weight_D,
         normed_TD,
         floor,
         WIDTH=x_TD.shape[1],
-        HAS_ADDED=added_TD is not None,
+        HAS_ADDED=addend_TD is not None,
         PADDED_WIDTH=triton.next_power_of_2(x_TD.shape[1]),
         num_warps=8 if x_TD.shape[1] > _BLOCK else 4,
         **launch_options(x_TD.device),

@@ -43,7 +43,7 @@ class Norms:
             "mlp_norm": self.before_mlp,
             "mlp_post_norm": self.after_mlp,
         }
-        return {part: name for part, name in names.items() if name is not None}
+        return {parameter: name for parameter, name in names.items() if name is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,8 @@ def window_in_upper_layers(fields: ConfigFields, num_layers: int) -> tuple[int |
     `layer_types` is absent."""
     is_off = fields.says_null("sliding_window") or not fields.flag("use_sliding_window")
     window = None if is_off else fields.integer("sliding_window")
-    given = fields.optional_integer("max_window_layers")
-    first = 28 if given is None else given
+    max_window_layers = fields.optional_integer("max_window_layers")
+    first = 28 if max_window_layers is None else max_window_layers
     return _by_type(fields, window, num_layers) or tuple(
         window if layer >= first else None for layer in range(num_layers)
     )
@@ -55,9 +55,9 @@ def window_in_all_but_every_nth_layer(
     by_type = _by_type(fields, window, num_layers)
     if by_type is None and window is None:
         raise fields.error("sliding_window", expected="a window, or layer_types that need none")
-    every = fields.integer("sliding_window_pattern")
+    pattern = fields.integer("sliding_window_pattern")
     return by_type or tuple(
-        None if layer % every == 0 else window for layer in range(1, num_layers + 1)
+        None if layer % pattern == 0 else window for layer in range(1, num_layers + 1)
     )
 
 
@@ -69,15 +69,15 @@ def _by_type(
     layer_types = fields.get("layer_types")
     if layer_types is None:
         return None
-    known = {"full_attention": None, "attention": None, "sliding_attention": window}
+    window_of = {"full_attention": None, "attention": None, "sliding_attention": window}
     if (
         not isinstance(layer_types, list)
         or len(layer_types) != num_layers
-        or not all(isinstance(kind, str) and kind in known for kind in layer_types)
+        or not all(isinstance(kind, str) and kind in window_of for kind in layer_types)
     ):
         raise fields.error(
             "layer_types", expected=f"{num_layers} of full_attention, sliding_attention"
         )
     if window is None and "sliding_attention" in layer_types:
         raise fields.error("layer_types", expected="full_attention only: no window is configured")
-    return tuple(known[str(kind)] for kind in layer_types)
+    return tuple(window_of[str(kind)] for kind in layer_types)

@@ -97,7 +97,7 @@ class ExitHead:
         page_size: int,
     ) -> "ExitHead":
         """Packs a head's present weights for drafting; later training does not reach them."""
-        parts = HeadParts(
+        parameters = HeadParts(
             config=head.config,
             layer=deepcopy(head.layer),
             norm_D=head.norm_D.detach().clone(),
@@ -105,7 +105,7 @@ class ExitHead:
             vocab_ids_V=head.draft_tokens,
         )
         weights = HeadWeights.of(
-            parts,
+            parameters,
             group=SingleGroup(),
             identity=None,
             dtype=dtype,
@@ -139,8 +139,8 @@ class ExitHead:
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Returns draft logits [T, V] float32 of hidden states that `forward` returned."""
-        mine_TV = self._logits_head(hidden_TD)
-        return joined_over_ranks(mine_TV, self._group, count=self.vocab_size)
+        local_TV = self._logits_head(hidden_TD)
+        return joined_over_ranks(local_TV, self._group, count=self.vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class HeadWeights:
         for one that the group's ranks cannot share.
         """
         folder, group = Path(folder), group or SingleGroup()
-        parts = HeadParts.read(
+        parameters = HeadParts.read(
             folder,
             target=target,
             target_path=Path(target_path),
@@ -181,7 +181,7 @@ class HeadWeights:
             size=group.size,
         )
         return cls.of(
-            parts,
+            parameters,
             group=group,
             identity=HeadIdentity.of(folder) if group.size > 1 else None,
             dtype=dtype,
@@ -192,7 +192,7 @@ class HeadWeights:
     @classmethod
     def of(
         cls,
-        parts: HeadParts,
+        parameters: HeadParts,
         *,
         group: TensorGroup,
         identity: HeadIdentity | None,
@@ -202,9 +202,9 @@ class HeadWeights:
     ) -> Self:
         """Packs the parts of a head."""
         packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
-        config, spec = parts.config, parts.config.layer
-        weights = parts.layer.requires_grad_(False).to(device, packer.weight_dtype)
-        norm_D = parts.norm_D.to(device, packer.weight_dtype)
+        config, spec = parameters.config, parameters.config.layer
+        weights = parameters.layer.requires_grad_(False).to(device, packer.weight_dtype)
+        norm_D = parameters.norm_D.to(device, packer.weight_dtype)
         norm = RmsNorm.before_logits(norm_D, spec, dtype=packer.compute_dtype)
         layers = LoadedLayers.of(
             [weights.layer(packer.pack, group, dtype=packer.compute_dtype)],
@@ -216,7 +216,7 @@ class HeadWeights:
         )
         logits_head = LogitsHead(
             norm,
-            packer.pack(parts.lm_head_VD),
+            packer.pack(parameters.lm_head_VD),
             softcap=spec.traits.logit_softcap,
             packer=packer,
             numerics=numerics,
@@ -224,7 +224,7 @@ class HeadWeights:
         packer.report(f"exit_head after_layer={config.exit_layer}")
         return cls(
             config=config,
-            vocab_ids_V=parts.vocab_ids_V.to(device),
+            vocab_ids_V=parameters.vocab_ids_V.to(device),
             layers=layers,
             logits_head=logits_head,
             group=group,

@@ -102,8 +102,8 @@ class HeadConfig:
         config = read_json(file)
         _expect(file, "speculators_model_type", config.get("speculators_model_type"), MODEL_TYPE)
         identity = VerifierIdentity.of(target_path, target)
-        found_verifier = _object(config.get("speculators_config"), file, "speculators_config")
-        _require_same(file, _object(found_verifier.get("verifier"), file, "verifier"), identity)
+        speculators_config = _object(config.get("speculators_config"), file, "speculators_config")
+        _require_same(file, _object(speculators_config.get("verifier"), file, "verifier"), identity)
         exit_layer = config.get("exit_layer")
         if not isinstance(exit_layer, int) or not 0 < exit_layer < target.num_layers:
             raise CheckpointError(
@@ -179,13 +179,13 @@ def single_layer_config(config: Mapping[str, object], target: ModelSpec) -> dict
     return single
 
 
-def _require_same(file: Path, found: Mapping[str, object], expected: VerifierIdentity) -> None:
+def _require_same(file: Path, verifier: Mapping[str, object], expected: VerifierIdentity) -> None:
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
-        _expect(file, f"verifier {key}", found.get(key), getattr(expected, key))
-    if found.get("sha256") != expected.sha256:
+        _expect(file, f"verifier {key}", verifier.get(key), getattr(expected, key))
+    if verifier.get("sha256") != expected.sha256:
         raise CheckpointError(
             file=file,
-            found=f"a head made for {found.get('name_or_path')!r}",
+            found=f"a head made for {verifier.get('name_or_path')!r}",
             expected=f"one made for {expected.name_or_path!r}: the hashes of config.json and "
             "tokenizer.json differ",
             advice="train a head for this target with `eesd distill`, or configure the right one",
@@ -215,10 +215,10 @@ class HeadIdentity:
         return cls(folder=str(folder), sha256=head_digest(folder))
 
 
-def _expect(file: Path, what: str, found: object, expected: object) -> None:
-    if found != expected:
+def _expect(file: Path, what: str, actual: object, expected: object) -> None:
+    if actual != expected:
         raise CheckpointError(
-            file=file, found=f"{what} {found!r}", expected=f"{expected!r} to fit the target"
+            file=file, found=f"{what} {actual!r}", expected=f"{expected!r} to fit the target"
         )
 
 
@@ -231,8 +231,8 @@ def _object(value: object, file: Path, what: str) -> Mapping[str, object]:
 def _kind(value: object, file: Path) -> HeadKind:
     for kind in get_args(HeadKind):
         if value == kind:
-            known: HeadKind = kind
-            return known
+            head_kind: HeadKind = kind
+            return head_kind
     raise CheckpointError(
         file=file, found=f"head_type {value!r}", expected=f"one of {', '.join(get_args(HeadKind))}"
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.heads.head_config import HeadConfig
 from eesd_dist.model.layers.layer import LayerWeights
-from eesd_dist.model.parallel import Shard, part_of
+from eesd_dist.model.parallel import Shard, rank_range
 from eesd_dist.model.span import read_lm_head
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import SINGLE_FILE, Checkpoint, Shapes, warn_of_unused
@@ -48,7 +48,7 @@ class HeadParts:
     ) -> Self:
         config = HeadConfig.read(folder, target=target, target_path=target_path)
         shard = Shard.of(config.layer, rank=rank, size=size)
-        rows = part_of(config.draft_vocab_size, rank, size)
+        rows = rank_range(config.draft_vocab_size, rank, size)
         width = target.hidden_size
         with Checkpoint(folder) as checkpoint:
             layer = LayerWeights.read(checkpoint, LAYER_PREFIX, config.layer, shard, dtype)

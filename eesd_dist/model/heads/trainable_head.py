@@ -113,15 +113,15 @@ class TrainableExitHead(nn.Module):
         cls, folder: Path, *, target: ModelSpec, target_path: Path, dtype: DType = "float32"
     ) -> Self:
         """Raises CheckpointError for a head that is damaged or does not fit the target."""
-        parts = HeadParts.read(
+        parameters = HeadParts.read(
             folder, target=target, target_path=target_path, dtype=TORCH_DTYPES[dtype]
         )
         return cls(
-            parts.config,
-            parts.layer,
-            norm_D=parts.norm_D,
-            lm_head_VD=parts.lm_head_VD,
-            vocab_ids_V=parts.vocab_ids_V,
+            parameters.config,
+            parameters.layer,
+            norm_D=parameters.norm_D,
+            lm_head_VD=parameters.lm_head_VD,
+            vocab_ids_V=parameters.vocab_ids_V,
         )
 
     def training_forward(self, hidden_BLD: Tensor) -> Tensor:

@@ -151,8 +151,8 @@ class CompiledLayers:
 
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
         self._pages = tuple(pages)
-        self._table[:, PAGES] = [one.parts_PKX.data_ptr() for one in pages]
-        self._table[:, WINDOW] = [one.shape.window or 0 for one in pages]
+        self._table[:, PAGES] = [layer_pages.pages_PKX.data_ptr() for layer_pages in pages]
+        self._table[:, WINDOW] = [layer_pages.shape.window or 0 for layer_pages in pages]
 
     def forward(
         self, hidden_TD: Tensor, rows: RowPlan, *, after_layer: AfterLayer | None = None
@@ -161,16 +161,16 @@ class CompiledLayers:
         x_TD = self._padded(hidden_TD)
         is_whole = self._widths.hidden == self._hidden_size
         result_TD = x_TD if is_whole else x_TD.narrow(1, 0, self._hidden_size)
-        is_alone, end_half = self._group.size == 1, 2 * len(self._layers)
-        halves = 1 if not is_alone else end_half if after_layer is None else 2
+        is_single_rank, end_half = self._group.size == 1, 2 * len(self._layers)
+        halves = 1 if not is_single_rank else end_half if after_layer is None else 2
         scratch = self.call_over(len(x_TD)).scratch._replace(x=x_TD.data_ptr())
         run = partial(self._run, rows.arrays, scratch)
         is_pending = False
         for first in range(0, end_half, halves):
             end = first + halves
             is_finished = end == end_half or (end % 2 == 0 and after_layer is not None)
-            run(first, end, is_pending, is_finished and is_alone)
-            if not is_alone:
+            run(first, end, is_pending, is_finished and is_single_rank)
+            if not is_single_rank:
                 self._sum_over_ranks(scratch, len(x_TD))
                 if is_finished:
                     run(end, end, True, True)
@@ -189,7 +189,7 @@ class CompiledLayers:
         return self._hidden_size
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_rank(self) -> bool:
         """True if no other rank has a part of these layers."""
         return self._group.size == 1
 
@@ -209,22 +209,22 @@ class CompiledLayers:
             return self._call_over(1 << max(num_rows - 1, 0).bit_length())
 
     def _call_over(self, capacity: int) -> LayersCall:
-        known = self._calls.get(capacity)
-        if known is not None:
-            return known
+        cached = self._calls.get(capacity)
+        if cached is not None:
+            return cached
         scratch, size = _laid_out(self._row_bytes, capacity, first=self._memory.data_ptr())
         if size > len(self._memory):
             self._memory = torch.zeros(size, dtype=torch.uint8)
             self._calls.clear()
             scratch, _ = _laid_out(self._row_bytes, capacity, first=self._memory.data_ptr())
-        found = self._calls[capacity] = LayersCall(
+        call = self._calls[capacity] = LayersCall(
             geometry=self._geometry,
             widths=self._widths,
             norms=self._norms,
             scratch=scratch,
             table=self._table,
         )
-        return found
+        return call
 
     def _padded(self, hidden_TD: Tensor) -> Tensor:
         """Returns a copy of the rows with zeros up to a whole block."""
@@ -261,11 +261,11 @@ class CompiledLayers:
 
     def _sum_over_ranks(self, scratch: Scratch, num_rows: int) -> None:
         """Sums what the half adds, in place."""
-        start, size = scratch.added - self._memory.data_ptr(), num_rows * self._row_bytes["added"]
-        mine_TD = self._memory[start : start + size].view(torch.float32).view(num_rows, -1)
-        total_TD = self._group.all_reduce(mine_TD)
-        if total_TD.data_ptr() != mine_TD.data_ptr():
-            mine_TD.copy_(total_TD)
+        start, size = scratch.addend - self._memory.data_ptr(), num_rows * self._row_bytes["addend"]
+        local_TD = self._memory[start : start + size].view(torch.float32).view(num_rows, -1)
+        total_TD = self._group.all_reduce(local_TD)
+        if total_TD.data_ptr() != local_TD.data_ptr():
+            local_TD.copy_(total_TD)
 
     def _bytes_of_rows(self, output: PackedProduct) -> dict[str, int]:
         widths = self._widths
@@ -273,9 +273,9 @@ class CompiledLayers:
         wide = max(widths.heads, 2 * widths.channels) + BLOCK
         return {
             "x": widths.hidden * _FLOAT_BYTES,
-            "inputs": row_bytes(inputs, bytes_each=widths.bytes_per_input),
-            "wide": row_bytes(wide, bytes_each=_FLOAT_BYTES),
-            "added": widths.hidden * _FLOAT_BYTES,
+            "inputs": row_bytes(inputs, value_bytes=widths.bytes_per_input),
+            "wide": row_bytes(wide, value_bytes=_FLOAT_BYTES),
+            "addend": widths.hidden * _FLOAT_BYTES,
             "angles": 2 * in_blocks(widths.turned) * _FLOAT_BYTES,
         }
 
@@ -306,12 +306,14 @@ class CompiledLayers:
         return x.data_ptr()
 
 
-def _laid_out(bytes_each: Mapping[str, int], num_rows: int, *, first: int) -> tuple[Scratch, int]:
+def _laid_out(
+    bytes_per_row: Mapping[str, int], num_rows: int, *, first: int
+) -> tuple[Scratch, int]:
     """Returns the places of so many rows of each kind, one kind after the other, and their size in
     bytes. Each begins at a multiple of a cache line."""
     places: dict[str, int] = {}
     size = 0
-    for name, row_size in bytes_each.items():
+    for name, row_size in bytes_per_row.items():
         places |= {name: first + size, f"{name}_bytes": row_size}
         size += -(-num_rows * row_size // 64) * 64
     return Scratch(**places), size
@@ -327,6 +329,6 @@ def layers_kernel() -> Callable[..., None]:
     return kernel(run_layers, *_PARTS)
 
 
-def is_layers_kernel_kept() -> bool:
+def is_layers_kernel_cached() -> bool:
     """Returns whether the kernel need not be compiled."""
     return is_kept(run_layers, *_PARTS)

@@ -55,7 +55,7 @@ class CudaLayers:
         self._layers = tuple(layers)
         # Views of the tables, which layers share.
         self._rotations = [torch.view_as_real(table_SP).flatten(1) for table_SP in rotations]
-        self.is_alone = all(layer.output.group.size == 1 for layer in layers)
+        self.is_single_rank = all(layer.output.group.size == 1 for layer in layers)
         """True if one rank has the whole layers."""
         device = rotations[0].device
         self._graphs: Graphs[tuple[int, Tiling], Tensor] = Graphs(device, name="layers")
@@ -64,7 +64,7 @@ class CudaLayers:
 
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
         """Reads and writes these pages from now on."""
-        self._attention = [_on_gpu(part) for part in pages]
+        self._attention = [_on_gpu(layer_pages) for layer_pages in pages]
         self._graphs.by_key.clear()
         # Layers with a window have kernels of their own. Compared while weights are loaded, not in
         # a round.
@@ -76,19 +76,19 @@ class CudaLayers:
     ) -> Tensor:
         """`after_layer` is called with the number of layers done and the rows after them."""
         num_rows = rows.num_rows
-        has_graphs = self.is_alone and self._graphs.has_room
+        has_graphs = self.is_single_rank and self._graphs.has_room
         if after_layer is not None or num_rows > GRAPH_ROWS[-1] or not has_graphs:
             tiles = self.tiles(rows.arrays)
-            placed = self._attention[0].placed(rows.arrays, num_padded=num_rows, tiles=tiles)
-            return self.run(hidden_TD.to(self._rows_TD.dtype, copy=True), placed, after_layer)
+            device_rows = self._attention[0].placed(rows.arrays, num_padded=num_rows, tiles=tiles)
+            return self.run(hidden_TD.to(self._rows_TD.dtype, copy=True), device_rows, after_layer)
         num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
         tiles = self.tiles(rows.arrays)
         self._graphs.upload(packed_rows(rows.arrays, tiles, num_padded))
         self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
-        placed = DeviceRows(self._graphs.numbers, num_padded, tiles.tiling)
+        device_rows = DeviceRows(self._graphs.numbers, num_padded, tiles.tiling)
         x_TD = self._rows_TD.narrow(0, 0, num_padded)
         out_TD = self._graphs.run(
-            (num_padded, tiles.tiling), lambda: self.run(x_TD.clone(), placed)
+            (num_padded, tiles.tiling), lambda: self.run(x_TD.clone(), device_rows)
         )
         return out_TD.narrow(0, 0, num_rows).clone()
 
@@ -101,11 +101,11 @@ class CudaLayers:
 
     def run(self, x_TD: Tensor, rows: DeviceRows, after_layer: AfterLayer | None = None) -> Tensor:
         """Launches the kernels one by one; overwrites x."""
-        added_TD: Tensor | None = None
+        addend_TD: Tensor | None = None
         for done, (layer, attention, rotation_SC) in enumerate(
             zip(self._layers, self._attention, self._rotations, strict=True), start=1
         ):
-            input_TD = _add_and_norm(layer.attention_norm, x_TD, added_TD)
+            input_TD = _add_and_norm(layer.attention_norm, x_TD, addend_TD)
             heads_THE = layer.qkv(input_TD).view(x_TD.shape[0], -1, layer.head_dim)
             norm = layer.head_norm
             if isinstance(norm, JointNorm):
@@ -118,21 +118,21 @@ class CudaLayers:
                 norm_HE=None if norm is None else norm.weight_HE,
                 norm_eps=0.0 if norm is None else norm.eps,
             )
-            added_TD = layer.output(attention.attend_rows(rows, heads_THE))
-            gate_up = layer.mlp.gate_up(_add_and_norm(layer.mlp_norm, x_TD, added_TD))
-            added_TD = layer.mlp.down(
+            addend_TD = layer.output(attention.attend_rows(rows, heads_THE))
+            gate_up = layer.mlp.gate_up(_add_and_norm(layer.mlp_norm, x_TD, addend_TD))
+            addend_TD = layer.mlp.down(
                 activated(gate_up, is_silu=layer.mlp.activation.name == SILU.name)
             )
             if after_layer is not None:
-                after_layer(done, x_TD + added_TD)
-        return x_TD if added_TD is None else x_TD + added_TD
+                after_layer(done, x_TD + addend_TD)
+        return x_TD if addend_TD is None else x_TD + addend_TD
 
 
-def _add_and_norm(norm: RmsNorm | None, x_TD: Tensor, added_TD: Tensor | None) -> Tensor:
-    """Adds `added_TD` to x in place; returns the norm of x, or x without one."""
+def _add_and_norm(norm: RmsNorm | None, x_TD: Tensor, addend_TD: Tensor | None) -> Tensor:
+    """Adds `addend_TD` to x in place; returns the norm of x, or x without one."""
     if norm is not None:
-        return norm.added(x_TD, added_TD)
-    return x_TD if added_TD is None else x_TD.add_(added_TD)
+        return norm.added(x_TD, addend_TD)
+    return x_TD if addend_TD is None else x_TD.add_(addend_TD)
 
 
 class NumberBuffer:

@@ -130,16 +130,16 @@ class LayerWeights(nn.Module):
 
     def layer(self, pack: Pack, group: TensorGroup, *, dtype: torch.dtype) -> DecoderLayer:
         """Builds the layer from the products that `pack` makes of these weights."""
-        parts, traits = self.parts, self._spec.traits
+        parameters, traits = self.parts, self._spec.traits
 
         def packed(name: str) -> Linear:
-            bias = parts.get(f"{name}_bias")
-            return pack(parts[f"{name}_weight"], bias)
+            bias = parameters.get(f"{name}_bias")
+            return pack(parameters[f"{name}_weight"], bias)
 
-        def normed(part: str, *, scale: float = 1.0) -> RmsNorm | None:
-            if part not in parts:
+        def normed(name: str, *, scale: float = 1.0) -> RmsNorm | None:
+            if name not in parameters:
                 return None
-            return RmsNorm.of(parts[part], self._spec, dtype=dtype, scale=scale)
+            return RmsNorm.of(parameters[name], self._spec, dtype=dtype, scale=scale)
 
         def added(name: str, norm: str) -> Added:
             scale = traits.residual_scale
@@ -182,45 +182,45 @@ class LayerWeights(nn.Module):
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """Returns these parameters with the names and the order of a Hugging Face checkpoint."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for kind in ("weight", "bias"):
-            found |= self._attention_tensors(kind)
+            tensors |= self._attention_tensors(kind)
             for fused, names in (("gate_up", ("gate_proj", "up_proj")), ("down", ("down_proj",))):
                 if f"{fused}_{kind}" in self.parts:
-                    pieces = self.parts[f"{fused}_{kind}"].chunk(len(names))
-                    found |= {
-                        f"mlp.{name}.{kind}": piece
-                        for name, piece in zip(names, pieces, strict=True)
+                    matrices = self.parts[f"{fused}_{kind}"].chunk(len(names))
+                    tensors |= {
+                        f"mlp.{name}.{kind}": matrix
+                        for name, matrix in zip(names, matrices, strict=True)
                     }
         if self._spec.traits.fused_projections:
-            found = _fused(found)
-        for part, name in self._spec.traits.norms.names().items():
-            found[f"{name}.weight"] = self.parts[part]
+            tensors = _fused(tensors)
+        for parameter, name in self._spec.traits.norms.names().items():
+            tensors[f"{name}.weight"] = self.parts[parameter]
         for name in ("q_norm", "k_norm"):
             if name in self.parts:
                 weight = separate_pairs(self.parts[name], self._spec.ropes[0])
                 if name == "q_norm" and self._spec.traits.joint_qk_norm:
                     dim, num_kv, per_kv = self._spec.head_dim, self._num_kv, self._queries_per_kv
                     weight = _swap_heads(weight, per_kv, num_kv, dim)
-                found[f"self_attn.{name}.weight"] = weight
-        return {prefix + name: tensor.detach().contiguous() for name, tensor in found.items()}
+                tensors[f"self_attn.{name}.weight"] = weight
+        return {prefix + name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
     def _attention_tensors(self, kind: str) -> dict[str, Tensor]:
         dim, num_kv, per_kv = self._spec.head_dim, self._num_kv, self._queries_per_kv
-        found = {}
+        tensors = {}
         if f"qkv_{kind}" in self.parts:
             sizes = [per_kv * num_kv * dim, num_kv * dim, num_kv * dim]
             q, k, v = self.parts[f"qkv_{kind}"].split(sizes)
             q = separate_pairs(q, self._spec.ropes[0])
-            found["self_attn.q_proj"] = _swap_heads(q, per_kv, num_kv, dim)
-            found["self_attn.k_proj"] = separate_pairs(k, self._spec.ropes[0])
-            found["self_attn.v_proj"] = v
+            tensors["self_attn.q_proj"] = _swap_heads(q, per_kv, num_kv, dim)
+            tensors["self_attn.k_proj"] = separate_pairs(k, self._spec.ropes[0])
+            tensors["self_attn.v_proj"] = v
         if kind == "weight":
             columns = self.parts["output_weight"].t()
-            found["self_attn.o_proj"] = _swap_heads(columns, per_kv, num_kv, dim).t()
+            tensors["self_attn.o_proj"] = _swap_heads(columns, per_kv, num_kv, dim).t()
         elif "output_bias" in self.parts:
-            found["self_attn.o_proj"] = self.parts["output_bias"]
-        return {f"{name}.{kind}": tensor for name, tensor in found.items()}
+            tensors["self_attn.o_proj"] = self.parts["output_bias"]
+        return {f"{name}.{kind}": tensor for name, tensor in tensors.items()}
 
 
 _FUSED = {
@@ -229,13 +229,13 @@ _FUSED = {
 }
 
 
-def _fused(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors with one matrix where a checkpoint has the rows of several together."""
-    fused = dict(found)
-    for name, parts in _FUSED.items():
+    fused = dict(tensors)
+    for name, projections in _FUSED.items():
         for kind in ("weight", "bias"):
-            if f"{parts[0]}.{kind}" in fused:
-                rows = [fused.pop(f"{part}.{kind}") for part in parts]
+            if f"{projections[0]}.{kind}" in fused:
+                rows = [fused.pop(f"{projection}.{kind}") for projection in projections]
                 fused[f"{name}.{kind}"] = torch.cat(rows)
     return fused
 
@@ -259,11 +259,11 @@ class _LayerReader:
     def tensors(self) -> dict[str, Tensor]:
         spec, dim, traits = self.spec, self.spec.head_dim, self.spec.traits
         hidden = (spec.hidden_size,)
-        found = {
-            part: self._vector(f"{name}.weight", spec.hidden_size)
-            for part, name in traits.norms.names().items()
+        tensors = {
+            parameter: self._vector(f"{name}.weight", spec.hidden_size)
+            for parameter, name in traits.norms.names().items()
         }
-        found |= {
+        tensors |= {
             "qkv_weight": self._qkv("weight", hidden),
             "output_weight": self._output_weight(),
             "gate_up_weight": self._gate_up("weight", hidden),
@@ -274,23 +274,23 @@ class _LayerReader:
             ),
         }
         if traits.qkv_bias:
-            found["qkv_bias"] = self._qkv("bias", ())
+            tensors["qkv_bias"] = self._qkv("bias", ())
         if traits.mlp_bias:
-            found["gate_up_bias"] = self._gate_up("bias", ())
+            tensors["gate_up_bias"] = self._gate_up("bias", ())
         if traits.output_bias and self.shard.adds_bias:
-            found["output_bias"] = self._vector("self_attn.o_proj.bias", spec.hidden_size)
+            tensors["output_bias"] = self._vector("self_attn.o_proj.bias", spec.hidden_size)
         if traits.mlp_bias and self.shard.adds_bias:
-            found["down_bias"] = self._vector("mlp.down_proj.bias", spec.hidden_size)
+            tensors["down_bias"] = self._vector("mlp.down_proj.bias", spec.hidden_size)
         if traits.qk_norm:
             counts = (spec.num_heads, spec.num_kv_heads) if traits.joint_qk_norm else (1, 1)
             for name, count in zip(("q_norm", "k_norm"), counts, strict=True):
                 weight = self._vector(f"self_attn.{name}.weight", count * dim)
-                found[name] = interleave_pairs(weight, spec.ropes[0])
+                tensors[name] = interleave_pairs(weight, spec.ropes[0])
         if traits.joint_qk_norm:
-            found["q_norm"] = _swap_heads(
-                found["q_norm"], spec.num_kv_heads, spec.queries_per_kv, dim
+            tensors["q_norm"] = _swap_heads(
+                tensors["q_norm"], spec.num_kv_heads, spec.queries_per_kv, dim
             )
-        return found
+        return tensors
 
     def _qkv(self, kind: str, inner: tuple[int, ...]) -> Tensor:
         q = interleave_pairs(self._heads("q", kind, inner), self.spec.ropes[0])
@@ -354,15 +354,15 @@ class _LayerReader:
         )
 
 
-def _rows_of(parts: Sequence[Tensor]) -> Tensor:
+def _rows_of(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the parts one below the other, in memory of its own.
 
     `torch.cat` does the same, but for tensors on `meta`, of which sizes are counted, it imports
     torch._dynamo: 1.2 s of CPU and 820 modules in every worker.
     """
-    joined = parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
+    stacked = tensors[0].new_empty(sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
     rows = 0
-    for part in parts:
-        joined[rows : rows + len(part)] = part
-        rows += len(part)
-    return joined
+    for tensor in tensors:
+        stacked[rows : rows + len(tensor)] = tensor
+        rows += len(tensor)
+    return stacked

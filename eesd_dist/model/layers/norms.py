@@ -56,13 +56,13 @@ class RmsNorm:
             return self._normed(x_TD.float()).to(self._dtype)
         return self._normed(x_TD)
 
-    def added(self, x_TD: Tensor, added_TD: Tensor | None) -> Tensor:
-        """Adds `added_TD` to x in place and returns the norm of x, in one launch on a GPU."""
+    def added(self, x_TD: Tensor, addend_TD: Tensor | None) -> Tensor:
+        """Adds `addend_TD` to x in place and returns the norm of x, in one launch on a GPU."""
         from eesd_dist.model.cuda.rows import add_and_norm
 
         return add_and_norm(
-            x_TD if added_TD is not None else x_TD.contiguous(),
-            added_TD,
+            x_TD if addend_TD is not None else x_TD.contiguous(),
+            addend_TD,
             weight_D=self.scaled_weight_D,
             floor=self.floor,
             dtype=self._dtype,

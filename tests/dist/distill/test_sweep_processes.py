@@ -27,12 +27,12 @@ def test_every_combination_is_trained_measured_and_not_tried_twice(tmp_path: Pat
     out = tmp_path / "out"
     plain = Combination(exit_layer=1, head="own")
     truncated = Combination(exit_layer=1, head="truncated")
-    asked = sweep_request(target, tmp_path / "features", out, plain)
-    sweep(asked, executor=LocalExecutor(), say=say_nothing)
+    request = sweep_request(target, tmp_path / "features", out, plain)
+    sweep(request, executor=LocalExecutor(), say=say_nothing)
     first = (out / plain.name / "evaluation.json").read_text()
 
     report = sweep(
-        replace(asked, combinations=(plain, truncated)), executor=LocalExecutor(), say=say_nothing
+        replace(request, combinations=(plain, truncated)), executor=LocalExecutor(), say=say_nothing
     )
 
     assert (out / plain.name / "evaluation.json").read_text() == first
@@ -52,7 +52,7 @@ def test_every_combination_is_trained_measured_and_not_tried_twice(tmp_path: Pat
 
     with pytest.raises(ConfigError, match="was begun with draft_vocab 48, now asked for 32"):
         sweep(
-            replace(asked, options=replace(asked.options, draft_vocab=32)),
+            replace(request, options=replace(request.options, draft_vocab=32)),
             executor=LocalExecutor(),
             say=say_nothing,
         )

@@ -57,9 +57,9 @@ def wait_for_steps(run: Path, num_rows: int, process: "subprocess.Popen[str]") -
 
 
 def ends_well(process: "subprocess.Popen[str]") -> None:
-    _, said = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, said
-    assert "Warning" not in said, said
+    _, output = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output
+    assert "Warning" not in output, output
 
 
 def test_a_run_killed_twice_has_the_curve_and_the_head_of_one_that_was_not(
@@ -81,9 +81,9 @@ def test_a_run_killed_twice_has_the_curve_and_the_head_of_one_that_was_not(
     last = start(tmp_path, "killed")
     ends_well(last)
     ends_well(undisturbed)
-    found, expected = log_of(run), log_of(tmp_path / "whole" / "run")
-    assert found == expected
-    assert [row["step"] for row in found] == list(range(0, STEPS + 1, 2))
+    log_rows, expected = log_of(run), log_of(tmp_path / "whole" / "run")
+    assert log_rows == expected
+    assert [row["step"] for row in log_rows] == list(range(0, STEPS + 1, 2))
     head, twin = (
         load_file(tmp_path / name / "head" / "model.safetensors") for name in ("killed", "whole")
     )

@@ -33,13 +33,15 @@ class BothRanks:
     """The batches of both ranks as one: what one process reads to take the steps of two."""
 
     def __init__(self, store: FeatureStore, **options: Any) -> None:
-        of_two = {**options, "num_ranks": 2}
-        self._readers = [BatchReader(store, **{**of_two, "rank": rank}) for rank in range(2)]
+        rank_options = {**options, "num_ranks": 2}
+        self._readers = [BatchReader(store, **{**rank_options, "rank": rank}) for rank in range(2)]
 
     def batches(self, start: Position) -> Iterator[PlannedBatch]:
-        for parts in zip(*(reader.batches(start) for reader in self._readers), strict=True):
-            assert parts[0].after == parts[1].after
-            yield PlannedBatch(rows=[*parts[0].rows, *parts[1].rows], after=parts[0].after)
+        for rank_batches in zip(*(reader.batches(start) for reader in self._readers), strict=True):
+            assert rank_batches[0].after == rank_batches[1].after
+            yield PlannedBatch(
+                rows=[*rank_batches[0].rows, *rank_batches[1].rows], after=rank_batches[0].after
+            )
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +65,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, TrainRequest]
             **{"head": "truncated", "draft_vocab": 60, **changed},
         )
 
-    one = {"one": request("one"), "one, shared": request("one, shared", head="shared")}
-    two = {
+    single = {"one": request("one"), "one, shared": request("one, shared", head="shared")}
+    pairs = {
         f"two, stage {stage}": request(f"two, stage {stage}", workers=2, zero_stage=stage)
         for stage in range(4)
     }
-    two["two, shared, stage 3"] = request(
+    pairs["two, shared, stage 3"] = request(
         "two, shared, stage 3", workers=2, zero_stage=3, head="shared"
     )
-    processes = started(train_as_rank, folder / "rendezvous", list(two.values()))
-    for each in one.values():
-        with alone(each.options), pytest.MonkeyPatch.context() as patch:
+    processes = started(train_as_rank, folder / "rendezvous", list(pairs.values()))
+    for single_request in single.values():
+        with alone(single_request.options), pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "BatchReader", BothRanks)
-            train_rank(each, rank=0, world_size=1)
+            train_rank(single_request, rank=0, world_size=1)
     ended_well(processes)
-    return {**one, **two}
+    return {**single, **pairs}
 
 
 def started(work: Callable[..., None], rendezvous: Path, *inputs: object) -> list[SpawnProcess]:
@@ -107,15 +109,15 @@ def curve(request: TrainRequest) -> list[dict[str, Any]]:
 def test_two_processes_have_the_loss_curve_of_one(
     runs: Mapping[str, TrainRequest], stage: int
 ) -> None:
-    expected, found = curve(runs["one"]), curve(runs[f"two, stage {stage}"])
-    assert [row["step"] for row in found] == list(range(STEPS + 1))
-    for row, twin in zip(found, expected, strict=True):
+    expected, rows = curve(runs["one"]), curve(runs[f"two, stage {stage}"])
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    for row, twin in zip(rows, expected, strict=True):
         for name in FIGURES if row["step"] else ():
             assert row[name] == pytest.approx(twin[name], rel=1e-3, abs=1e-3)
         assert ("held_out" in row) == ("held_out" in twin)
         for name, figure in row.get("held_out", {}).items():
             assert figure == pytest.approx(twin["held_out"][name], rel=1e-3, abs=1e-3)
-    losses = [row["loss"] for row in found[1:]]
+    losses = [row["loss"] for row in rows[1:]]
     assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
 
 
@@ -130,11 +132,11 @@ def test_two_processes_have_the_loss_curve_of_one(
 def test_the_head_saved_at_stage_3_is_the_one_that_stage_0_saves(
     runs: Mapping[str, TrainRequest], name: str, twin: str
 ) -> None:
-    found = load_file(runs[name].out / "model.safetensors")
+    saved = load_file(runs[name].out / "model.safetensors")
     expected = load_file(runs[twin].out / "model.safetensors")
-    assert found.keys() == expected.keys()
+    assert saved.keys() == expected.keys()
     for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=0.0, atol=1e-4)
+        torch.testing.assert_close(saved[key], tensor, rtol=0.0, atol=1e-4)
 
 
 def test_stage_3_trains_the_head_alone(runs: Mapping[str, TrainRequest]) -> None:
@@ -164,8 +166,10 @@ def test_two_processes_that_died_go_on_to_the_same_head(
     ended_well(started(train_as_rank, tmp_path / "second", [request]))
     for row, twin in zip(curve(request), curve(whole), strict=True):
         assert {**row, "seconds": 0} == {**twin, "seconds": 0}
-    found, expected = (load_file(each.out / "model.safetensors") for each in (request, whole))
-    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    resumed, expected = (
+        load_file(train_request.out / "model.safetensors") for train_request in (request, whole)
+    )
+    assert all(torch.equal(resumed[key], tensor) for key, tensor in expected.items())
 
 
 def test_partitioned_state_is_not_resumed_by_another_number_of_processes(

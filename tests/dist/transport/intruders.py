@@ -34,10 +34,12 @@ def _links_of(process_id: int) -> Iterator[str]:
             yield os.readlink(f"{folder}/{name}")
 
 
-def scan(source: str, words: Words, victim: int, spared: Collection[int], told: Connection) -> None:
+def scan(
+    source: str, words: Words, victim: int, spared: Collection[int], reports: Connection
+) -> None:
     """Connects from `source` to every port at which the process `victim` listens, except the spared
     ones, over and over, and says what it has to say; `told` hears when it has begun."""
-    told.send("scanning")
+    reports.send("scanning")
     links: list[socket.socket] = []
     number = 0
     while True:
@@ -51,32 +53,32 @@ def scan(source: str, words: Words, victim: int, spared: Collection[int], told: 
         time.sleep(0.0005)
 
 
-def knock(source: str, at: Address, words: Words, times: int, told: Connection) -> None:
+def knock(source: str, at: Address, words: Words, times: int, reports: Connection) -> None:
     """Connects to one address a number of times, and stays."""
     links = []
     for number in range(times):
         links.append(_connect(source, at))
         time.sleep(0.05)
         _speak(links[-1], words, number)
-    told.send("knocked")
+    reports.send("knocked")
     time.sleep(60)
 
 
-def _connect(source: str, there: Address) -> socket.socket:
+def _connect(source: str, target: Address) -> socket.socket:
     """Does not wait for the connection, which may never come about."""
     link = socket.socket()
     link.bind((source, 0))
     link.setblocking(False)
-    assert link.connect_ex(there) in (0, errno.EINPROGRESS)
+    assert link.connect_ex(target) in (0, errno.EINPROGRESS)
     return link
 
 
 def _speak(link: socket.socket, words: Words, number: int) -> None:
-    said = {"garbage": b"\xa5" * 999, "pair numbers": struct.pack("=Q", number)}
+    payloads = {"garbage": b"\xa5" * 999, "pair numbers": struct.pack("=Q", number)}
     try:
         if words == "gone at once":
             link.close()
-        elif words in said:
-            link.send(said[words])
+        elif words in payloads:
+            link.send(payloads[words])
     except OSError:  # not connected
         return

@@ -50,9 +50,9 @@ def read(layers: list[Tensor], chunk: Chunk) -> Tensor:
 def write(layers: list[Tensor], chunk: Chunk, content_B: Tensor) -> None:
     num_pages = chunk.last_page - chunk.first_page
     sizes = [PAGE_BYTES[at] * num_pages for at in range(chunk.first_layer, chunk.last_layer)]
-    pieces = torch.split(content_B, sizes)
-    for x, piece in zip(layers[chunk.first_layer : chunk.last_layer], pieces, strict=True):
-        x[chunk.first_page : chunk.last_page] = piece.view(num_pages, -1)
+    blocks = torch.split(content_B, sizes)
+    for x, block in zip(layers[chunk.first_layer : chunk.last_layer], blocks, strict=True):
+        x[chunk.first_page : chunk.last_page] = block.view(num_pages, -1)
 
 
 def send(at: Address, *, dies_at: int | None = None, stops_at: int | None = None) -> None:
@@ -86,7 +86,7 @@ def send_damaged(at: Address, spoilt_byte: int) -> None:
     torch.set_num_threads(1)
     link = join_link(at, 0, timeout_s=20.0)
     layers = contents()
-    parts: list[Tensor] = []
+    messages: list[Tensor] = []
 
     class Recorder:
         """Records the first message that would be sent, and stops there."""
@@ -97,8 +97,8 @@ def send_damaged(at: Address, spoilt_byte: int) -> None:
         rank = 0
 
         def isend(self, x: Tensor, *, to: int, tag: Tag, operation: str) -> None:
-            parts.append(x.clone())
-            if len(parts) == 2:
+            messages.append(x.clone())
+            if len(messages) == 2:
                 raise InterruptedError
 
     with contextlib.suppress(InterruptedError):
@@ -110,13 +110,14 @@ def send_damaged(at: Address, spoilt_byte: int) -> None:
             number=NUMBER,
             timeout_s=20.0,
         )
-    header, content_B = parts
+    header, content_B = messages
     if spoilt_byte < len(header):
         header[spoilt_byte] ^= 1
     else:
         content_B[spoilt_byte - len(header)] ^= 1
     transfers = [
-        link.isend(part, to=1, tag=Tag.PAGES, operation="a damaged chunk") for part in parts
+        link.isend(message, to=1, tag=Tag.PAGES, operation="a damaged chunk")
+        for message in messages
     ]
     for transfer in transfers:
         transfer.finish(timeout_s=20.0)

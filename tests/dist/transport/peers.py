@@ -72,15 +72,15 @@ def join_verify_stage(at: Address, rank: int, *, timeout_s: float, size: int = 2
         size=size,
         timeout_s=timeout_s,
         join_timeout_s=20.0,
-        members=[f"verify rank {each}" for each in range(size)],
+        members=[f"verify rank {number}" for number in range(size)],
     )
 
 
 def join_threads(
-    size: int, *, timeout_s: float = 10.0, refused: RefusedConnections | None = None
+    size: int, *, timeout_s: float = 10.0, refusals: RefusedConnections | None = None
 ) -> list[ProcessGroup]:
     """Returns the ranks of one group, all in this process."""
-    host = StoreHost(refused=refused)
+    host = StoreHost(refused=refusals)
     groups: dict[int, ProcessGroup] = {}
 
     def join(rank: int) -> None:
@@ -93,7 +93,7 @@ def join_threads(
             size=size,
             timeout_s=timeout_s,
             join_timeout_s=20.0,
-            refused=refused,
+            refused=refusals,
         )
 
     in_threads(*(lambda rank=rank: join(rank) for rank in range(size)))
@@ -117,7 +117,7 @@ def fingerprint(header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None)
     tensors = [x for x in (hidden_TD, probs_KV) if x is not None]
     contents = [bytes(x.contiguous().view(-1).view(torch.uint8).numpy()) for x in tensors]
     texts = [repr(header).encode(), repr([(x.shape, x.dtype) for x in tensors]).encode()]
-    return [zlib.crc32(part) >> 1 for part in (*texts, *contents)]
+    return [zlib.crc32(content) >> 1 for content in (*texts, *contents)]
 
 
 def answer(header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> VerifyReply:
@@ -170,19 +170,21 @@ def lead_and_stall(at: Address, timeout_s: float) -> None:
     del stage  # kept until here: a garbage-collected group closes its connections
 
 
-def _telling(told: Connection, groups: Sequence[ProcessGroup], work: Callable[[], None]) -> None:
+def _telling(reports: Connection, groups: Sequence[ProcessGroup], work: Callable[[], None]) -> None:
     """Reports how and when the work ended; leaves its groups like the loop of a rank."""
     try:
         work()
-        told.send((time.monotonic(), None))
+        reports.send((time.monotonic(), None))
     except PeerLost as error:
-        told.send((time.monotonic(), error))
+        reports.send((time.monotonic(), error))
     finally:
         for group in groups:
             group.abort("the loop has ended")
 
 
-def lead_and_tell(at: Address, timeout_s: float, told: Connection, stop_in_round: int = 0) -> None:
+def lead_and_tell(
+    at: Address, timeout_s: float, reports: Connection, stop_in_round: int = 0
+) -> None:
     """Runs like `lead`, but freezes itself in the middle of one round."""
     torch.set_num_threads(1)
     channel = join_channel(at, 1, timeout_s=timeout_s)
@@ -201,11 +203,11 @@ def lead_and_tell(at: Address, timeout_s: float, told: Connection, stop_in_round
             source.reply(reply_with((views // 2).tolist(), round_id=received[0].round_id))
         share_close(stage)
 
-    _telling(told, [channel, stage], work)
+    _telling(reports, [channel, stage], work)
 
 
 def follow_and_tell(
-    at: Address, timeout_s: float, told: Connection, stop_in_round: int = 0
+    at: Address, timeout_s: float, reports: Connection, stop_in_round: int = 0
 ) -> None:
     """Tells rank 0 when it has the round in which rank 0 freezes itself."""
     torch.set_num_threads(1)
@@ -217,10 +219,10 @@ def follow_and_tell(
                 stage.send(torch.zeros(1), to=0, operation="telling rank 0")
             stage.all_reduce(torch.tensor(fingerprint(*received)))
 
-    _telling(told, [stage], work)
+    _telling(reports, [stage], work)
 
 
-def draft_and_stop(at: Address, timeout_s: float, told: Connection) -> None:
+def draft_and_stop(at: Address, timeout_s: float, reports: Connection) -> None:
     """Runs one round and freezes; once it is continued, runs another one."""
     torch.set_num_threads(1)
     group = join_channel(at, 0, timeout_s=timeout_s)
@@ -231,14 +233,14 @@ def draft_and_stop(at: Address, timeout_s: float, told: Connection) -> None:
             channel.send(header(round_id, epoch=1), hidden())
             channel.receive()
             if round_id == 1:
-                told.send("frozen")
+                reports.send("frozen")
                 os.kill(os.getpid(), signal.SIGSTOP)
         channel.close()
 
-    _telling(told, [group], work)
+    _telling(reports, [group], work)
 
 
-def host_store(told: Connection) -> None:
+def host_store(reports: Connection) -> None:
     host = StoreHost()
-    told.send(host.at)
+    reports.send(host.at)
     time.sleep(60)

@@ -51,11 +51,11 @@ def test_a_round_of_any_form_and_its_reply_cross_two_processes(at: Address) -> N
     ]
     with peer_process(verify, at, 10.0) as process:
         channel = DistVerifyChannel(join_channel(at, 0, timeout_s=10.0))
-        for sent in rounds:
-            assert channel.send(*sent) >= sum(x.nbytes for x in sent[1:] if x is not None)
+        for message in rounds:
+            assert channel.send(*message) >= sum(x.nbytes for x in message[1:] if x is not None)
             reply = channel.receive()
-            assert reply.round_id == sent[0].round_id
-            assert reply.tokens.tolist() == fingerprint(*sent)
+            assert reply.round_id == message[0].round_id
+            assert reply.tokens.tolist() == fingerprint(*message)
             assert reply.verify_s == 0.25
         channel.close()
         process.join(10)
@@ -139,12 +139,12 @@ def test_followers_see_every_round_that_rank_0_sees(at: Address) -> None:
         peer_process(follow, at, 10.0) as follower,
     ):
         channel = DistVerifyChannel(join_channel(at, 0, timeout_s=10.0))
-        for sent in (
+        for message in (
             (header(1, epoch=1), hidden(4), None),
             (header(2, epoch=1), hidden(4, 5000), torch.rand(3, 6000)),
         ):
-            channel.send(*sent)
-            assert channel.receive().tokens.tolist() == fingerprint(*sent)
+            channel.send(*message)
+            assert channel.receive().tokens.tolist() == fingerprint(*message)
         channel.close()
         for process in (leader, follower):
             process.join(10)

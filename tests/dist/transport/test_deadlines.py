@@ -57,9 +57,9 @@ def freeze(process: BaseProcess) -> None:
         time.sleep(0.001)
 
 
-def hear(told: Connection) -> tuple[float, PeerLost]:
-    assert told.poll(TIMEOUT_S + 20), "it has not ended"
-    ended_s, error = told.recv()
+def hear(reports: Connection) -> tuple[float, PeerLost]:
+    assert reports.poll(TIMEOUT_S + 20), "it has not ended"
+    ended_s, error = reports.recv()
     assert isinstance(error, PeerLost)
     return ended_s, error
 
@@ -80,18 +80,18 @@ def test_a_frozen_follower_is_named_by_verify_rank_0(
 ) -> None:
     # Rank 0 must report first, even if its report is slow.
     monkeypatch.setattr(draft_end, "_GRACE_S", LATE_S - 1.0)
-    heard, told = pipe()
+    reader, writer = pipe()
     silent = pipe()[1]
     with (
-        peer_process(lead_and_tell, at, TIMEOUT_S, told),
+        peer_process(lead_and_tell, at, TIMEOUT_S, writer),
         peer_process(follow_and_tell, at, TIMEOUT_S, silent) as follower,
     ):
         channel = DistVerifyChannel(join_channel(at, 0, timeout_s=TIMEOUT_S))
         turn(channel, 1)
         freeze(follower)
         began_s = time.monotonic()
-        at_s, mine = lost_by(lambda: turn(channel, 2))
-        rank_0_s, theirs = hear(heard)
+        at_s, draft_error = lost_by(lambda: turn(channel, 2))
+        rank_0_s, theirs = hear(reader)
         assert str(theirs) == (
             "lost verify rank 1 on 127.0.0.1 during all_reduce of round 2 (epoch 1): "
             f"no answer within {TIMEOUT_S:g} s"
@@ -99,25 +99,25 @@ def test_a_frozen_follower_is_named_by_verify_rank_0(
         assert (theirs.round_id, theirs.epoch) == (2, 1)
         assert TIMEOUT_S - 0.1 < rank_0_s - began_s < TIMEOUT_S + LATE_S
         # The draft end waited longer, and saw rank 0 leave.
-        assert mine.peer == "verify rank 0 on 127.0.0.1"
-        assert "its connection is gone" in mine.reason
+        assert draft_error.peer == "verify rank 0 on 127.0.0.1"
+        assert "its connection is gone" in draft_error.reason
         assert at_s - began_s < TIMEOUT_S + LATE_S
         channel.close()
 
 
 def test_a_frozen_verify_rank_0_is_named_by_both_its_neighbours(at: Address) -> None:
-    heard, told = pipe()
+    reader, writer = pipe()
     silent = pipe()[1]
     with (
         peer_process(lead_and_tell, at, TIMEOUT_S, silent, 2),
-        peer_process(follow_and_tell, at, TIMEOUT_S, told, 2),
+        peer_process(follow_and_tell, at, TIMEOUT_S, writer, 2),
     ):
         channel = DistVerifyChannel(join_channel(at, 0, timeout_s=TIMEOUT_S))
         turn(channel, 1)
         began_s = time.monotonic()
-        at_s, mine = lost_by(lambda: turn(channel, 2))
-        follower_s, theirs = hear(heard)
-        assert str(mine) == (
+        at_s, draft_error = lost_by(lambda: turn(channel, 2))
+        follower_s, theirs = hear(reader)
+        assert str(draft_error) == (
             "lost verify rank 0 on 127.0.0.1 during round 2 (epoch 1): "
             f"no reply within {TIMEOUT_S:g} s"
         )
@@ -146,18 +146,18 @@ def test_a_frozen_draft_end_is_waited_for_as_long_as_its_link_lives(at: Address)
         assert not from_follower.poll()
         assert drafter.pid is not None
         os.kill(drafter.pid, signal.SIGCONT)
-        for told in (from_draft, from_lead, from_follower):
-            assert told.poll(20)
-            assert told.recv()[1] is None
+        for reports in (from_draft, from_lead, from_follower):
+            assert reports.poll(20)
+            assert reports.recv()[1] is None
         for process in (leader, follower, drafter):
             process.join(10)
             assert process.exitcode == 0
 
 
 def test_a_frozen_store_is_named_when_connecting_and_when_joining() -> None:
-    heard, told = pipe()
-    with peer_process(host_store, told) as host:
-        at = heard.recv()
+    reader, writer = pipe()
+    with peer_process(host_store, writer) as host:
+        at = reader.recv()
         store = connect_store(at, timeout_s=5.0)
         freeze(host)
         began_s = time.monotonic()

@@ -77,7 +77,7 @@ def test_all_reduce_works_in_place_on_a_tensor_with_gaps(three: list[ProcessGrou
 def test_all_gather_and_broadcast_bring_every_rank_the_same(three: list[ProcessGroup]) -> None:
     inputs = [torch.full((2,), rank) for rank in range(3)]
     gathered = on_every_rank(three, inputs, lambda group, x: group.all_gather(x))
-    assert all(torch.stack(parts).tolist() == [[0, 0], [1, 1], [2, 2]] for parts in gathered)  # type: ignore[arg-type]
+    assert all(torch.stack(tensors).tolist() == [[0, 0], [1, 1], [2, 2]] for tensors in gathered)  # type: ignore[arg-type]
     on_every_rank(three, inputs, lambda group, x: group.broadcast(x, source=1))
     assert [x.tolist() for x in inputs] == [[1, 1]] * 3
 
@@ -113,8 +113,8 @@ def test_a_rank_that_never_joins_is_named() -> None:
 
 
 def test_a_store_that_is_not_there_is_named_by_its_address() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     started_s = time.monotonic()
     with pytest.raises(PeerLost, match=rf"store at 127\.0\.0\.1:{port} .* within 0\.3 s"):
         connect_store(Address(host="127.0.0.1", port=port), timeout_s=0.3)
@@ -145,7 +145,7 @@ def test_every_kind_of_operation_is_counted_with_its_bytes_each_way() -> None:
     for rank, group in enumerate(groups):
         counts = group.counts()
         kinds = counts.by_kind
-        assert {kind: each.number for kind, each in kinds.items()} == {
+        assert {kind: count.number for kind, count in kinds.items()} == {
             "all_reduce": 2,
             "all_gather": 1,
             "broadcast": 1,
@@ -158,19 +158,19 @@ def test_every_kind_of_operation_is_counted_with_its_bytes_each_way() -> None:
         assert kinds["all_gather"].traffic.sent_bytes == 2 * small.nbytes
         assert kinds["broadcast"].traffic.sent_bytes == (2 * small.nbytes if rank == 1 else 0)
         assert kinds["broadcast"].traffic.received_bytes == (0 if rank == 1 else small.nbytes)
-        assert counts.total.sent_bytes == sum(each.traffic.sent_bytes for each in kinds.values())
+        assert counts.total.sent_bytes == sum(count.traffic.sent_bytes for count in kinds.values())
 
 
 def test_a_rank_that_waits_for_a_late_one_counts_the_seconds_and_the_late_rank_does_not() -> None:
-    early, late = join_threads(2, timeout_s=20.0)
+    early, slow = join_threads(2, timeout_s=20.0)
 
     def come_late() -> None:
         time.sleep(2.0)
-        late.all_reduce(torch.ones(3))
+        slow.all_reduce(torch.ones(3))
 
     in_threads(lambda: early.all_reduce(torch.ones(3)), come_late)
     assert 1.0 < early.counts().total.wait_s < 2.0 + LATE_S
-    assert late.counts().total.wait_s < early.counts().total.wait_s - 0.5
+    assert slow.counts().total.wait_s < early.counts().total.wait_s - 0.5
 
 
 def test_a_collective_says_which_round_it_belonged_to() -> None:
@@ -190,9 +190,9 @@ class _Large:
 
     def __init__(self) -> None:
         first, self._second = join_threads(2, timeout_s=60.0)
-        sent = torch.zeros(_LARGE_BYTES, dtype=torch.uint8)
-        self._received = torch.ones_like(sent)
-        self.sending = self._second.isend(sent, to=0, tag=Tag.ROUND, operation="a large send")
+        content = torch.zeros(_LARGE_BYTES, dtype=torch.uint8)
+        self._received = torch.ones_like(content)
+        self.sending = self._second.isend(content, to=0, tag=Tag.ROUND, operation="a large send")
         self.receiving = first.irecv(
             self._received, source=1, tag=Tag.ROUND, operation="a large receive"
         )
@@ -306,7 +306,7 @@ def test_a_group_without_references_closes_its_connections() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"),
+    ("kind", "message"),
     [
         (torch.AcceleratorError, "verify rank 0 on .* failed on its own device during joining"),
         (torch.OutOfMemoryError, "verify rank 0 on .* failed on its own device during joining"),
@@ -314,23 +314,23 @@ def test_a_group_without_references_closes_its_connections() -> None:
     ],
 )
 def test_a_group_of_gpus_that_do_not_connect_leaves_no_connection_and_names_the_cause(
-    kind: type[RuntimeError], named: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[RuntimeError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others_are_there = threading.Event()
+    peer_started = threading.Event()
 
     def no_plane(*_: object, **__: object) -> None:
-        others_are_there.wait(10.0)
+        peer_started.wait(10.0)
         raise kind("it is of no use")
 
     monkeypatch.setattr(rendezvous, "NcclPlane", no_plane)
     host = StoreHost()
-    joined: list[ProcessGroup] = []
+    groups: list[ProcessGroup] = []
     raised: list[EngineError] = []
 
     def join(rank: int, device: str) -> None:
         store = connect_store(host.at, timeout_s=10)
         try:
-            joined.append(
+            groups.append(
                 build_group(
                     store,
                     epoch=1,
@@ -344,15 +344,15 @@ def test_a_group_of_gpus_that_do_not_connect_leaves_no_connection_and_names_the_
             )
         except EngineError as error:
             raised.append(error)
-        others_are_there.set()
+        peer_started.set()
 
     in_threads(lambda: join(0, "cuda"), lambda: join(1, "cpu"))
     assert len(raised) == 1, "it holds on to everything that was built"
-    with pytest.raises(EngineError, match=named):
+    with pytest.raises(EngineError, match=message):
         raise raised[0]
     assert isinstance(raised[0], PeerLost) == (kind is torch.distributed.DistBackendError)
     with pytest.raises(PeerLost, match="its connection is gone"):
-        joined[0].recv(torch.ones(1), source=0, operation="a receive")
+        groups[0].recv(torch.ones(1), source=0, operation="a receive")
 
 
 def test_a_wait_for_a_peer_ends_when_its_store_is_left() -> None:

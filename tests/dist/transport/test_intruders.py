@@ -39,11 +39,11 @@ _MOST_LOST = 8
 
 @contextmanager
 def _scanning(source: str, words: Words) -> Iterator[None]:
-    heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
-    here = os.getpid()
-    spared = intruders.listening_ports(here)
-    with peer_process(intruders.scan, source, words, here, spared, told):
-        assert heard.recv() == "scanning"
+    reader, writer = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+    own_pid = os.getpid()
+    spared = intruders.listening_ports(own_pid)
+    with peer_process(intruders.scan, source, words, own_pid, spared, writer):
+        assert reader.recv() == "scanning"
         yield
 
 
@@ -56,18 +56,18 @@ def _sums(groups: list[ProcessGroup]) -> list[torch.Tensor]:
     return inputs
 
 
-def _joined(refused: RefusedConnections) -> list[ProcessGroup]:
+def _joined(refusals: RefusedConnections) -> list[ProcessGroup]:
     """Without filters a stranger may take the place of a rank (docs/security.md): the group ends
     before it computes, and the next epoch forms another one."""
     for _ in range(0 if FILTERS else _MOST_LOST):
         try:
-            return join_threads(3, refused=refused)
+            return join_threads(3, refusals=refusals)
         except PeerLost:
             pass
         except BaseExceptionGroup as errors:
             if errors.split(PeerLost)[1] is not None:
                 raise
-    return join_threads(3, refused=refused)
+    return join_threads(3, refusals=refusals)
 
 
 def _wait_until(holds: Callable[[], bool]) -> None:
@@ -82,15 +82,15 @@ def test_groups_connect_and_compute_the_same_bits_during_a_scan_from_another_hos
     words: Words,
 ) -> None:
     expected = _sums(join_threads(3))
-    refused = RefusedConnections()
+    refusals = RefusedConnections()
     with _scanning(OUTSIDE, words):
         for _ in range(5):
-            groups = _joined(refused)
+            groups = _joined(refusals)
             for _ in range(20):
                 assert all(torch.equal(x, y) for x, y in zip(_sums(groups), expected, strict=True))
             for group in groups:
                 group.abort("the test is over")
-    assert refused.num_refused > 20 or not FILTERS
+    assert refusals.num_refused > 20 or not FILTERS
 
 
 @pytest.mark.parametrize("words", ["silent", "garbage", "gone at once"])
@@ -98,15 +98,15 @@ def test_groups_connect_and_compute_the_same_bits_during_a_scan_from_a_ranks_hos
     words: Words,
 ) -> None:
     expected = _sums(join_threads(3))
-    refused = RefusedConnections()
+    refusals = RefusedConnections()
     with _scanning(INSIDE, words):
         for _ in range(5):
-            groups = _joined(refused)
+            groups = _joined(refusals)
             for _ in range(20):
                 assert all(torch.equal(x, y) for x, y in zip(_sums(groups), expected, strict=True))
             for group in groups:
                 group.abort("the test is over")
-    assert refused.num_refused > 20 or not FILTERS
+    assert refusals.num_refused > 20 or not FILTERS
 
 
 def test_nothing_connects_to_a_running_group_and_packets_that_are_dropped_are_counted_one_by_one(
@@ -120,19 +120,19 @@ def test_nothing_connects_to_a_running_group_and_packets_that_are_dropped_are_co
             ports.extend(port for _, port in self.addresses)
 
     monkeypatch.setattr(rendezvous, "GlooDevice", KnownDevice)
-    refused = RefusedConnections()
-    groups = join_threads(2, refused=refused)
+    refusals = RefusedConnections()
+    groups = join_threads(2, refusals=refusals)
     expected = _sums(groups)
     first = ports[0]
-    heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
-    with peer_process(intruders.knock, INSIDE, (INSIDE, first), "pair numbers", 7, told):
-        heard.recv()
-        assert refused.num_refused == (7 if FILTERS else 0)
+    reader, writer = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+    with peer_process(intruders.knock, INSIDE, (INSIDE, first), "pair numbers", 7, writer):
+        reader.recv()
+        assert refusals.num_refused == (7 if FILTERS else 0)
         assert FILTERS or not intruders.listening_ports(os.getpid()).intersection(ports)
         assert all(torch.equal(x, y) for x, y in zip(_sums(groups), expected, strict=True))
     for group in groups:
         group.abort("the test is over")
-    assert refused.num_refused >= 7 or not FILTERS, "still known when the group has ended"
+    assert refusals.num_refused >= 7 or not FILTERS, "still known when the group has ended"
 
 
 @contextmanager
@@ -141,32 +141,32 @@ def _found_first(
 ) -> Iterator[list[gloo.SocketAddress]]:
     """Connects to that many new sockets before they have their guard, with the number of a pair;
     yields the addresses of all new sockets."""
-    found: list[gloo.SocketAddress] = []
+    addresses: list[gloo.SocketAddress] = []
     new = Listeners.new
 
     def found_first(listeners: Listeners) -> int:
         handle = new(listeners)
         with socket.socket(fileno=os.dup(handle)) as listener:
-            found.append(listener.getsockname()[:2])
-        if len(found) <= times:
-            intruder = ends.enter_context(socket.create_connection(found[-1]))
+            addresses.append(listener.getsockname()[:2])
+        if len(addresses) <= times:
+            intruder = ends.enter_context(socket.create_connection(addresses[-1]))
             intruder.sendall(bytes(8))
         return handle
 
     monkeypatch.setattr(Listeners, "new", found_first)
     with ExitStack() as ends:
-        yield found
+        yield addresses
 
 
 def test_a_socket_that_was_found_before_its_guard_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refused = RefusedConnections()
-    with _found_first(monkeypatch, times=2) as found:
-        device = GlooDevice(INSIDE, refused=refused)
-    assert len(found) == 3
-    assert device.addresses == {found[-1]}
-    assert refused.num_refused == 2
+    refusals = RefusedConnections()
+    with _found_first(monkeypatch, times=2) as addresses:
+        device = GlooDevice(INSIDE, refused=refusals)
+    assert len(addresses) == 3
+    assert device.addresses == {addresses[-1]}
+    assert refusals.num_refused == 2
     device.release()
 
 
@@ -221,10 +221,10 @@ def test_a_connection_that_got_in_before_the_group_was_connected_is_cut_and_coun
     words: Words,
 ) -> None:
     ranks = Planes()
-    heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+    reader, writer = multiprocessing.get_context("forkserver").Pipe(duplex=False)
     (at,) = ranks.devices[0].addresses
-    with peer_process(intruders.knock, INSIDE, at, words, 3, told):
-        heard.recv()
+    with peer_process(intruders.knock, INSIDE, at, words, 3, writer):
+        reader.recv()
         first, second = ranks.connect()
         _wait_until(lambda: ranks.refused.num_refused == 3)
         received = torch.zeros(3)
@@ -238,15 +238,15 @@ def test_an_intruder_in_the_place_of_a_rank_is_cut_and_nothing_is_received_from_
     """Gloo drops the connection of the rank that it replaces. A rank that notices that before the
     ranks report their connections does not get in: one of two outcomes."""
     ranks = Planes()
-    heard, told = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+    reader, writer = multiprocessing.get_context("forkserver").Pipe(duplex=False)
     at, waiting = ranks.listener()
-    with peer_process(intruders.knock, INSIDE, at, "pair numbers", 3, told):
-        heard.recv()
+    with peer_process(intruders.knock, INSIDE, at, "pair numbers", 3, writer):
+        reader.recv()
         try:
             planes = ranks.connect(timeout_s=1.0)
         except RuntimeError as error:
-            known = "Connect timeout|Connection refused|reset by peer|losed by peer"
-            assert re.search(known, str(error))  # noqa: PT017
+            pattern = "Connect timeout|Connection refused|reset by peer|losed by peer"
+            assert re.search(pattern, str(error))  # noqa: PT017
             return
         assert ranks.refused.num_refused == 3
         x = torch.ones(3)

@@ -148,8 +148,8 @@ def test_no_chunk_is_larger_than_eight_mebibytes() -> None:
     content=st.binary(min_size=1, max_size=80), at=st.integers(0, 79), change=st.integers(1, 255)
 )
 def test_a_checksum_sees_each_changed_byte(content: bytes, at: int, change: int) -> None:
-    found = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    changed = found.clone()
+    content_B = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    changed = content_B.clone()
     changed[at % len(content)] ^= change
-    assert page_wire._checksum(found) == page_wire._checksum(found.clone())
-    assert page_wire._checksum(found) != page_wire._checksum(changed)
+    assert page_wire._checksum(content_B) == page_wire._checksum(content_B.clone())
+    assert page_wire._checksum(content_B) != page_wire._checksum(changed)

@@ -33,15 +33,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("heads")
     agreements: tuple[Agreement, ...] = ("always", "sometimes", "never")
-    made = {name: save_head(target, folder / name, name) for name in agreements}
-    made["truncated"] = save_head(
+    folders = {name: save_head(target, folder / name, name) for name in agreements}
+    folders["truncated"] = save_head(
         target, folder / "truncated", "sometimes", draft_vocab=list(range(0, 96, 2))
     )
-    made["calibrated"] = save_head(target, folder / "calibrated", "sometimes")
+    folders["calibrated"] = save_head(target, folder / "calibrated", "sometimes")
     Calibrator(log_gap=1.0, depth=-0.1, bias=-0.5, logit_top1=0.0, num_judged=1).save(
-        made["calibrated"]
+        folders["calibrated"]
     )
-    return made
+    return folders
 
 
 @pytest.fixture(scope="session")

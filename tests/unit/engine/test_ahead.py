@@ -16,9 +16,9 @@ import pytest
 
 from eesd_dist.compiled import FOLDER_VARIABLE, is_kept, kernel
 from eesd_dist.engine.compiled import ahead
-from eesd_dist.engine.compiled.ahead import at_work, is_at_work, when_kept
-from eesd_dist.engine.compiled.draft_kernel import is_draft_kept
-from eesd_dist.engine.compiled.verify_kernel import is_verify_kept
+from eesd_dist.engine.compiled.ahead import compile_lock, compile_when_cached, is_compiling
+from eesd_dist.engine.compiled.draft_kernel import is_draft_cached
+from eesd_dist.engine.compiled.verify_kernel import is_verify_cached
 from eesd_dist.workers import compiling
 from eesd_dist.workers.compiling import start_compiling
 from tests.unit.engine.conftest import MakeConfig
@@ -34,10 +34,10 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def children() -> set[int]:
-    found = subprocess.run(
+    listing = subprocess.run(
         ["pgrep", "-P", str(os.getpid()), "-f", "compiling"], capture_output=True
     )
-    return {int(pid) for pid in found.stdout.split()}
+    return {int(pid) for pid in listing.stdout.split()}
 
 
 @pytest.fixture
@@ -51,14 +51,16 @@ def test_a_process_keeps_all_kernels_for_ranks_that_wait(
 ) -> None:
     config = make_config()
     start_compiling(config)
-    wait_until(is_at_work)
-    assert not is_draft_kept()
+    wait_until(is_compiling)
+    assert not is_draft_cached()
     ahead.wait_for_layers()
-    chain = when_kept(lambda: is_draft_kept(), is_kept=is_draft_kept, is_needed=False)
+    chain = compile_when_cached(
+        lambda: is_draft_cached(), is_cached=is_draft_cached, is_needed=False
+    )
     assert chain.get() is None
     wait_until(lambda: chain.get() is True)
-    assert is_verify_kept()
-    wait_until(lambda: not is_at_work())
+    assert is_verify_cached()
+    wait_until(lambda: not is_compiling())
     before = children()
     start_compiling(config)
     copy = shutil.copytree(config.model.path, tmp_path / "copy")
@@ -69,20 +71,20 @@ def test_a_process_keeps_all_kernels_for_ranks_that_wait(
 
 
 def test_only_one_process_compiles(empty_folder: Path, make_config: MakeConfig) -> None:
-    with at_work() as is_alone:
-        assert is_alone
-        with at_work() as is_second_alone:
-            assert not is_second_alone
+    with compile_lock() as is_holder:
+        assert is_holder
+        with compile_lock() as is_second_holder:
+            assert not is_second_holder
         command = [sys.executable, "-m", compiling.__name__, make_config().model_dump_json()]
         assert subprocess.run(command, timeout=DEADLINE_S).returncode == 0
-        assert is_at_work()
+        assert is_compiling()
         waiting = Thread(target=ahead.wait_for_layers, daemon=True)
         waiting.start()
         waiting.join(0.5)
         assert waiting.is_alive()
     waiting.join(DEADLINE_S)
     assert not waiting.is_alive()
-    assert not is_at_work()
+    assert not is_compiling()
 
 
 def test_it_ends_with_the_process_that_started_it(
@@ -95,10 +97,10 @@ def test_it_ends_with_the_process_that_started_it(
     )
     command = [sys.executable, "-c", program, make_config().model_dump_json()]
     with subprocess.Popen(command) as parent:
-        wait_until(is_at_work)
+        wait_until(is_compiling)
         parent.send_signal(signal.SIGKILL)
-    wait_until(lambda: not is_at_work())
-    assert not is_draft_kept()
+    wait_until(lambda: not is_compiling())
+    assert not is_draft_cached()
 
 
 def test_a_folder_that_cannot_be_written_stops_nobody(
@@ -129,8 +131,8 @@ def test_what_another_installation_has_kept_is_not_taken_for_kept(
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
         functions.append(module.first)
-    one, other = functions
-    assert not is_kept(one)
-    kernel(one)(np.zeros(2))
-    assert is_kept(one)
+    first, other = functions
+    assert not is_kept(first)
+    kernel(first)(np.zeros(2))
+    assert is_kept(first)
     assert not is_kept(other)  # Numba would compile it again

@@ -31,7 +31,7 @@ from eesd_dist.engine.compiled.drafter import RoundDrafter
 from eesd_dist.engine.compiled.verifier import Verifier
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.drafting import ranks
-from eesd_dist.engine.drafting.ranks import OwnShard
+from eesd_dist.engine.drafting.ranks import DraftShard
 from eesd_dist.engine.row_slices import RowSlice
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.cpu import calls
@@ -59,7 +59,7 @@ def _one_kind_of_arguments() -> Iterator[None]:
     seconds in a round."""
     yield
     for kernel in (draft_kernel.draft_kernel(), verify_kernel.verify_kernel()):
-        kinds = [each[0] for each in kernel.signatures]  # type: ignore[attr-defined]  # Numba's
+        kinds = [signature[0] for signature in kernel.signatures]  # type: ignore[attr-defined]  # Numba's
         assert len(kinds) == len(set(kinds)), "more than one for a type of weights"
 
 
@@ -85,13 +85,13 @@ class Chain:
     gaps: list[float]
 
 
-def shard_with_prompt(config: EngineConfig, *, num_read: int) -> tuple[OwnShard, RowSlice | None]:
+def shard_with_prompt(config: EngineConfig, *, num_read: int) -> tuple[DraftShard, RowSlice | None]:
     """Returns a draft stage after a prompt, and the rows of it that its head has not read."""
     shard = build_draft_shard(config, layout_of(config), SingleGroup())
     with torch.inference_mode():
-        known_TD = shard.run_layers(KNOWN, [RowSegment(0, AT, PAGES)])
-        shard.run_head(known_TD[:num_read], [RowSegment(0, num_read, PAGES)])
-    return shard, RowSlice(known_TD, num_read, AT) if num_read < AT else None
+        prompt_TD = shard.run_layers(KNOWN, [RowSegment(0, AT, PAGES)])
+        shard.run_head(prompt_TD[:num_read], [RowSegment(0, num_read, PAGES)])
+    return shard, RowSlice(prompt_TD, num_read, AT) if num_read < AT else None
 
 
 def rule_at(position: int, temperature: float) -> RowRule:
@@ -126,32 +126,32 @@ def by_steps(config: EngineConfig, length: int, temperature: float, *, num_read:
     return Chain(hidden_TD=torch.cat(rows), tokens=tokens, gaps=gaps)
 
 
-def start(most: int, temperature: float, **changes: object) -> ChainStart:
-    known = ChainStart(
+def start(max_draft: int, temperature: float, **changes: object) -> ChainStart:
+    chain = ChainStart(
         tokens=[TOKEN],
         segment=RowSegment(AT, 1, PAGES),
-        most=most,
-        rule=of_length(most),
+        max_draft=max_draft,
+        rule=of_length(max_draft),
         temperature=temperature,
         seed=SEED,
     )
-    return known._replace(**changes)
+    return chain._replace(**changes)
 
 
 def in_one_call(config: EngineConfig, length: int, temperature: float, *, num_read: int) -> Chain:
     shard, lagging = shard_with_prompt(config, num_read=num_read)
     assert shard.drafter is not None
     unread = () if lagging is None else (lagging,)
-    hidden_TD, (found,) = shard.drafter.draft([start(length, temperature, lagging=unread)])
-    assert found.report.num_drafted == len(found.tokens) == length
-    assert torch.equal(found.rows_TD.tensor, hidden_TD)
-    return Chain(hidden_TD=hidden_TD, tokens=found.tokens, gaps=found.gaps)
+    hidden_TD, (chain,) = shard.drafter.draft([start(length, temperature, lagging=unread)])
+    assert chain.report.num_drafted == len(chain.tokens) == length
+    assert torch.equal(chain.rows_TD.tensor, hidden_TD)
+    return Chain(hidden_TD=hidden_TD, tokens=chain.tokens, gaps=chain.gaps)
 
 
-def assert_equal(found: Chain, expected: Chain) -> None:
-    assert found.tokens == expected.tokens
-    assert found.gaps == expected.gaps
-    assert torch.equal(found.hidden_TD, expected.hidden_TD)
+def assert_equal(actual: Chain, expected: Chain) -> None:
+    assert actual.tokens == expected.tokens
+    assert actual.gaps == expected.gaps
+    assert torch.equal(actual.hidden_TD, expected.hidden_TD)
 
 
 @pytest.mark.parametrize("num_read", [AT, 9])
@@ -188,9 +188,9 @@ def test_tokens_that_are_given_get_the_rows_of_tokens_that_were_drafted(
     assert shard.drafter is not None
     tokens = [TOKEN, *drafted.tokens]
     segment = RowSegment(AT, len(tokens), PAGES)
-    hidden_TD, (given,) = shard.drafter.draft([start(0, 0.8, tokens=tokens, segment=segment)])
+    hidden_TD, (chain,) = shard.drafter.draft([start(0, 0.8, tokens=tokens, segment=segment)])
     assert torch.equal(hidden_TD, drafted.hidden_TD)
-    assert given.report.means == ()
+    assert chain.report.means == ()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -232,9 +232,9 @@ def test_a_masked_guess_is_that_of_the_rule(
 def test_a_guess_that_is_not_taken_is_told(make_config: MakeConfig) -> None:
     shard, _ = shard_with_prompt(make_config(), num_read=AT)
     assert shard.drafter is not None
-    hidden_TD, (found,) = shard.drafter.draft([start(1, 0.0, rule=REFUSAL)])
-    assert found.report.num_drafted == 0
-    assert len(found.report.means) == len(found.tokens) == 1
+    hidden_TD, (chain,) = shard.drafter.draft([start(1, 0.0, rule=REFUSAL)])
+    assert chain.report.num_drafted == 0
+    assert len(chain.report.means) == len(chain.tokens) == 1
     assert len(hidden_TD) == 1
 
 
@@ -251,43 +251,43 @@ def test_requests_draft_together_what_each_drafts_alone(
         ChainStart(
             tokens=[rng.randrange(3, 96) for _ in range(rng.choice([1, 1, 4, 9]))],
             segment=RowSegment(0, 0, PageTable((2 * number, 2 * number + 1))),
-            most=0 if number == 7 else 5,
+            max_draft=0 if number == 7 else 5,
             rule=rules[number % len(rules)],
             temperature=rng.choice([0.0, 0.8]),
             seed=number,
         )
         for number in range(9)
     ]
-    alone, together = (
+    single_shard, batch_shard = (
         build_draft_shard(config, layout_of(config), SingleGroup()) for _ in range(2)
     )
-    assert alone.drafter is not None
-    assert together.drafter is not None
+    assert single_shard.drafter is not None
+    assert batch_shard.drafter is not None
     expected: list[DraftedChain] = []
     starts: list[ChainStart] = []
     for number, chain in enumerate(chains):
         num_before = number % 3 * 4
         pages, lagging = chain.segment.pages, ()
-        for shard in (alone, together):
+        for shard in (single_shard, batch_shard):
             if num_before:
                 before = RowSegment(0, num_before, pages)
-                known_TD = shard.run_layers(range(5, 5 + num_before), [before])
-                lagging = (RowSlice(known_TD, 2, num_before),)
-                shard.run_head(known_TD[:2], [RowSegment(0, 2, pages)])
+                prompt_TD = shard.run_layers(range(5, 5 + num_before), [before])
+                lagging = (RowSlice(prompt_TD, 2, num_before),)
+                shard.run_head(prompt_TD[:2], [RowSegment(0, 2, pages)])
         segment = RowSegment(num_before, len(chain.tokens), pages)
         starts.append(chain._replace(segment=segment, lagging=lagging))
-        expected.append(alone.drafter.draft([starts[-1]])[1][0])
+        expected.append(single_shard.drafter.draft([starts[-1]])[1][0])
     monkeypatch.setattr(calls, "_WORTH_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    hidden_TD, found = together.drafter.draft(starts)
+    hidden_TD, drafted = batch_shard.drafter.draft(starts)
     assert torch.equal(hidden_TD, torch.cat([chain.rows_TD.tensor for chain in expected]))
-    for mine, before_it in zip(found, expected, strict=True):
-        assert torch.equal(mine.rows_TD.tensor, before_it.rows_TD.tensor)
-        assert mine[1:] == before_it[1:]
+    for batch_chain, before_it in zip(drafted, expected, strict=True):
+        assert torch.equal(batch_chain.rows_TD.tensor, before_it.rows_TD.tensor)
+        assert batch_chain[1:] == before_it[1:]
     for chain, before_it in zip(starts, expected, strict=True):
-        gaps = [*before_it.gaps, *[0.0] * (chain.most - len(before_it.gaps))]
-        assert follow(chain.rule, gaps if chain.most else ()) == before_it.report
-    assert {chain.report.num_drafted for chain in found} >= {0, 1, 3, 5}
+        gaps = [*before_it.gaps, *[0.0] * (chain.max_draft - len(before_it.gaps))]
+        assert follow(chain.rule, gaps if chain.max_draft else ()) == before_it.report
+    assert {chain.report.num_drafted for chain in drafted} >= {0, 1, 3, 5}
 
 
 def test_where_products_are_not_compiled_there_is_no_compiled_chain(
@@ -325,8 +325,8 @@ def one_by_one(
             sampling=SamplingParams(temperature=temperature, max_tokens=40, seed=number),
             speculation=SpeculationParams(**speculation),  # type: ignore[arg-type]
         )
-        found, judged = serve(engine, [request])
-        tokens += found
+        new_tokens, judged = serve(engine, [request])
+        tokens += new_tokens
         outcomes += judged
     return tokens, outcomes
 
@@ -380,13 +380,13 @@ def test_rounds_of_several_requests_are_drafted_in_one_call_and_change_no_text(
     draft = RoundDrafter.draft
 
     def noted(drafter: RoundDrafter, chains: Sequence[ChainStart]) -> object:
-        drafted.append(sum(chain.most > 0 for chain in chains))
+        drafted.append(sum(chain.max_draft > 0 for chain in chains))
         return draft(drafter, chains)
 
     monkeypatch.setattr(RoundDrafter, "draft", noted)
     texts: dict[str, list[dict[RequestId, list[TokenId]]]] = {"auto": [], "off": []}
     outcomes: list[Outcome] = []
-    for mode, found in texts.items():
+    for mode, runs in texts.items():
         for request in _a_batch(mode):
             engine.add(request)
         written: dict[RequestId, list[TokenId]] = {}
@@ -395,7 +395,7 @@ def test_rounds_of_several_requests_are_drafted_in_one_call_and_change_no_text(
             outcomes += result.outcomes
             for emission in result.emissions:
                 written.setdefault(emission.request_id, []).extend(emission.tokens)
-        found.append(written)
+        runs.append(written)
     assert texts["auto"] == texts["off"]
     assert max(drafted) > 4
     assert sum(outcome.num_accepted for outcome in outcomes) > 50
@@ -465,19 +465,19 @@ def test_work_goes_on_while_the_calls_are_compiled(
     may_compile = Event()
 
     def slowly(function: Callable[..., object]) -> Callable[..., object]:
-        def of(*args: object, **named: object) -> object:
+        def of(*args: object, **options: object) -> object:
             may_compile.wait()
-            return function(*args, **named)
+            return function(*args, **options)
 
         return of
 
     monkeypatch.setattr(compiled, "STARTING_S", 0.01)
     monkeypatch.setattr(RoundDrafter, "of", slowly(RoundDrafter.of))
     monkeypatch.setattr(Verifier, "of", slowly(Verifier.of))
-    monkeypatch.setattr(draft_kernel, "is_draft_kept", lambda: False)
-    monkeypatch.setattr(verify_kernel, "is_verify_kept", lambda: False)
-    stage = remaining.stage(num_pages=64, compiles_later=True)
-    shard = draft.shard(num_pages=64, compiles_later=True)
+    monkeypatch.setattr(draft_kernel, "is_draft_cached", lambda: False)
+    monkeypatch.setattr(verify_kernel, "is_verify_cached", lambda: False)
+    stage = remaining.stage(num_pages=64, compiles_in_background=True)
+    shard = draft.shard(num_pages=64, compiles_in_background=True)
     engine = build_draft_engine(config, MemoryChannel(stage.verify), cost=COST, shard=shard)
     before, _ = one_by_one(engine, 0.8)
     assert shard.drafter is None
@@ -493,22 +493,22 @@ def test_work_goes_on_while_the_calls_are_compiled(
 def test_a_call_that_cannot_be_compiled_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = Event()
+    compile_started = Event()
 
     def fail() -> int:
-        asked.set()
+        compile_started.set()
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(compiled, "STARTING_S", 0.01)
-    later = Later(fail)
-    assert not asked.wait(0.1)  # nothing has asked for it
-    assert later.get() is None
-    assert asked.wait(30.0)
+    lazy = Later(fail)
+    assert not compile_started.wait(0.1)  # nothing has asked for it
+    assert lazy.get() is None
+    assert compile_started.wait(30.0)
     began = time.monotonic()
     while "no such instruction" not in caplog.text:
         assert time.monotonic() < began + 30.0
         time.sleep(0.01)
-    assert later.get() is None
+    assert lazy.get() is None
 
 
 def test_choices_that_are_filtered_or_reported_go_step_by_step(make_config: MakeConfig) -> None:

@@ -135,12 +135,12 @@ def test_a_drafter_that_never_agrees_costs_rounds_and_nothing_else(
 def test_a_batch_gives_what_each_request_gives_alone(make_config: MakeConfig) -> None:
     llm = LocalEngine(make_config())
     speculation = SpeculationParams(controller="beta")
-    together = llm.generate(requests(6, SAMPLING["warm"], speculation, "together"))
-    alone = [
+    batch = llm.generate(requests(6, SAMPLING["warm"], speculation, "together"))
+    single = [
         llm.generate([request])[0]
         for request in requests(6, SAMPLING["warm"], speculation, "alone")
     ]
-    assert texts(together) == texts(alone)
+    assert texts(batch) == texts(single)
 
 
 def test_a_resumed_request_goes_on_with_the_very_same_tokens(make_config: MakeConfig) -> None:
@@ -160,17 +160,17 @@ def test_a_resumed_request_goes_on_with_the_very_same_tokens(make_config: MakeCo
             )
             if len(generation.tokens) > cut
         ]
-        wanted = [g.tokens[cut:] for g in whole if len(g.tokens) > cut]
-        assert texts(llm.generate(halves)) == wanted
+        expected = [g.tokens[cut:] for g in whole if len(g.tokens) > cut]
+        assert texts(llm.generate(halves)) == expected
 
 
 def test_running_out_of_pages_costs_time_only(make_config: MakeConfig) -> None:
     roomy = LocalEngine(make_config())
     cramped = LocalEngine(make_config(num_pages=11, scheduler=SchedulerConfig(max_running=8)))
     speculation = SpeculationParams(controller="fixed")
-    wanted = roomy.generate(requests(6, SAMPLING["warm"], speculation, "roomy"))
-    found = cramped.generate(requests(6, SAMPLING["warm"], speculation, "cramped"))
-    assert texts(found) == texts(wanted)
+    expected = roomy.generate(requests(6, SAMPLING["warm"], speculation, "roomy"))
+    generations = cramped.generate(requests(6, SAMPLING["warm"], speculation, "cramped"))
+    assert texts(generations) == texts(expected)
     load = cramped.engine.load()
     assert load.free_pages == load.num_pages
 
@@ -186,10 +186,10 @@ def test_a_cached_prefix_changes_nothing(make_config: MakeConfig) -> None:
         return [t for e in emissions for t in e.tokens], emissions[0].num_cached_prompt_tokens
 
     first, cached_at_first = ask("first")
-    again, cached_again = ask("again")
-    assert again == first
+    second, cached_at_second = ask("again")
+    assert second == first
     assert cached_at_first == 0
-    assert cached_again == 64
+    assert cached_at_second == 64
 
 
 def test_log_probabilities_under_rejection_sampling_are_those_of_the_tokens_that_left(
@@ -201,8 +201,10 @@ def test_log_probabilities_under_rejection_sampling_are_those_of_the_tokens_that
     for mode in ("auto", "off"):
         batch = requests(3, sampling, SpeculationParams(mode=mode), mode)
         for generation in llm.generate(batch):
-            for token, told in zip(generation.tokens, generation.logprobs, strict=True):
-                assert told.logprob == pytest.approx(dict(told.top)[token], abs=1e-5)
+            for token, token_logprobs in zip(generation.tokens, generation.logprobs, strict=True):
+                assert token_logprobs.logprob == pytest.approx(
+                    dict(token_logprobs.top)[token], abs=1e-5
+                )
 
 
 def test_rejection_sampling_is_exact_at_temperature_zero(make_config: MakeConfig) -> None:

@@ -129,10 +129,10 @@ def test_texts_match_their_grammars_and_no_controller_changes_a_token(
     name: str, head: str, dtype: DType, make_config: MakeConfig
 ) -> None:
     engine = LocalEngine(make_config(head, dtype=dtype), grammars=json_grammars())
-    asked = [*CONSTRAINTS, ""]
-    plain = engine.generate(requests(asked, SAMPLING[name], PLAIN))
+    grammars = [*CONSTRAINTS, ""]
+    plain = engine.generate(requests(grammars, SAMPLING[name], PLAIN))
     num_ended = 0
-    for grammar, generation in zip(asked[:-1], plain, strict=False):
+    for grammar, generation in zip(grammars[:-1], plain, strict=False):
         is_over = generation.finish_reason is FinishReason.STOP
         num_ended += is_over
         if is_over or grammar not in GRAMMARS:
@@ -140,7 +140,7 @@ def test_texts_match_their_grammars_and_no_controller_changes_a_token(
     assert num_ended >= 3
     for controller in ("fixed", "beta", "calibration", "goodput"):
         speculation = SpeculationParams(controller=controller)
-        drafted = engine.generate(requests(asked, SAMPLING[name], speculation))
+        drafted = engine.generate(requests(grammars, SAMPLING[name], speculation))
         assert texts(drafted) == texts(plain), controller
         assert [g.finish_reason for g in drafted] == [g.finish_reason for g in plain]
         assert [g.logprobs for g in drafted] == [g.logprobs for g in plain]
@@ -197,33 +197,33 @@ def test_rejection_sampling_obeys_grammars(make_config: MakeConfig) -> None:
 
 def test_a_text_goes_on_where_it_was_interrupted(make_config: MakeConfig) -> None:
     engine = LocalEngine(make_config("sometimes"), grammars=json_grammars())
-    asked = requests([*CONSTRAINTS], SAMPLING["warm"], SpeculationParams())
-    whole = engine.generate(asked)
+    batch = requests([*CONSTRAINTS], SAMPLING["warm"], SpeculationParams())
+    whole = engine.generate(batch)
     for at in (1, 4):
-        rest = engine.generate(
+        suffixes = engine.generate(
             [
                 dataclasses.replace(request, generated=tuple(generation.tokens[:at]))
-                for request, generation in zip(asked, whole, strict=True)
+                for request, generation in zip(batch, whole, strict=True)
                 if len(generation.tokens) > at
             ]
         )
-        assert texts(rest) == [g.tokens[at:] for g in whole if len(g.tokens) > at]
+        assert texts(suffixes) == [g.tokens[at:] for g in whole if len(g.tokens) > at]
 
 
 def test_preempted_texts_are_the_same(make_config: MakeConfig) -> None:
     plain = LocalEngine(make_config("sometimes"), grammars=json_grammars())
-    asked = requests([*CONSTRAINTS, ""] * 2, SAMPLING["warm"], SpeculationParams())
-    expected = texts(plain.generate(asked))
+    batch = requests([*CONSTRAINTS, ""] * 2, SAMPLING["warm"], SpeculationParams())
+    expected = texts(plain.generate(batch))
     small = LocalEngine(make_config("sometimes", num_pages=14), grammars=json_grammars())
-    assert texts(small.generate(asked)) == expected
+    assert texts(small.generate(batch)) == expected
     assert small.engine.load().num_preemptions > 0
 
 
 def test_others_of_the_batch_do_not_notice(make_config: MakeConfig) -> None:
     engine = LocalEngine(make_config("sometimes"), grammars=json_grammars())
-    asked = requests(["", "object", "", "pattern"], SAMPLING["warm"], SpeculationParams())
-    alone = [engine.generate([request])[0].tokens for request in asked]
-    assert texts(engine.generate(asked)) == alone
+    batch = requests(["", "object", "", "pattern"], SAMPLING["warm"], SpeculationParams())
+    expected = [engine.generate([request])[0].tokens for request in batch]
+    assert texts(engine.generate(batch)) == expected
 
 
 def test_a_grammar_that_needs_too_much_work_ends_its_text_with_the_reason(
@@ -244,8 +244,8 @@ def test_a_grammar_that_needs_too_much_work_ends_its_text_with_the_reason(
     assert last.finish_reason is FinishReason.ABORT
     assert last.error is not None
     assert "lexer error" in last.error
-    mine = [e for e in emissions if e.request_id == deep.request_id]
-    assert all(token == CODEC.encode("a")[0] for e in mine for token in e.tokens)
+    deep_emissions = [e for e in emissions if e.request_id == deep.request_id]
+    assert all(token == CODEC.encode("a")[0] for e in deep_emissions for token in e.tokens)
     assert [t for e in emissions if e.request_id == other.request_id for t in e.tokens] == expected
     engine.engine.check()
     assert engine.generate([other])[0].tokens == expected

@@ -15,7 +15,7 @@ from eesd_dist.engine.chains import ChainStart, DraftedChain
 from eesd_dist.engine.cuda import steps, verifier
 from eesd_dist.engine.cuda.drafter import GraphDrafter
 from eesd_dist.engine.cuda.verifier import GraphVerifier
-from eesd_dist.engine.drafting.ranks import OwnShard
+from eesd_dist.engine.drafting.ranks import DraftShard
 from eesd_dist.engine.row_slices import RowSlice
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.model.attention import cuda_attention
@@ -67,12 +67,12 @@ def on_gpu(paged: PagedLayers, *, hidden_size: int) -> None:
     )
 
 
-def twin(config: EngineConfig) -> tuple[OwnShard, GraphDrafter]:
+def twin(config: EngineConfig) -> tuple[DraftShard, GraphDrafter]:
     shard = build_draft_shard(config, layout_of(config), SingleGroup())
     return shard, drafter_on_gpu(shard)
 
 
-def drafter_on_gpu(shard: OwnShard) -> GraphDrafter:
+def drafter_on_gpu(shard: DraftShard) -> GraphDrafter:
     assert shard.head is not None
     for paged in (shard.span.paged, shard.head.paged):
         on_gpu(paged, hidden_size=shard.span.spec.hidden_size)
@@ -82,19 +82,19 @@ def drafter_on_gpu(shard: OwnShard) -> GraphDrafter:
 
 
 @torch.inference_mode()
-def by_steps(shard: OwnShard, chain: ChainStart) -> DraftedChain:
+def by_steps(shard: DraftShard, chain: ChainStart) -> DraftedChain:
     """Drafts a chain with a call of every part for each token."""
     assert shard.head is not None
     rows, tokens, gaps = [], [], []
-    unread = [piece.tensor for piece in chain.lagging]
+    unread = [row_slice.tensor for row_slice in chain.lagging]
     newest, start, pages = list(chain.tokens), chain.segment.start, chain.segment.pages
     while True:
         hidden_TD = shard.run_layers(newest, [RowSegment(start, len(newest), pages)])
         rows.append(hidden_TD.clone())
         unread.append(hidden_TD.clone())
         start += len(newest)
-        report = follow(chain.rule, gaps[: chain.most])
-        if report.num_drafted < len(gaps) or len(gaps) == chain.most:
+        report = follow(chain.rule, gaps[: chain.max_draft])
+        if report.num_drafted < len(gaps) or len(gaps) == chain.max_draft:
             break
         # The rule wants another guess if it would make one, whatever the guess is.
         if len(follow(chain.rule, [*gaps, 30.0]).means) == len(gaps):
@@ -110,16 +110,16 @@ def by_steps(shard: OwnShard, chain: ChainStart) -> DraftedChain:
         if follow(chain.rule, gaps).num_drafted < len(gaps):
             break
         newest, unread = tokens[-1:], []
-    every_TD = torch.cat(rows)
-    return DraftedChain(RowSlice.all_of(every_TD), tokens, gaps, follow(chain.rule, gaps))
+    rows_TD = torch.cat(rows)
+    return DraftedChain(RowSlice.all_of(rows_TD), tokens, gaps, follow(chain.rule, gaps))
 
 
-def starts(shard: OwnShard, *, num: int, seed: int, most: int = 3) -> list[ChainStart]:
+def starts(shard: DraftShard, *, num: int, seed: int, max_draft: int = 3) -> list[ChainStart]:
     """Returns requests that have read some rows: prompts in parts, lookups, refusals, drafts of
     every length, with and without rows that the head has not read."""
     rng = random.Random(seed)
     rules = [of_length(0), of_length(1), REFUSAL, of_length(3), of_length(3), CALIBRATED]
-    made = []
+    chains = []
     for number in range(num):
         pages, before = PageTable((2 * number, 2 * number + 1)), number % 3 * 3
         lagging: tuple[RowSlice, ...] = ()
@@ -132,24 +132,24 @@ def starts(shard: OwnShard, *, num: int, seed: int, most: int = 3) -> list[Chain
                 shard.run_head(hidden_TD[:num_read], [RowSegment(0, num_read, pages)])
             lagging = (RowSlice(hidden_TD, num_read, before),) if num_read < before else ()
         tokens = [rng.randrange(3, 96) for _ in range(rng.choice([1, 1, 3]))]
-        made.append(
+        chains.append(
             ChainStart(
                 tokens=tokens,
                 segment=RowSegment(before, len(tokens), pages),
-                most=0 if number == 3 else most,
+                max_draft=0 if number == 3 else max_draft,
                 rule=rules[number % len(rules)],
                 lagging=lagging,
                 temperature=rng.choice([0.0, 0.8]),
                 seed=number,
             )
         )
-    return made
+    return chains
 
 
-def assert_same(found: Sequence[DraftedChain], expected: Sequence[DraftedChain]) -> None:
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine.rows_TD.tensor, theirs.rows_TD.tensor)
-        assert mine[1:] == theirs[1:]
+def assert_same(actual: Sequence[DraftedChain], expected: Sequence[DraftedChain]) -> None:
+    for chain, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(chain.rows_TD.tensor, theirs.rows_TD.tensor)
+        assert chain[1:] == theirs[1:]
 
 
 @pytest.mark.parametrize("head", ["sometimes", "truncated"])
@@ -161,10 +161,10 @@ def test_steps_draft_what_a_call_of_every_part_drafts(head: str, make_config: Ma
     chains = starts(shard, num=6, seed=1)
     with torch.inference_mode():
         for _ in range(2):  # the first step of a size has no graph yet
-            hidden_TD, found = drafter.draft(chains)
-            assert_same(found, expected)
+            hidden_TD, drafted = drafter.draft(chains)
+            assert_same(drafted, expected)
     assert torch.equal(hidden_TD, torch.cat([chain.rows_TD.tensor for chain in expected]))
-    assert {chain.report.num_drafted for chain in found} == {0, 1, 3}
+    assert {chain.report.num_drafted for chain in drafted} == {0, 1, 3}
 
 
 def test_a_chain_alone_has_the_bits_of_one_in_a_batch(make_config: MakeConfig) -> None:
@@ -172,9 +172,9 @@ def test_a_chain_alone_has_the_bits_of_one_in_a_batch(make_config: MakeConfig) -
     chains = starts(shard, num=5, seed=2)
     with torch.inference_mode():
         _, expected = drafter.draft(chains)
-        for chain, together in list(zip(chains, expected, strict=True))[3:]:
-            _, alone = drafter.draft([chain])
-            assert_same(alone, [together])
+        for chain, batch_chain in list(zip(chains, expected, strict=True))[3:]:
+            _, single = drafter.draft([chain])
+            assert_same(single, [batch_chain])
 
 
 def test_steps_without_a_graph_have_the_same_bits(
@@ -236,7 +236,7 @@ def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeCon
     )
     engine = build_local_engine(make_config("sometimes", speculation=speculation))
     shard = engine.draft_stage._compute
-    assert isinstance(shard, OwnShard)
+    assert isinstance(shard, DraftShard)
     drafter = drafter_on_gpu(shard)
     shard._round_drafter = Later(lambda: drafter, is_ready=True)
     channel = engine._channel

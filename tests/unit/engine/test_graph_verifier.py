@@ -24,7 +24,7 @@ HIDDEN = VOCAB = 64
 class PageLayers:
     """After these layers a row is one-hot at the last page of its table."""
 
-    is_alone = True
+    is_single_rank = True
 
     def tiles(self, arrays: RowArrays) -> RowTiles:
         self.width = arrays.tables_BW.shape[1]

@@ -21,9 +21,9 @@ from tests.support.tiny_service import write_tiny_service
 CACHE = {"page_size": 16}
 
 
-def _config(folder: Path, *, cache: dict[str, Any], **parts: Any) -> EngineConfig:
-    model = {"path": str(folder), "dtype": "float32", "device": "cpu", **parts.pop("model", {})}
-    return EngineConfig.model_validate({"model": model, "cache": CACHE | cache, **parts})
+def _config(folder: Path, *, cache: dict[str, Any], **sections: Any) -> EngineConfig:
+    model = {"path": str(folder), "dtype": "float32", "device": "cpu", **sections.pop("model", {})}
+    return EngineConfig.model_validate({"model": model, "cache": CACHE | cache, **sections})
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +68,12 @@ def test_a_verify_rank_with_a_fallback_keeps_pages_for_the_fallbacks_layers_too(
 def test_the_weights_that_a_fallback_will_load_are_counted_from_headers(folder: Path) -> None:
     config = _config(folder, cache={}, speculation={"max_draft_tokens": 0})
     layout = layout_of(config)
-    told = []
-    load_draft_weights(config, layout, SingleGroup(), on_progress=told.append)
-    found = fallback_bytes(
+    progress = []
+    load_draft_weights(config, layout, SingleGroup(), on_progress=progress.append)
+    num_bytes = fallback_bytes(
         folder, layout.spec, split=layout.split, rank=0, size=1, dtype=layout.dtype
     )
-    assert found == told[-1].bytes_total
+    assert num_bytes == progress[-1].bytes_total
 
 
 def test_an_engine_has_the_pages_that_fit_and_answers_only_what_they_hold(folder: Path) -> None:
@@ -117,11 +117,11 @@ def test_on_a_gpu_pages_get_what_weights_activations_and_a_fallback_leave(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * 10**9, 8 * 10**9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10**9)
 
-    def room(**later: int) -> int:
-        return kv_room(config, on_gpu, page_bytes=1000, **later).budget_bytes  # type: ignore[arg-type]
+    def room(**options: int) -> int:
+        return kv_room(config, on_gpu, page_bytes=1000, **options).budget_bytes  # type: ignore[arg-type]
 
     assert 2.9 * 10**9 < room() < 3 * 10**9, "half of the card, less the weights and activations"
-    assert room() - room(later_bytes=10**9) == 10**9
+    assert room() - room(deferred_bytes=10**9) == 10**9
     fixed = config.model_copy(
         update={"cache": config.cache.model_copy(update={"kv_cache_bytes": 12345})}
     )

@@ -90,11 +90,11 @@ def _request(name: str, *, length: int, seed: int = 3, mode: str = "auto") -> Re
 def _copy(
     source: Pipeline, target: Pipeline, reservation: PageReservation, *, max_bytes: int
 ) -> None:
-    leased: Sequence[int] = [there for there, _ in reservation.moves]
-    here: Sequence[int] = [page for _, page in reservation.moves]
-    for theirs, mine in zip(source.stores, target.stores, strict=True):
+    leased: Sequence[int] = [page for page, _ in reservation.moves]
+    targets: Sequence[int] = [page for _, page in reservation.moves]
+    for theirs, target_store in zip(source.stores, target.stores, strict=True):
         for chunk in chunks_of(theirs.page_bytes, len(leased), max_bytes=max_bytes):
-            mine.write(chunk, here, theirs.read(chunk, leased))
+            target_store.write(chunk, targets, theirs.read(chunk, leased))
 
 
 def _migrate(
@@ -109,9 +109,9 @@ def _migrate(
 
 
 def _move(source: Pipeline, target: Pipeline, request: Request) -> None:
-    so_far = tuple(source.answers[request.request_id])
+    generated = tuple(source.answers[request.request_id])
     source.engine.abort(request.request_id)
-    target.add(dataclasses.replace(request, generated=so_far))
+    target.add(dataclasses.replace(request, generated=generated))
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])
@@ -120,17 +120,17 @@ def test_a_moved_request_has_the_same_text_and_computes_at_most_a_page_again(
     num_tokens: int, mode: str, make_config: MakeConfig
 ) -> None:
     config = _config(make_config)
-    alone, source, target = Pipeline(config), Pipeline(config), Pipeline(config)
+    reference, source, target = Pipeline(config), Pipeline(config), Pipeline(config)
     request = _request("a", length=70, mode=mode)
-    alone.add(request)
-    alone.finish()
+    reference.add(request)
+    reference.finish()
     source.add(request)
     while len(source.answers[request.request_id]) < num_tokens:
         source.step()
     _migrate(source, target, [request.request_id])
     _move(source, target, request)
     target.finish()
-    assert target.answers == alone.answers
+    assert target.answers == reference.answers
     assert target.num_prefilled <= PAGE
     source.finish()
     assert source.engine.load().free_pages == source.engine.load().num_pages
@@ -140,13 +140,13 @@ def test_a_drafted_tree_moves_with_its_text(make_config: MakeConfig) -> None:
     """Its accepted branches are moved to their KV slots in the verify stage one round later."""
     tree = TreeConfig(shape="static", widths=(3, 2, 2), max_nodes=12)
     config = _config(make_config, tree=tree)
-    alone, source, target = Pipeline(config), Pipeline(config), Pipeline(config)
+    reference, source, target = Pipeline(config), Pipeline(config), Pipeline(config)
     requests = [_request(f"r{i}", length=20 + 9 * i, seed=i) for i in range(3)]
     for request in requests:
-        alone.add(request)
+        reference.add(request)
         source.add(request)
     target.add(_request("theirs", length=40, seed=8))
-    alone.finish()
+    reference.finish()
     for request in requests:
         for _ in range(5):
             source.step()
@@ -169,7 +169,7 @@ def test_a_drafted_tree_moves_with_its_text(make_config: MakeConfig) -> None:
     for request in requests:
         name = request.request_id
         moved = target.answers.get(name, source.answers[name])
-        assert moved == alone.answers[name]
+        assert moved == reference.answers[name]
 
 
 def test_what_arrives_is_bit_for_bit_what_left_however_it_is_cut(make_config: MakeConfig) -> None:
@@ -181,23 +181,23 @@ def test_what_arrives_is_bit_for_bit_what_left_however_it_is_cut(make_config: Ma
     lease, reservation = _migrate(source, target, [RequestId("a")], max_bytes=700)
     assert len(reservation.moves) == len(lease.requests[0].pages) >= 8
     (whole,) = chunks_of(source.stores[0].page_bytes, len(reservation.moves))
-    leased, here = zip(*reservation.moves, strict=True)
-    for theirs, mine in zip(source.stores, target.stores, strict=True):
+    leased, targets = zip(*reservation.moves, strict=True)
+    for theirs, target_store in zip(source.stores, target.stores, strict=True):
         (whole,) = chunks_of(theirs.page_bytes, len(leased))
-        sent_B = theirs.read(whole, leased)
-        assert sent_B.any()
-        assert torch.equal(mine.read(whole, here), sent_B)
+        content_B = theirs.read(whole, leased)
+        assert content_B.any()
+        assert torch.equal(target_store.read(whole, targets), content_B)
 
 
 def test_rounds_of_other_requests_go_on_while_pages_are_written(
     make_config: MakeConfig,
 ) -> None:
     config = _config(make_config)
-    alone, source, target = Pipeline(config), Pipeline(config), Pipeline(config)
+    reference, source, target = Pipeline(config), Pipeline(config), Pipeline(config)
     request, theirs = _request("a", length=90), _request("b", length=75, seed=11)
-    for each in (request, theirs):
-        alone.add(each)
-    alone.finish()
+    for batch_request in (request, theirs):
+        reference.add(batch_request)
+    reference.finish()
     source.add(request)
     target.add(theirs)
     for _ in range(8):
@@ -218,7 +218,7 @@ def test_rounds_of_other_requests_go_on_while_pages_are_written(
     assert target.engine.kv_sharing.adopt(reservation.number)
     _move(source, target, request)
     target.finish()
-    assert target.answers == alone.answers
+    assert target.answers == reference.answers
 
 
 def test_after_lost_stores_nothing_is_migrated(make_config: MakeConfig) -> None:
@@ -261,8 +261,8 @@ def test_a_folder_that_changed_after_loading_is_not_what_the_pages_were_computed
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    for mine, fresh in zip(old, layouts(), strict=True):
-        why_not = mine.why_not(fresh)
+    for layout, fresh in zip(old, layouts(), strict=True):
+        why_not = layout.why_not(fresh)
         assert why_not is not None
         assert why_not.startswith("weights is")
 
@@ -272,10 +272,10 @@ def test_layouts_agree_for_the_same_files_and_differ_for_others(
 ) -> None:
     config = _config(make_config)
     layout = layout_of(config)
-    mine = kv_layout(config, layout, weights="w", head="sha")
-    assert mine.why_not(kv_layout(config, layout, weights="w", head="sha")) is None
+    reference = kv_layout(config, layout, weights="w", head="sha")
+    assert reference.why_not(kv_layout(config, layout, weights="w", head="sha")) is None
     assert (
-        mine.why_not(kv_layout(config, layout, weights="w", head="other"))
+        reference.why_not(kv_layout(config, layout, weights="w", head="other"))
         == "head is sha here and other there"
     )
     other = copytree(config.model.path, tmp_path / "other")

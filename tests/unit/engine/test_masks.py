@@ -108,7 +108,7 @@ def test_late_masks_change_no_token(
         LocalEngine(make_config("sometimes"), grammars=json_grammars()).generate(plain)
     )
     rng = random.Random(7)
-    masks = masks_of(is_late=lambda: rng.random() < lateness)
+    masks = masks_of(is_overdue=lambda: rng.random() < lateness)
     for name in CONSTRAINTS:  # half of the grammars are worked on in threads
         grammar = CONSTRAINTS[name].get("grammar")
         if grammar is not None and rng.random() < 0.5:
@@ -117,7 +117,7 @@ def test_late_masks_change_no_token(
     drafting = requests(names, SAMPLING["warm"], SpeculationParams(tree=shape))
     generations = engine.generate(drafting)
     assert texts(generations) == expected
-    assert sum(sum(each.drafted) for each in generations) > 0
+    assert sum(sum(generation.drafted) for generation in generations) > 0
     engine.close()
 
 
@@ -152,14 +152,14 @@ def test_a_caller_over_its_budget_keeps_its_cheap_grammars(make_config: MakeConf
     cheap = one_of(["a" * 60])
     masks = masks_of(GrammarConfig(request_budget_s=100.0, caller_budget_s=0.05))
     engine = LocalEngine(make_config("sometimes"), masks=masks)
-    asked = attack(1)
+    request = attack(1)
     proven = dataclasses.replace(
-        asked,
+        request,
         request_id=RequestId("cheap"),
-        sampling=dataclasses.replace(asked.sampling, grammar=cheap),
+        sampling=dataclasses.replace(request.sampling, grammar=cheap),
     )
     assert engine.generate([proven])[0].finish_reason is FinishReason.STOP
-    assert engine.generate([asked])[0].finish_reason is FinishReason.ABORT
+    assert engine.generate([request])[0].finish_reason is FinishReason.ABORT
     with pytest.raises(CapacityError, match="send a simpler grammar") as refusal:
         engine.engine.add(attack(2))
     assert refusal.value.retry_after_s > 0
@@ -220,10 +220,10 @@ def job(name: str, caller: str, run: Callable[[], MadeMask], *, grammar: str) ->
 
 
 def results_of(lane: MaskLane, count: int) -> list[MaskResult]:
-    found: list[MaskResult] = []
-    while len(found) < count:
-        found += lane.results(wait_s=5.0, most_s=60.0)
-    return found
+    results: list[MaskResult] = []
+    while len(results) < count:
+        results += lane.results(wait_s=5.0, limit_s=60.0)
+    return results
 
 
 def test_callers_take_turns_and_so_do_their_grammars(lane: MaskLane) -> None:
@@ -263,8 +263,8 @@ def test_a_mask_that_takes_too_long_fails_and_keeps_no_other_waiting(lane: MaskL
     lane.ask(job("stuck", "a", stuck, grammar="g"))
     entered.wait()
     lane.ask(job("next", "a", lambda: MadeMask(b"mask", 0.0), grammar="g"))
-    assert lane.results(most_s=60.0) == []
-    (overdue,) = lane.results(most_s=0.0)
+    assert lane.results(limit_s=60.0) == []
+    (overdue,) = lane.results(limit_s=0.0)
     assert overdue.error is not None
     (following,) = results_of(lane, 1)
     assert (following.text.request_id, following.mask) == ("next", b"mask")

@@ -30,11 +30,11 @@ def memory_engine(config: EngineConfig) -> EngineCore:
 def drain(engine: EngineCore, batch: list[Request]) -> dict[RequestId, list[TokenId]]:
     for request in batch:
         engine.add(request)
-    found: dict[RequestId, list[TokenId]] = {r.request_id: [] for r in batch}
+    tokens_of: dict[RequestId, list[TokenId]] = {r.request_id: [] for r in batch}
     while engine.has_work:
         for emission in engine.step(wait_s=0.0).emissions:
-            found[emission.request_id].extend(emission.tokens)
-    return found
+            tokens_of[emission.request_id].extend(emission.tokens)
+    return tokens_of
 
 
 def test_two_microbatches_overlap_and_change_no_token(make_config: MakeConfig) -> None:
@@ -43,9 +43,9 @@ def test_two_microbatches_overlap_and_change_no_token(make_config: MakeConfig) -
     plain = LocalEngine(make_config())
     for name, sampling in SAMPLING.items():
         batch = requests(5, sampling, SpeculationParams(controller="beta"), name)
-        wanted = plain.generate(requests(5, sampling, SpeculationParams(mode="off"), name))
-        found = drain(engine, batch)
-        assert [found[r.request_id] for r in batch] == [g.tokens for g in wanted], name
+        expected = plain.generate(requests(5, sampling, SpeculationParams(mode="off"), name))
+        tokens_of = drain(engine, batch)
+        assert [tokens_of[r.request_id] for r in batch] == [g.tokens for g in expected], name
 
 
 def test_changing_between_one_batch_and_two_microbatches_changes_no_token(
@@ -64,9 +64,9 @@ def test_changing_between_one_batch_and_two_microbatches_changes_no_token(
     plain = LocalEngine(make_config())
     for name, sampling in SAMPLING.items():
         batch = requests(5, sampling, SpeculationParams(controller="beta"), name)
-        wanted = plain.generate(requests(5, sampling, SpeculationParams(mode="off"), name))
-        found = drain(engine, batch)
-        assert [found[r.request_id] for r in batch] == [g.tokens for g in wanted], name
+        expected = plain.generate(requests(5, sampling, SpeculationParams(mode="off"), name))
+        tokens_of = drain(engine, batch)
+        assert [tokens_of[r.request_id] for r in batch] == [g.tokens for g in expected], name
     assert set(answers) == {True, False}
 
 
@@ -75,12 +75,12 @@ def test_a_lost_verify_stage_costs_recomputation_only(make_config: MakeConfig) -
     stage = build_verify_stage(config, SingleGroup())
     engine = build_draft_engine(config, MemoryChannel(stage.verify))
     batch = requests(4, SAMPLING["warm"], SpeculationParams(controller="fixed"), "lost")
-    wanted = LocalEngine(make_config()).generate(
+    expected = LocalEngine(make_config()).generate(
         requests(4, SAMPLING["warm"], SpeculationParams(mode="off"), "lost")
     )
     for request in batch:
         engine.add(request)
-    found: dict[RequestId, list[TokenId]] = {r.request_id: [] for r in batch}
+    tokens_of: dict[RequestId, list[TokenId]] = {r.request_id: [] for r in batch}
     turns = 0
     while engine.has_work:
         turns += 1
@@ -88,9 +88,9 @@ def test_a_lost_verify_stage_costs_recomputation_only(make_config: MakeConfig) -
             fresh = build_verify_stage(config, SingleGroup())
             engine.attach(MemoryChannel(fresh.verify), epoch=turns)
         for emission in engine.step(wait_s=0.0).emissions:
-            found[emission.request_id].extend(emission.tokens)
+            tokens_of[emission.request_id].extend(emission.tokens)
     assert turns > 11
-    assert [found[r.request_id] for r in batch] == [g.tokens for g in wanted]
+    assert [tokens_of[r.request_id] for r in batch] == [g.tokens for g in expected]
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_tokens_of_a_verdict_leave_before_the_loss_that_follows_it(
     engine = build_draft_engine(config, channel)
     channel.num_until_loss = 4
     (request,) = requests(1, SAMPLING["warm"], SpeculationParams(controller="fixed"), "broken")
-    wanted = LocalEngine(make_config()).generate([request])[0].tokens
+    expected = LocalEngine(make_config()).generate([request])[0].tokens
     engine.add(request)
-    found: list[TokenId] = []
+    tokens: list[TokenId] = []
     num_losses = 0
     while engine.has_work:
         try:
@@ -131,9 +131,9 @@ def test_tokens_of_a_verdict_leave_before_the_loss_that_follows_it(
             num_losses += 1
             engine.attach(MemoryChannel(stage.verify), epoch=2)
             continue
-        found += [token for emission in emissions for token in emission.tokens]
+        tokens += [token for emission in emissions for token in emission.tokens]
     assert num_losses == 1
-    assert found == wanted
+    assert tokens == expected
 
 
 @pytest.mark.parametrize("turns_before", [1, 2, 3, 4])
@@ -143,21 +143,21 @@ def test_a_request_dropped_in_flight_may_come_back_at_once(
     config = make_config(scheduler=SchedulerConfig(prefill_chunk=16, overlap=True))
     engine = memory_engine(config)
     batch = requests(3, SAMPLING["warm"], SpeculationParams(controller="beta"), "back")
-    wanted = LocalEngine(make_config()).generate(batch)
+    expected = LocalEngine(make_config()).generate(batch)
     for request in batch:
         engine.add(request)
-    found: dict[RequestId, list[TokenId]] = {r.request_id: [] for r in batch}
+    tokens_of: dict[RequestId, list[TokenId]] = {r.request_id: [] for r in batch}
     turns = 0
     while engine.has_work:
         for emission in engine.step(wait_s=0.0).emissions:
-            found[emission.request_id].extend(emission.tokens)
+            tokens_of[emission.request_id].extend(emission.tokens)
         turns += 1
         if turns == turns_before:
             for request in batch:
                 engine.abort(request.request_id)
-                told = tuple(found[request.request_id])
-                engine.add(dataclasses.replace(request, generated=told))
-    assert [found[r.request_id] for r in batch] == [g.tokens for g in wanted]
+                prefix = tuple(tokens_of[request.request_id])
+                engine.add(dataclasses.replace(request, generated=prefix))
+    assert [tokens_of[r.request_id] for r in batch] == [g.tokens for g in expected]
     load = engine.load()
     assert load.free_pages == load.num_pages
 
@@ -167,8 +167,8 @@ def test_a_refused_request_leaves_nothing_behind(make_config: MakeConfig) -> Non
     good, bad = requests(2, SAMPLING["greedy"], SpeculationParams(), "mixed")
     with pytest.raises(RequestError):
         llm.generate([good, dataclasses.replace(bad, prompt=())])
-    again = dataclasses.replace(good, request_id=RequestId("again"))
-    assert llm.generate([again])[0].tokens
+    retry = dataclasses.replace(good, request_id=RequestId("again"))
+    assert llm.generate([retry])[0].tokens
     reader = llm.stream([dataclasses.replace(good, request_id=RequestId("half"))])
     next(reader)
     reader.close()

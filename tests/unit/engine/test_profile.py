@@ -53,7 +53,7 @@ def test_the_profile_knows_one_request_and_batches_and_never_a_free_row(
         [cost.draft_step_s, *(s for _, s in cost.draft_rows_s)],
         [cost.round_s, *(s for _, s in cost.known_rows_s)],
     ):
-        assert all(one <= other for one, other in pairwise(figures))
+        assert all(figure <= other for figure, other in pairwise(figures))
     assert 0.0 <= cost.guess_s <= cost.draft_step_s
     assert cost.verify_batch(144, 24) > cost.verify_batch(6)
 
@@ -138,8 +138,10 @@ def test_goodput_drafts_for_a_head_that_agrees_and_not_for_one_that_never_does(
             rounds += llm.generate(
                 requests(4, SAMPLING["greedy"], SpeculationParams(), f"{head}-{turn}")
             )
-        late = rounds[12:]
-        drafted[head] = sum(sum(g.drafted) for g in late) / sum(len(g.drafted) for g in late)
+        last_rounds = rounds[12:]
+        drafted[head] = sum(sum(g.drafted) for g in last_rounds) / sum(
+            len(g.drafted) for g in last_rounds
+        )
     assert drafted["always"] > 2.5
     assert drafted["never"] < 0.3
 

@@ -44,18 +44,18 @@ def asking(
 
 
 def emitted(engine: LocalEngine, requests: list[Request]) -> dict[RequestId, list[Emission]]:
-    found: dict[RequestId, list[Emission]] = {request.request_id: [] for request in requests}
+    emissions_of: dict[RequestId, list[Emission]] = {request.request_id: [] for request in requests}
     for emission in engine.stream(requests):
-        found[emission.request_id].append(emission)
-    return found
+        emissions_of[emission.request_id].append(emission)
+    return emissions_of
 
 
 def of_prompts(engine: LocalEngine, requests: list[Request]) -> list[tuple[TokenLogprobs, ...]]:
     """Returns those on the first emissions; asserts that no others have any."""
-    found = emitted(engine, requests)
-    for emissions in found.values():
+    emissions_of = emitted(engine, requests)
+    for emissions in emissions_of.values():
         assert all(not emission.prompt_logprobs for emission in emissions[1:])
-    return [found[request.request_id][0].prompt_logprobs for request in requests]
+    return [emissions_of[request.request_id][0].prompt_logprobs for request in requests]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -69,12 +69,14 @@ def test_a_text_that_becomes_a_prompt_keeps_its_log_probabilities(
         for i, prompt in enumerate(prompts(4))
     ]
     generated = engine.generate(texts)
-    asked = [
+    prompt_requests = [
         asking((*text.prompt, *generation.tokens), f"prompt {i}", mode=("auto", "off")[i % 2])
         for i, (text, generation) in enumerate(zip(texts, generated, strict=True))
     ]
-    found = of_prompts(engine, asked)
-    for request, text, generation, logprobs in zip(asked, texts, generated, found, strict=True):
+    prompt_logprobs = of_prompts(engine, prompt_requests)
+    for request, text, generation, logprobs in zip(
+        prompt_requests, texts, generated, prompt_logprobs, strict=True
+    ):
         assert len(logprobs) == len(request.prompt) - 1
         assert list(logprobs[len(text.prompt) - 1 :]) == generation.logprobs
     engine.engine.check()
@@ -83,7 +85,7 @@ def test_a_text_that_becomes_a_prompt_keeps_its_log_probabilities(
 def test_chunks_batches_blocks_and_preemptions_change_nothing(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [
+    prompt_requests = [
         asking(prompt, f"{i}", num_top=(0, 3, 20)[i % 3], max_tokens=40)
         for i, prompt in enumerate(prompts(6))
     ]
@@ -93,30 +95,34 @@ def test_chunks_batches_blocks_and_preemptions_change_nothing(
             request_id=RequestId(f"plain {request.request_id}"),
             sampling=dataclasses.replace(request.sampling, prompt_logprobs=None),
         )
-        for request in asked
+        for request in prompt_requests
     ]
     engine = LocalEngine(make_config(scheduler=SchedulerConfig(prefill_chunk=512)))
-    alone = [of_prompts(engine, [request])[0] for request in asked]
-    for request, logprobs in zip(asked, alone, strict=True):
+    expected = [of_prompts(engine, [request])[0] for request in prompt_requests]
+    for request, logprobs in zip(prompt_requests, expected, strict=True):
         assert len(logprobs) == len(request.prompt) - 1
-        assert {len(each.top) for each in logprobs} <= {request.sampling.prompt_logprobs}
+        assert {len(token_logprobs.top) for token_logprobs in logprobs} <= {
+            request.sampling.prompt_logprobs
+        }
     texts = [generation.tokens for generation in engine.generate(plain)]
     for config in (
         make_config(scheduler=SchedulerConfig(prefill_chunk=7)),
         make_config(num_pages=10),
     ):
-        together = LocalEngine(config)
-        found = emitted(together, [*asked, *plain])
-        assert [found[r.request_id][0].prompt_logprobs for r in asked] == alone
-        for requests in (asked, plain):
-            tokens = [[t for e in found[r.request_id] for t in e.tokens] for r in requests]
+        batch_engine = LocalEngine(config)
+        emissions_of = emitted(batch_engine, [*prompt_requests, *plain])
+        assert [emissions_of[r.request_id][0].prompt_logprobs for r in prompt_requests] == expected
+        for requests in (prompt_requests, plain):
+            tokens = [[t for e in emissions_of[r.request_id] for t in e.tokens] for r in requests]
             assert tokens == texts
-        assert not any(e.prompt_logprobs for r in plain for e in found[r.request_id])
-        again = of_prompts(together, [dataclasses.replace(asked[5], request_id=RequestId("x"))])
-        assert again == alone[5:], "no cached page is used"
-    assert together.engine.load().num_preemptions > 0
+        assert not any(e.prompt_logprobs for r in plain for e in emissions_of[r.request_id])
+        repeated = of_prompts(
+            batch_engine, [dataclasses.replace(prompt_requests[5], request_id=RequestId("x"))]
+        )
+        assert repeated == expected[5:], "no cached page is used"
+    assert batch_engine.engine.load().num_preemptions > 0
     monkeypatch.setattr(verify, "logits_block", lambda _: 5)
-    assert of_prompts(LocalEngine(make_config()), asked) == alone
+    assert of_prompts(LocalEngine(make_config()), prompt_requests) == expected
 
 
 def test_a_request_that_goes_on_has_them_no_more(make_config: MakeConfig) -> None:

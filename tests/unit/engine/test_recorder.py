@@ -39,7 +39,7 @@ COST = CostModel(draft_step_s=0.001, verify_s=(0.01,) * 8)
 TOP_K = 5
 
 
-class Kept:
+class ListSink:
     """A sink that keeps everything of the wanted requests."""
 
     def __init__(self, *, unwanted: frozenset[str] = frozenset()) -> None:
@@ -53,8 +53,8 @@ class Kept:
     def wants(self, request: Request) -> bool:
         return request.request_id not in self._unwanted
 
-    def put(self, piece: VerifiedPiece) -> None:
-        self.pieces.append(piece)
+    def put(self, segment: VerifiedPiece) -> None:
+        self.pieces.append(segment)
 
 
 def request(name: str, prompt: tuple[TokenId, ...], **sampling: object) -> Request:
@@ -68,9 +68,9 @@ def request(name: str, prompt: tuple[TokenId, ...], **sampling: object) -> Reque
 
 
 def run(engine: EngineCore, requests: list[Request]) -> dict[RequestId, list[Emission]]:
-    emissions: dict[RequestId, list[Emission]] = {one.request_id: [] for one in requests}
-    for one in requests:
-        engine.add(one)
+    emissions: dict[RequestId, list[Emission]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
     while engine.has_work:
         for emission in engine.step(wait_s=0.0).emissions:
             emissions[emission.request_id].append(emission)
@@ -81,7 +81,7 @@ def _untimed(
     emissions: dict[RequestId, list[Emission]],
 ) -> dict[RequestId, list[Emission]]:
     return {
-        name: [structs.replace(one, queue_s=None) for one in some]
+        name: [structs.replace(emission, queue_s=None) for emission in some]
         for name, some in emissions.items()
     }
 
@@ -95,11 +95,11 @@ def test_pieces_are_the_tokens_that_left_as_the_frozen_target_sees_them(
     target: Path, make_config: MakeConfig, tree: TreeShape
 ) -> None:
     """Covers preemption, batches, stops by token or length, chains and trees."""
-    kept = Kept()
+    sink = ListSink()
     engine = build_local_engine(
         make_config(num_pages=13, scheduler=SchedulerConfig(prefill_chunk=24, max_running=4)),
         cost=COST,
-        recorder=kept,
+        recorder=sink,
     )
     requests = [
         dataclasses.replace(
@@ -110,23 +110,26 @@ def test_pieces_are_the_tokens_that_left_as_the_frozen_target_sees_them(
     ]
     left = run(engine, requests)
     frozen = FrozenTarget(target, ModelSpec.from_folder(target), [EXIT_LAYER])
-    assert len(kept.pieces) == 6
-    assert sum(len(piece.tokens_T) for piece in kept.pieces) > sum(map(len, prompts(6)))
-    for one in requests:
-        served = tokens(left[one.request_id])
-        text = [*one.prompt, *served[:-1]]
+    assert len(sink.pieces) == 6
+    assert sum(len(segment.tokens_T) for segment in sink.pieces) > sum(map(len, prompts(6)))
+    for prompt_request in requests:
+        served = tokens(left[prompt_request.request_id])
+        text = [*prompt_request.prompt, *served[:-1]]
         # Rows of a prefix that another request left in the cache are computed by none.
-        (piece,) = [p for p in kept.pieces if text[-len(p.tokens_T) :] == p.tokens_T.tolist()]
-        first = len(text) - len(piece.tokens_T)
-        assert piece.num_prompt == len(one.prompt) - first
+        (segment,) = [p for p in sink.pieces if text[-len(p.tokens_T) :] == p.tokens_T.tolist()]
+        first = len(text) - len(segment.tokens_T)
+        assert segment.num_prompt == len(prompt_request.prompt) - first
         (view,) = frozen.view([text], top_k=TOP_K)
         torch.testing.assert_close(
-            piece.hidden_TD, view.hidden[EXIT_LAYER][first:], atol=1e-4, rtol=1e-4
+            segment.hidden_TD, view.hidden[EXIT_LAYER][first:], atol=1e-4, rtol=1e-4
         )
-        assert piece.top_ids_TK.tolist() == view.top_ids_TK[first:].tolist()
+        assert segment.top_ids_TK.tolist() == view.top_ids_TK[first:].tolist()
         logprobs_TK = view.top_logits_TK[first:] - view.lse_T[first:, None]
-        np.testing.assert_allclose(piece.top_logprobs_TK, logprobs_TK.numpy(), atol=1e-4)
-        assert (piece.workload, piece.temperature) == ("songs", one.sampling.temperature)
+        np.testing.assert_allclose(segment.top_logprobs_TK, logprobs_TK.numpy(), atol=1e-4)
+        assert (segment.workload, segment.temperature) == (
+            "songs",
+            prompt_request.sampling.temperature,
+        )
 
 
 def test_what_the_recorder_asks_for_never_leaves(make_config: MakeConfig) -> None:
@@ -135,10 +138,10 @@ def test_what_the_recorder_asks_for_never_leaves(make_config: MakeConfig) -> Non
         request("curious", prompts(2)[1], seed=2, top_logprobs=2),
     ]
     plain = run(build_local_engine(make_config(), cost=COST), requests)
-    kept = Kept()
-    recorded = run(build_local_engine(make_config(), cost=COST, recorder=kept), requests)
+    sink = ListSink()
+    recorded = run(build_local_engine(make_config(), cost=COST, recorder=sink), requests)
     assert _untimed(recorded) == _untimed(plain)
-    assert len(kept.pieces) == 2
+    assert len(sink.pieces) == 2
     assert all(not emission.logprobs for emission in recorded[RequestId("silent")])
     assert {len(x.top) for e in recorded[RequestId("curious")] for x in e.logprobs} == {2}
 
@@ -146,8 +149,8 @@ def test_what_the_recorder_asks_for_never_leaves(make_config: MakeConfig) -> Non
 def test_only_sampled_requests_are_kept_and_an_aborted_one_as_far_as_it_came(
     make_config: MakeConfig,
 ) -> None:
-    kept = Kept(unwanted=frozenset({"other"}))
-    engine = build_local_engine(make_config(), cost=COST, recorder=kept)
+    sink = ListSink(unwanted=frozenset({"other"}))
+    engine = build_local_engine(make_config(), cost=COST, recorder=sink)
     engine.add(request("other", prompts(1)[0], seed=3))
     engine.add(request("mine", prompts(2)[1], seed=4, max_tokens=400, stop_token_ids=()))
     left: list[int] = []
@@ -158,23 +161,23 @@ def test_only_sampled_requests_are_kept_and_an_aborted_one_as_far_as_it_came(
     engine.abort(RequestId("mine"))
     while engine.has_work:
         engine.step(wait_s=0.0)
-    (piece,) = kept.pieces
-    assert piece.tokens_T.tolist() == [*prompts(2)[1], *left[:-1]]
-    assert piece.num_prompt == len(prompts(2)[1])
+    (segment,) = sink.pieces
+    assert segment.tokens_T.tolist() == [*prompts(2)[1], *left[:-1]]
+    assert segment.num_prompt == len(prompts(2)[1])
 
 
 def test_of_a_long_text_the_last_positions_are_kept(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "MAX_POSITIONS", 64)
-    kept = Kept()
-    engine = build_local_engine(make_config(), cost=COST, recorder=kept)
-    one = request("long", prompts(1)[0], seed=5, max_tokens=150, stop_token_ids=())
-    served = tokens(run(engine, [one])[RequestId("long")])
-    (piece,) = kept.pieces
-    assert piece.tokens_T.tolist() == served[-65:-1]
-    assert len(piece.hidden_TD) == len(piece.top_ids_TK) == 64
-    assert piece.num_prompt == 1  # the first row was known
+    sink = ListSink()
+    engine = build_local_engine(make_config(), cost=COST, recorder=sink)
+    long_request = request("long", prompts(1)[0], seed=5, max_tokens=150, stop_token_ids=())
+    served = tokens(run(engine, [long_request])[RequestId("long")])
+    (segment,) = sink.pieces
+    assert segment.tokens_T.tolist() == served[-65:-1]
+    assert len(segment.hidden_TD) == len(segment.top_ids_TK) == 64
+    assert segment.num_prompt == 1  # the first row was known
 
 
 def test_a_head_that_is_swapped_in_changes_acceptance_and_no_token(
@@ -183,12 +186,14 @@ def test_a_head_that_is_swapped_in_changes_acceptance_and_no_token(
     config = make_config(
         "never", speculation=SpeculationConfig(controller="fixed", max_draft_tokens=5)
     )
-    one = request("one", prompts(1)[0], temperature=0.0, max_tokens=120, stop_token_ids=())
-    off = dataclasses.replace(one, speculation=SpeculationParams(mode="off"))
+    greedy_request = request(
+        "one", prompts(1)[0], temperature=0.0, max_tokens=120, stop_token_ids=()
+    )
+    off = dataclasses.replace(greedy_request, speculation=SpeculationParams(mode="off"))
     plain = tokens(run(build_local_engine(config, cost=COST), [off])[RequestId("one")])
 
     engine = build_local_engine(config, cost=COST)
-    engine.add(one)
+    engine.add(greedy_request)
     emissions: list[Emission] = []
     while engine.has_work:
         emissions += engine.step(wait_s=0.0).emissions
@@ -201,24 +206,25 @@ def test_a_head_that_is_swapped_in_changes_acceptance_and_no_token(
     after = emissions[21:-1]
     assert [e.num_accepted for e in after] == [e.num_drafted for e in after]
     assert sum(e.num_drafted for e in after) > 50
-    repeated = run(engine, [dataclasses.replace(one, request_id=RequestId("again"))])
+    repeated = run(engine, [dataclasses.replace(greedy_request, request_id=RequestId("again"))])
     assert repeated[RequestId("again")][0].num_cached_prompt_tokens == 0  # not of the old head
 
 
 def test_without_a_recorder_no_row_is_asked_for_more(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int | None] = []
+    num_top: list[int | None] = []
     verify = VerifyStage.verify
 
-    def observed(stage: VerifyStage, header: RoundHeader, *rest: Any) -> VerifyReply:
-        asked.extend(segment.top_logprobs for segment in header.segments)
-        return verify(stage, header, *rest)
+    def observed(stage: VerifyStage, header: RoundHeader, *inputs: Any) -> VerifyReply:
+        num_top.extend(segment.top_logprobs for segment in header.segments)
+        return verify(stage, header, *inputs)
 
     monkeypatch.setattr(VerifyStage, "verify", observed)
     run(build_local_engine(make_config(), cost=COST), [request("one", prompts(1)[0])])
-    assert set(asked) == {None}
+    assert set(num_top) == {None}
     run(
-        build_local_engine(make_config(), cost=COST, recorder=Kept()), [request("1", prompts(1)[0])]
+        build_local_engine(make_config(), cost=COST, recorder=ListSink()),
+        [request("1", prompts(1)[0])],
     )
-    assert TOP_K in asked
+    assert TOP_K in num_top

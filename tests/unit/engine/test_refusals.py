@@ -24,7 +24,7 @@ def _request(name: str, sampling: SamplingParams) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "found"),
+    ("sampling", "message"),
     [
         (SamplingParams(temperature=-1.0), "temperature is -1.0: give 0 or more"),
         (SamplingParams(temperature=math.nan), "temperature is nan"),
@@ -36,17 +36,17 @@ def _request(name: str, sampling: SamplingParams) -> Request:
     ],
 )
 def test_parameters_out_of_range_are_refused(
-    engine: LocalEngine, sampling: SamplingParams, found: str
+    engine: LocalEngine, sampling: SamplingParams, message: str
 ) -> None:
     good, bad = _request("good", SamplingParams(max_tokens=2)), _request("bad", sampling)
-    with pytest.raises(RequestError, match=found):
+    with pytest.raises(RequestError, match=message):
         engine.generate([good, bad])
-    refused: dict[str, str] = {}
+    refusals: dict[str, str] = {}
     emissions = engine.stream(
-        [bad, good], refused=lambda name, error: refused.update({name: str(error)})
+        [bad, good], on_refusal=lambda name, error: refusals.update({name: str(error)})
     )
-    assert {each.request_id for each in emissions} == {"good"}
-    assert found in refused["bad"]
+    assert {emission.request_id for emission in emissions} == {"good"}
+    assert message in refusals["bad"]
 
 
 def test_a_closed_engine_says_so(engine: LocalEngine) -> None:

@@ -21,14 +21,14 @@ from tests.unit.engine.test_overlap import memory_engine
 
 
 def test_unnamed_time_is_other_and_every_verdict_starts_a_new_account() -> None:
-    clock = LoopClock(now_s=100.0)
+    clock = LoopClock(time_s=100.0)
     clock.spent(2.0)
     clock.idled(5.0)
     clock.spent(1.0)
-    first = clock.verdict(now_s=108.5)
+    first = clock.verdict(time_s=108.5)
     assert (first.idle_s, first.other_s) == (5.0, 0.5)
     clock.spent(1.0)
-    second = clock.verdict(now_s=109.75)
+    second = clock.verdict(time_s=109.75)
     assert (second.idle_s, second.other_s) == (0.0, 0.25)
 
 
@@ -53,10 +53,10 @@ def test_the_rounds_accounts_add_up_to_the_wall_clock(
         time.sleep(0.002)  # time of the caller, in no named account
         rounds += engine.step(wait_s=0.0).rounds
     wall_s = time.perf_counter() - started_s
-    told_s = sum(
+    accounts_s = sum(
         r.plan_s + r.draft_s + r.waited_s + r.commit_s + r.idle_s + r.other_s for r in rounds
     )
-    assert told_s == pytest.approx(wall_s, rel=0.15)
+    assert accounts_s == pytest.approx(wall_s, rel=0.15)
     assert 0.002 * len(rounds) < sum(r.other_s for r in rounds) < 0.9 * wall_s
 
 
@@ -72,9 +72,9 @@ def test_a_round_behind_another_one_is_queued_and_that_is_no_transfer(
     channel, source = memory_pair(timeout_s=20.0)
 
     def verify_slowly() -> None:
-        while (taken := source.next_round()) is not None:
+        while (round_message := source.next_round()) is not None:
             started_s = time.perf_counter()
-            reply = stage.verify(*taken)
+            reply = stage.verify(*round_message)
             time.sleep(0.1)
             took_s = time.perf_counter() - started_s
             source.reply(replace(reply, verify_s=took_s, received_to_sent_s=took_s))

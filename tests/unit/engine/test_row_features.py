@@ -62,7 +62,7 @@ def test_ranks_agree_with_one_rank_on_every_best_token(
     header = RoundHeader(epoch=1, round_id=1, segments=SEGMENTS, exits=(3,), top_k=top_k)
     generator = torch.Generator().manual_seed(0)
     last_TD = torch.randn(9, spec.hidden_size, generator=generator)
-    kept = {3: torch.randn(9, spec.hidden_size, generator=generator)}
+    exit_TD = {3: torch.randn(9, spec.hidden_size, generator=generator)}
 
     def on(group: TensorGroup) -> RowFeatures:
         span = LlamaSpan.load(
@@ -77,13 +77,13 @@ def test_ranks_agree_with_one_rank_on_every_best_token(
             num_pages=1,
             page_size=16,
         )
-        return features_of(header, last_TD, kept=kept, span=span, group=group)
+        return features_of(header, last_TD, exit_TD=exit_TD, span=span, group=group)
 
-    alone = on(SingleGroup())
-    assert alone.top_ids.shape == (7, top_k)
-    assert np.array_equal(alone.hidden[0], kept[3][feature_rows(SEGMENTS)].numpy())
-    for found in on_ranks(num_ranks, on):
-        assert np.array_equal(found.top_ids, alone.top_ids)
-        assert np.array_equal(found.hidden[0], alone.hidden[0])
-        np.testing.assert_allclose(found.top_logits, alone.top_logits, atol=1e-5)
-        np.testing.assert_allclose(found.lse, alone.lse, atol=1e-5)
+    single = on(SingleGroup())
+    assert single.top_ids.shape == (7, top_k)
+    assert np.array_equal(single.hidden[0], exit_TD[3][feature_rows(SEGMENTS)].numpy())
+    for sharded in on_ranks(num_ranks, on):
+        assert np.array_equal(sharded.top_ids, single.top_ids)
+        assert np.array_equal(sharded.hidden[0], single.hidden[0])
+        np.testing.assert_allclose(sharded.top_logits, single.top_logits, atol=1e-5)
+        np.testing.assert_allclose(sharded.lse, single.lse, atol=1e-5)

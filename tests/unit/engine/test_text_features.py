@@ -48,15 +48,17 @@ def asked(
 def run(
     engine: EngineCore, requests: list[Request]
 ) -> tuple[dict[str, list[int]], dict[str, TextFeatures]]:
-    tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     features: dict[str, TextFeatures] = {}
-    for one in requests:
-        engine.add(one)
+    for request in requests:
+        engine.add(request)
     while engine.has_work:
         result = engine.step(wait_s=0.0)
         for emission in result.emissions:
             tokens[emission.request_id] += emission.tokens
-        features.update({found.request_id: found for found in result.features})
+        features.update(
+            {text_features.request_id: text_features for text_features in result.features}
+        )
     return tokens, features
 
 
@@ -87,28 +89,35 @@ def test_every_row_of_a_text_is_the_one_that_the_frozen_target_computes(
     tokens, features = run(engine, [*requests, drafts])
     assert engine.load().num_preemptions > 0
     assert engine._features.kept_bytes == 0
-    bare = [dataclasses.replace(one, features=None) for one in [*requests, drafts]]
+    bare = [dataclasses.replace(request, features=None) for request in [*requests, drafts]]
     undisturbed, none = run(build_local_engine(config, cost=COST), bare)
     assert tokens == undisturbed
     assert not none
 
     frozen = FrozenTarget(target, ModelSpec.from_folder(target), EVERY_EXIT)
-    assert features.keys() == {one.request_id for one in requests if one.features is not None}
-    for one in requests:
-        if one.features is None:
+    assert features.keys() == {
+        request.request_id for request in requests if request.features is not None
+    }
+    for request in requests:
+        if request.features is None:
             continue
-        found, text = features[one.request_id], [*one.prompt, *tokens[one.request_id]]
-        assert list(found.tokens) == text
-        (view,) = frozen.view([text[:-1]], top_k=one.features.top_k)
-        assert tuple(found.hidden) == one.features.exits
-        for layer, hidden_TD in found.hidden.items():
-            torch.testing.assert_close(hidden_TD, view.hidden[layer], atol=1e-4, rtol=1e-4)
-        assert found.top_ids_TK.shape == (len(text) - 1, one.features.top_k)
-        torch.testing.assert_close(
-            torch.from_numpy(found.top_logits_TK), view.top_logits_TK, atol=1e-4, rtol=1e-4
+        text_features, text = (
+            features[request.request_id],
+            [*request.prompt, *tokens[request.request_id]],
         )
-        torch.testing.assert_close(torch.from_numpy(found.lse_T), view.lse_T, atol=1e-4, rtol=1e-4)
-        assert (found.top_ids_TK == view.top_ids_TK.numpy()).mean() > 0.99
+        assert list(text_features.tokens) == text
+        (view,) = frozen.view([text[:-1]], top_k=request.features.top_k)
+        assert tuple(text_features.hidden) == request.features.exits
+        for layer, hidden_TD in text_features.hidden.items():
+            torch.testing.assert_close(hidden_TD, view.hidden[layer], atol=1e-4, rtol=1e-4)
+        assert text_features.top_ids_TK.shape == (len(text) - 1, request.features.top_k)
+        torch.testing.assert_close(
+            torch.from_numpy(text_features.top_logits_TK), view.top_logits_TK, atol=1e-4, rtol=1e-4
+        )
+        torch.testing.assert_close(
+            torch.from_numpy(text_features.lse_T), view.lse_T, atol=1e-4, rtol=1e-4
+        )
+        assert (text_features.top_ids_TK == view.top_ids_TK.numpy()).mean() > 0.99
 
 
 def test_rows_are_computed_even_where_their_pages_are_cached(make_config: MakeConfig) -> None:
@@ -145,9 +154,9 @@ def test_features_that_cannot_be_are_refused(
 
 def test_a_text_with_features_is_not_drafted(make_config: MakeConfig) -> None:
     engine = build_local_engine(make_config(), cost=COST)
-    one = asked("r", (TokenId(3),), FeatureSpec(exits=(1,), top_k=2))
+    request = asked("r", (TokenId(3),), FeatureSpec(exits=(1,), top_k=2))
     with pytest.raises(RequestError, match="mode to off"):
-        engine.add(dataclasses.replace(one, speculation=SpeculationParams()))
+        engine.add(dataclasses.replace(request, speculation=SpeculationParams()))
 
 
 def test_memory_is_reserved_before_a_text_begins_and_free_after_its_end() -> None:
@@ -160,18 +169,18 @@ def test_memory_is_reserved_before_a_text_begins_and_free_after_its_end() -> Non
         max_bytes=10_000,
     )
     spec = FeatureSpec(exits=(1,), top_k=2)
-    one = asked("one", (TokenId(3),) * 20, spec)
-    size = limits.size_of(one)
+    request = asked("one", (TokenId(3),) * 20, spec)
+    size = limits.size_of(request)
     assert size == 40 * (2 * 64 + 8 * 2 + 4)
     tap = FeatureTap(limits)
-    tap.check(one)
-    tap.admit(one)
+    tap.check(request)
+    tap.admit(request)
     assert tap.kept_bytes == size
     with pytest.raises(CapacityError, match="1 texts are kept"):
         tap.check(asked("two", (TokenId(3),) * 20, spec))
     with pytest.raises(RequestError, match="at most 10000 for one text"):
         tap.check(asked("long", (TokenId(3),) * 200, spec))
     tap.check(asked("bare", (TokenId(3),) * 200))
-    tap.end(one.request_id)
+    tap.end(request.request_id)
     assert tap.kept_bytes == 0
-    tap.check(one)
+    tap.check(request)

@@ -59,8 +59,8 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     folder = tmp_path_factory.mktemp("trees")
     flat, deep = save_target(folder / "flat"), save_target(folder / "deep", later=0.35)
     agreements: tuple[Agreement, ...] = ("always", "sometimes", "never")
-    made = {name: (flat, save_head(flat, folder / name, name)) for name in agreements}
-    return made | {"deep": (deep, save_head(deep, folder / "head", "always"))}
+    heads = {name: (flat, save_head(flat, folder / name, name)) for name in agreements}
+    return heads | {"deep": (deep, save_head(deep, folder / "head", "always"))}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def engine_of(config: EngineConfig, verify: Verify | None = None) -> EngineCore:
 
 
 @dataclasses.dataclass
-class Told:
+class ServedOutputs:
     """All outputs of an engine."""
 
     tokens: dict[RequestId, list[TokenId]] = dataclasses.field(default_factory=dict)
@@ -118,13 +118,13 @@ class Told:
         return [self.tokens[request.request_id] for request in batch]
 
 
-def run(engine: EngineCore, batch: list[Request]) -> Told:
-    told = Told()
+def run(engine: EngineCore, batch: list[Request]) -> ServedOutputs:
+    outputs = ServedOutputs()
     for request in batch:
         engine.add(request)
     while engine.has_work:
-        told.take(engine.step(wait_s=0.0))
-    return told
+        outputs.take(engine.step(wait_s=0.0))
+    return outputs
 
 
 PLAIN = SpeculationParams(mode="off")
@@ -142,29 +142,29 @@ def test_no_tree_changes_a_token_or_its_probability(name: str, dtype: DType, mak
     plain = run(engine, plain_batch)
     for shape in SHAPES:
         batch = requests(4, SAMPLING[name], tree(shape), shape)
-        told = run(engine, batch)
-        assert told.in_order(batch) == plain.in_order(plain_batch), shape
+        outputs = run(engine, batch)
+        assert outputs.in_order(batch) == plain.in_order(plain_batch), shape
         for ours, theirs in zip(batch, plain_batch, strict=True):
-            assert told.logprobs[ours.request_id] == plain.logprobs[theirs.request_id], shape
-        assert sum(e.num_drafted for e in told.emissions) > 20
+            assert outputs.logprobs[ours.request_id] == plain.logprobs[theirs.request_id], shape
+        assert sum(e.num_drafted for e in outputs.emissions) > 20
 
 
 @pytest.mark.parametrize("head", ["always", "sometimes", "never"])
 def test_no_drafter_of_trees_changes_a_token(head: str, make: Make) -> None:
     engine = engine_of(make(head))
     for name in ("greedy", "penalised"):
-        wanted_batch = requests(2, SAMPLING[name], PLAIN, f"p-{name}")
-        wanted = run(engine, wanted_batch).in_order(wanted_batch)
+        plain_batch = requests(2, SAMPLING[name], PLAIN, f"p-{name}")
+        expected = run(engine, plain_batch).in_order(plain_batch)
         for shape in SHAPES:
             batch = requests(2, SAMPLING[name], tree(shape), f"{shape}-{name}")
-            assert run(engine, batch).in_order(batch) == wanted, (name, shape)
+            assert run(engine, batch).in_order(batch) == expected, (name, shape)
 
 
 @pytest.mark.parametrize("count", [1, 4, 16])
 def test_trees_chains_and_plain_requests_share_their_rounds(count: int, make: Make) -> None:
     engine = engine_of(make(num_pages=400))
-    wanted_batch = requests(count, SAMPLING["penalised"], PLAIN, "plain")
-    wanted = run(engine, wanted_batch).in_order(wanted_batch)
+    plain_batch = requests(count, SAMPLING["penalised"], PLAIN, "plain")
+    expected = run(engine, plain_batch).in_order(plain_batch)
     kinds = [
         tree("dynamic"),
         tree("static", "calibration"),
@@ -178,7 +178,7 @@ def test_trees_chains_and_plain_requests_share_their_rounds(count: int, make: Ma
         dataclasses.replace(request, speculation=kinds[i % len(kinds)])
         for i, request in enumerate(requests(count, SAMPLING["penalised"], PLAIN, "mixed"))
     ]
-    assert run(engine, batch).in_order(batch) == wanted
+    assert run(engine, batch).in_order(batch) == expected
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -186,21 +186,21 @@ def test_no_page_size_upsets_a_tree(page_size: int, make: Make) -> None:
     config = make(page_size=page_size, num_pages=600 // page_size)
     engine = engine_of(config)
     for name in ("greedy", "warm"):
-        wanted_batch = requests(2, SAMPLING[name], PLAIN, f"p-{name}")
-        wanted = run(engine, wanted_batch).in_order(wanted_batch)
+        plain_batch = requests(2, SAMPLING[name], PLAIN, f"p-{name}")
+        expected = run(engine, plain_batch).in_order(plain_batch)
         for shape in SHAPES:
             batch = requests(2, SAMPLING[name], tree(shape), f"{shape}-{name}")
-            assert run(engine, batch).in_order(batch) == wanted, (name, shape)
+            assert run(engine, batch).in_order(batch) == expected, (name, shape)
 
 
 def test_trees_in_few_pages_cost_time_only(make: Make) -> None:
-    wanted_batch = requests(6, SAMPLING["warm"], PLAIN, "roomy")
-    wanted = run(engine_of(make()), wanted_batch).in_order(wanted_batch)
+    plain_batch = requests(6, SAMPLING["warm"], PLAIN, "roomy")
+    expected = run(engine_of(make()), plain_batch).in_order(plain_batch)
     for shape in SHAPES:
         for caching in (True, False):
             cramped = engine_of(make(num_pages=34, max_running=8, prefix_caching=caching))
             batch = requests(6, SAMPLING["warm"], tree(shape), shape)
-            assert run(cramped, batch).in_order(batch) == wanted
+            assert run(cramped, batch).in_order(batch) == expected
             assert cramped._scheduler.usage().num_preemptions > 0
             cramped._scheduler.check()
             assert cramped.load().free_pages == cramped.load().num_pages
@@ -210,38 +210,38 @@ def test_trees_in_few_pages_cost_time_only(make: Make) -> None:
 def test_a_prefix_that_a_tree_has_left_in_the_cache_is_the_text(
     shape: TreeShape, make: Make
 ) -> None:
-    engine, alone = engine_of(make()), engine_of(make())
+    engine, reference = engine_of(make()), engine_of(make())
     batch = requests(5, SAMPLING["warm"], tree(shape), "first")
-    told = run(engine, batch)
-    assert any(branch.chosen_rank > 0 for o in told.outcomes for branch in o.branches)
+    outputs = run(engine, batch)
+    assert any(branch.chosen_rank > 0 for o in outputs.outcomes for branch in o.branches)
     longer = [
         dataclasses.replace(
             request,
             request_id=RequestId(f"{request.request_id}-again"),
-            prompt=(*request.prompt, *told.tokens[request.request_id]),
+            prompt=(*request.prompt, *outputs.tokens[request.request_id]),
         )
         for request in batch
     ]
-    again = run(engine, longer)
-    for emission in again.emissions[: len(longer)]:
+    rerun = run(engine, longer)
+    for emission in rerun.emissions[: len(longer)]:
         assert emission.num_cached_prompt_tokens > 20
     plain = [dataclasses.replace(request, speculation=PLAIN) for request in longer]
-    assert again.in_order(longer) == run(alone, plain).in_order(plain)
+    assert rerun.in_order(longer) == run(reference, plain).in_order(plain)
 
 
 def test_two_microbatches_of_trees_overlap_and_change_no_token(make: Make) -> None:
     engine = engine_of(make(overlap=True))
     for name in ("greedy", "penalised"):
-        wanted_batch = requests(5, SAMPLING[name], PLAIN, f"p-{name}")
-        wanted = run(engine, wanted_batch).in_order(wanted_batch)
+        plain_batch = requests(5, SAMPLING[name], PLAIN, f"p-{name}")
+        expected = run(engine, plain_batch).in_order(plain_batch)
         for shape in SHAPES:
             batch = requests(5, SAMPLING[name], tree(shape, "calibration"), f"{shape}-{name}")
             batch[2] = dataclasses.replace(batch[2], speculation=SpeculationParams())
-            told = run(engine, batch)
-            assert told.in_order(batch) == wanted, (name, shape)
-    (alone,) = requests(1, SAMPLING["greedy"], tree("dynamic"), "alone")
+            outputs = run(engine, batch)
+            assert outputs.in_order(batch) == expected, (name, shape)
+    (single,) = requests(1, SAMPLING["greedy"], tree("dynamic"), "alone")
     (plain,) = requests(1, SAMPLING["greedy"], PLAIN, "plain")
-    assert run(engine, [alone]).in_order([alone]) == run(engine, [plain]).in_order([plain])
+    assert run(engine, [single]).in_order([single]) == run(engine, [plain]).in_order([plain])
 
 
 def test_requests_that_come_and_go_leave_no_move_behind(make: Make) -> None:
@@ -253,12 +253,12 @@ def test_requests_that_come_and_go_leave_no_move_behind(make: Make) -> None:
     plain = run(engine_of(make(num_pages=400)), plain_batch).in_order(plain_batch)
     rng = Random(2)
     batch = requests(14, sampling, tree("static"), "tree")
-    told, waiting = Told(), list(batch)
+    outputs, waiting = ServedOutputs(), list(batch)
     while waiting or engine.has_work:
         if waiting and rng.random() < 0.5:
             engine.add(waiting.pop(0))
-        told.take(engine.step(wait_s=0.0))
-    assert told.in_order(batch) == plain
+        outputs.take(engine.step(wait_s=0.0))
+    assert outputs.in_order(batch) == plain
 
 
 def test_a_lost_verify_stage_voids_the_moves_it_was_to_make(make: Make) -> None:
@@ -271,9 +271,9 @@ def test_a_lost_verify_stage_voids_the_moves_it_was_to_make(make: Make) -> None:
 
     engine = build_draft_engine(config, fresh(), cost=COST)
     plain_batch = requests(3, SAMPLING["warm"], PLAIN, "plain")
-    wanted = run(engine_of(config), plain_batch).in_order(plain_batch)
+    expected = run(engine_of(config), plain_batch).in_order(plain_batch)
     batch = requests(3, SAMPLING["warm"], tree("static"), "lost")
-    told, turns, with_moves = Told(), 0, 0
+    outputs, turns, with_moves = ServedOutputs(), 0, 0
     for request in batch:
         engine.add(request)
     while engine.has_work:
@@ -282,14 +282,14 @@ def test_a_lost_verify_stage_voids_the_moves_it_was_to_make(make: Make) -> None:
             with_moves += bool(engine._headers._moves._pending)
             engine.attach(fresh(), epoch=turns)
             assert not engine._headers._moves._pending
-        told.take(engine.step(wait_s=0.0))
-    assert told.in_order(batch) == wanted
+        outputs.take(engine.step(wait_s=0.0))
+    assert outputs.in_order(batch) == expected
     assert len(stages) == 4
 
 
 def test_two_verify_ranks_keep_the_promise_for_trees(make: Make) -> None:
     config = make(dtype="bfloat16")
-    wanted_batch = requests(4, SAMPLING["penalised"], PLAIN, "plain")
+    plain_batch = requests(4, SAMPLING["penalised"], PLAIN, "plain")
     stages = on_ranks(2, lambda group: build_verify_stage(config, group))
 
     def verify(header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> VerifyReply:
@@ -299,20 +299,20 @@ def test_two_verify_ranks_keep_the_promise_for_trees(make: Make) -> None:
         return replies[0]
 
     engine = engine_of(config, verify)
-    wanted = run(engine, wanted_batch).in_order(wanted_batch)
+    expected = run(engine, plain_batch).in_order(plain_batch)
     for shape in SHAPES:
         batch = requests(4, SAMPLING["penalised"], tree(shape), shape)
-        assert run(engine, batch).in_order(batch) == wanted, shape
+        assert run(engine, batch).in_order(batch) == expected, shape
 
 
-def accepted_per_round(told: Told) -> float:
-    drafted = [outcome for outcome in told.outcomes if outcome.num_drafted]
+def accepted_per_round(outputs: ServedOutputs) -> float:
+    drafted = [outcome for outcome in outputs.outcomes if outcome.num_drafted]
     return sum(outcome.num_accepted for outcome in drafted) / len(drafted)
 
 
-def accepted_share(told: Told) -> float:
-    drafted = sum(outcome.num_drafted for outcome in told.outcomes)
-    return sum(outcome.num_accepted for outcome in told.outcomes) / drafted
+def accepted_share(outputs: ServedOutputs) -> float:
+    drafted = sum(outcome.num_drafted for outcome in outputs.outcomes)
+    return sum(outcome.num_accepted for outcome in outputs.outcomes) / drafted
 
 
 @pytest.mark.parametrize("name", ["greedy", "warm"])
@@ -333,8 +333,8 @@ def test_a_tree_accepts_more_than_a_chain_as_deep(name: str, make: Make) -> None
 
 def test_a_drafter_that_always_agrees_has_every_level_accepted(make: Make) -> None:
     engine = engine_of(make("always"))
-    told = run(engine, requests(3, SAMPLING["greedy"], tree("static"), "always"))
-    full = [outcome for outcome in told.outcomes if len(outcome.branches) >= 3]
+    outputs = run(engine, requests(3, SAMPLING["greedy"], tree("static"), "always"))
+    full = [outcome for outcome in outputs.outcomes if len(outcome.branches) >= 3]
     assert len(full) > 5
     for outcome in full:
         assert outcome.num_first_accepted == outcome.num_accepted
@@ -343,8 +343,8 @@ def test_a_drafter_that_always_agrees_has_every_level_accepted(make: Make) -> No
 
 def test_outcomes_tell_of_every_branch_that_was_judged(make: Make) -> None:
     engine = engine_of(make("sometimes"))
-    told = run(engine, requests(6, SAMPLING["warm"], tree("static"), "branches"))
-    drafted = [outcome for outcome in told.outcomes if outcome.num_drafted]
+    outputs = run(engine, requests(6, SAMPLING["warm"], tree("static"), "branches"))
+    drafted = [outcome for outcome in outputs.outcomes if outcome.num_drafted]
     seen_ranks = set()
     for outcome in drafted:
         assert outcome.num_drafted <= TREE.max_nodes
@@ -365,13 +365,13 @@ def test_outcomes_tell_of_every_branch_that_was_judged(make: Make) -> None:
 
 def test_round_statistics_count_trees_by_depth(make: Make) -> None:
     engine = engine_of(make("sometimes"))
-    told = run(engine, requests(5, SAMPLING["greedy"], tree("static"), "depths"))
-    for stats in told.rounds:
+    outputs = run(engine, requests(5, SAMPLING["greedy"], tree("static"), "depths"))
+    for stats in outputs.rounds:
         assert len(stats.drafted_by_position) <= 5
         assert list(stats.drafted_by_position) == sorted(stats.drafted_by_position, reverse=True)
         assert sum(stats.accepted_by_position) == stats.num_accepted
         assert sum(stats.drafted_by_position) <= stats.num_drafted
-    assert any(sum(s.drafted_by_position) < s.num_drafted for s in told.rounds)
+    assert any(sum(s.drafted_by_position) < s.num_drafted for s in outputs.rounds)
 
 
 def test_a_tree_under_rejection_sampling_is_refused_and_says_why(make: Make) -> None:
@@ -387,12 +387,14 @@ def test_a_tree_under_rejection_sampling_is_refused_and_says_why(make: Make) -> 
 def test_fast_numerics_take_trees_too(make: Make) -> None:
     engine = engine_of(make(numerics="fast"))
     torch.set_num_threads(1)
-    wanted_batch = requests(3, SAMPLING["greedy"], PLAIN, "plain")
-    wanted = run(engine, wanted_batch).in_order(wanted_batch)
+    plain_batch = requests(3, SAMPLING["greedy"], PLAIN, "plain")
+    expected = run(engine, plain_batch).in_order(plain_batch)
     for shape in SHAPES:
         batch = requests(3, SAMPLING["greedy"], tree(shape), shape)
-        found = run(engine, batch).in_order(batch)
+        texts = run(engine, batch).in_order(batch)
         same = sum(
-            a == b for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=False)
+            a == b for x, y in zip(texts, expected, strict=True) for a, b in zip(x, y, strict=False)
         )
-        assert same > 0.9 * sum(map(len, wanted)), "no promise, and hardly a difference in float32"
+        assert same > 0.9 * sum(map(len, expected)), (
+            "no promise, and hardly a difference in float32"
+        )

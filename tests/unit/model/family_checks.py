@@ -78,9 +78,9 @@ def require_logits_of_transformers(
         stages = Stages.load(folder, cut=cut, numerics=numerics)
         whole_BLV = stages.run_without_pages(tokens_BL)
         assert greatest_difference(whole_BLV, expected_BLV) <= TOLERANCE
-        for pieces in ([NUM_TOKENS], [30, 1, 1, 7, 1, 33, 1, 1]):
-            found_TV = stages.run_in_pieces(tokens_BL[0], pages=SCATTERED, pieces=pieces)
-            assert greatest_difference(found_TV, expected_BLV[0]) <= TOLERANCE
+        for chunks in ([NUM_TOKENS], [30, 1, 1, 7, 1, 33, 1, 1]):
+            logits_TV = stages.run_in_chunks(tokens_BL[0], pages=SCATTERED, chunks=chunks)
+            assert greatest_difference(logits_TV, expected_BLV[0]) <= TOLERANCE
 
 
 def require_logits_of_two_ranks(model: PreTrainedModel, folder: Path) -> None:
@@ -90,25 +90,25 @@ def require_logits_of_two_ranks(model: PreTrainedModel, folder: Path) -> None:
 
     def rank(group: TensorGroup) -> Tensor:
         stages = Stages.load(folder, group=group)
-        return stages.run_in_pieces(tokens_T, pages=range(5), pieces=[40, 1, 6, NUM_TOKENS - 47])
+        return stages.run_in_chunks(tokens_T, pages=range(5), chunks=[40, 1, 6, NUM_TOKENS - 47])
 
-    parts = on_ranks(2, rank)
-    assert [part.shape[1] for part in parts] == [48, 48]
-    assert greatest_difference(torch.cat(parts, dim=1), expected_TV) <= TOLERANCE
+    shards = on_ranks(2, rank)
+    assert [shard.shape[1] for shard in shards] == [48, 48]
+    assert greatest_difference(torch.cat(shards, dim=1), expected_TV) <= TOLERANCE
 
 
 def require_same_bits_in_a_batch(folder: Path, dtype: DType) -> None:
     """Asserts that a row has the same bits alone, in pieces of any size and among other requests'
     rows."""
     stages = Stages.load(folder, dtype=dtype)
-    one, other = random_tokens(2, NUM_TOKENS)
-    alone_TV = stages.run_in_pieces(one, pages=range(5), pieces=[1] * NUM_TOKENS)
-    for pieces in ([NUM_TOKENS], [17, 33, 25], [2, 5, 3, 40, 25]):
-        found_TV = stages.run_in_pieces(one, pages=(19, 30, 12, 14, 9), pieces=pieces)
-        assert torch.equal(found_TV, alone_TV), pieces
+    text, other = random_tokens(2, NUM_TOKENS)
+    single_TV = stages.run_in_chunks(text, pages=range(5), chunks=[1] * NUM_TOKENS)
+    for chunks in ([NUM_TOKENS], [17, 33, 25], [2, 5, 3, 40, 25]):
+        logits_TV = stages.run_in_chunks(text, pages=(19, 30, 12, 14, 9), chunks=chunks)
+        assert torch.equal(logits_TV, single_TV), chunks
     segments = [RowSegment(0, 50, range(20, 25)), RowSegment(60, 7, range(5))]
-    found_TV = stages.run(torch.cat([other[:50], one[60:67]]), segments)
-    assert torch.equal(found_TV[50:], alone_TV[60:67])
+    logits_TV = stages.run(torch.cat([other[:50], text[60:67]]), segments)
+    assert torch.equal(logits_TV[50:], single_TV[60:67])
 
 
 def require_new_head_is_the_target(model: PreTrainedModel, folder: Path, kind: HeadKind) -> None:
@@ -117,8 +117,8 @@ def require_new_head_is_the_target(model: PreTrainedModel, folder: Path, kind: H
     expected_BLV = logits_of(model, tokens_BL)
     spec = ModelSpec.from_folder(folder)
     vocab = [1, 2, 5, 8, 13] if kind == "truncated" else None
-    made = TrainableExitHead.from_target(folder, spec, EXIT_LAYER, head=kind, draft_vocab=vocab)
-    made.save(folder / "head", dtype="float32")
+    head = TrainableExitHead.from_target(folder, spec, EXIT_LAYER, head=kind, draft_vocab=vocab)
+    head.save(folder / "head", dtype="float32")
     read = TrainableExitHead.read(folder / "head", target=spec, target_path=folder)
     span = Stages.load(folder, cut=EXIT_LAYER).draft
     logits_BLV = read.training_forward(span.forward_full(span.embed(tokens_BL)))

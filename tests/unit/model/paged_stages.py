@@ -64,14 +64,14 @@ class Stages:
         hidden_TD = self.draft.forward(self.draft.embed(tokens_T), rows)
         return self.verify.logits(self.verify.forward(hidden_TD, rows))
 
-    def run_in_pieces(
-        self, tokens_T: Tensor, *, pages: Sequence[int], pieces: Sequence[int]
+    def run_in_chunks(
+        self, tokens_T: Tensor, *, pages: Sequence[int], chunks: Sequence[int]
     ) -> Tensor:
-        """Runs the tokens of one request, `pieces` rows at a time."""
-        assert sum(pieces) == len(tokens_T)
+        """Runs the tokens of one request, `chunks` rows at a time."""
+        assert sum(chunks) == len(tokens_T)
         logits = []
         start = 0
-        for count in pieces:
+        for count in chunks:
             segment = RowSegment(start, count, pages)
             logits.append(self.run(tokens_T[start : start + count], [segment]))
             start += count

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.model.answers import kept
+from eesd_dist.model.answers import cached_answer
 from eesd_dist.model.kernels import Candidate, Linear, in_row_tiles, rows_are_independent
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def counted(holds: bool = True) -> tuple[list[int], Callable[[], bool]]:
 @pytest.mark.parametrize("holds", [True, False])
 def test_an_answer_is_asked_for_once(holds: bool) -> None:
     calls, ask = counted(holds)
-    assert [kept({"shape": [3, 4]}, ask, device=CPU) for _ in range(3)] == [holds] * 3
+    assert [cached_answer({"shape": [3, 4]}, ask, device=CPU) for _ in range(3)] == [holds] * 3
     assert len(calls) == 1
 
 
@@ -42,18 +42,18 @@ def test_another_question_or_another_setting_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls, ask = counted()
-    kept({"threads": 1}, ask, device=CPU)
-    kept({"threads": 2}, ask, device=CPU)
+    cached_answer({"threads": 1}, ask, device=CPU)
+    cached_answer({"threads": 2}, ask, device=CPU)
     assert len(calls) == 2
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    kept({"threads": 1}, ask, device=CPU)
+    cached_answer({"threads": 1}, ask, device=CPU)
     assert len(calls) == 3
 
 
 def test_a_gpu_is_asked_every_time(folder: Path) -> None:
     calls, ask = counted()
     for _ in range(2):
-        assert kept({}, ask, device=torch.device("cuda", 0))
+        assert cached_answer({}, ask, device=torch.device("cuda", 0))
     assert len(calls) == 2
     assert not folder.exists()
 
@@ -61,11 +61,11 @@ def test_a_gpu_is_asked_every_time(folder: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"key": "another", "holds": true}'])
 def test_a_damaged_answer_is_asked_for_again(folder: Path, content: str) -> None:
     calls, ask = counted(holds=False)
-    kept({}, ask, device=CPU)
+    cached_answer({}, ask, device=CPU)
     (file,) = folder.iterdir()
     file.write_text(content)
-    assert not kept({}, ask, device=CPU)
-    assert not kept({}, ask, device=CPU)
+    assert not cached_answer({}, ask, device=CPU)
+    assert not cached_answer({}, ask, device=CPU)
     assert len(calls) == 2
 
 
@@ -75,12 +75,12 @@ def test_a_folder_that_cannot_be_made_costs_time_only(
     (tmp_path / "file").touch()
     monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path / "file"))
     calls, ask = counted()
-    assert [kept({}, ask, device=CPU) for _ in range(2)] == [True, True]
+    assert [cached_answer({}, ask, device=CPU) for _ in range(2)] == [True, True]
     assert len(calls) == 2
 
 
 def test_no_partial_file_stays(folder: Path) -> None:
-    kept({}, counted()[1], device=CPU)
+    cached_answer({}, counted()[1], device=CPU)
     assert [file.suffix for file in folder.iterdir()] == [".json"]
 
 

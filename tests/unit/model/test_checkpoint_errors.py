@@ -131,11 +131,11 @@ def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
 def test_a_span_reads_no_tensor_of_other_layers(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    kept = {
+    subset = {
         name: tensor
         for name, tensor in tensors.items()
         if name.startswith(("model.layers.0.", "model.embed"))
     }
-    save_file(kept, tmp_path / "model.safetensors")
+    save_file(subset, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\."):
         Stages.load(tmp_path, cut=1)

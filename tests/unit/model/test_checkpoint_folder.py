@@ -77,7 +77,7 @@ def hub_cache(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "found", "advice"),
+    ("spoil", "reason", "advice"),
     [
         (adapter, "found a LoRA adapter of example/base, expected a whole", "merge_and_unload"),
         (only("model-Q4_K_M.gguf"), r"found GGUF weights \(model-Q4_K_M.gguf\)", "converted from"),
@@ -87,14 +87,14 @@ def hub_cache(folder: Path) -> None:
     ],
 )
 def test_a_folder_that_is_no_whole_model_is_refused_with_what_to_do(
-    folder: Path, spoil: Spoil, found: str, advice: str
+    folder: Path, spoil: Spoil, reason: str, advice: str
 ) -> None:
     spoil(folder)
     for read in (check_model, max_model_len_of):
-        with pytest.raises(CheckpointError, match=found) as raised:
+        with pytest.raises(CheckpointError, match=reason) as raised:
             read(config_for(folder))
         assert raised.match(advice)
-    with pytest.raises(CheckpointError, match=found):
+    with pytest.raises(CheckpointError, match=reason):
         LLM(folder)
 
 
@@ -121,7 +121,7 @@ def test_every_command_names_an_adapter_before_what_the_adapter_lacks(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "found", "advice"),
+    ("name", "reason", "advice"),
     [
         ("model.gguf", "found GGUF weights (model.gguf)", "converted from"),
         ("pytorch_model-00001-of-00002.bin", "found PyTorch's pickled weights (", "save_pretr"),
@@ -129,10 +129,10 @@ def test_every_command_names_an_adapter_before_what_the_adapter_lacks(tmp_path: 
     ],
 )
 def test_a_folder_of_other_weights_is_refused_with_what_to_do(
-    folder: Path, name: str, found: str, advice: str
+    folder: Path, name: str, reason: str, advice: str
 ) -> None:
     (folder / "model.safetensors").rename(folder / name)
-    assert found in refusal(folder)
+    assert reason in refusal(folder)
     assert advice in refusal(folder)
 
 
@@ -143,7 +143,7 @@ def test_a_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "found"),
+    ("suffix", "reason"),
     [
         ("q_proj.qweight", "found weights quantized by GPTQ or AWQ ("),
         ("q_proj.weight_packed", "found quantized weights ("),
@@ -153,16 +153,16 @@ def test_a_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
     ],
 )
 def test_quantized_and_adapted_tensors_are_named_where_the_configuration_is_silent(
-    folder: Path, part: str, found: str
+    folder: Path, suffix: str, reason: str
 ) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     weight = tensors.pop("model.layers.1.self_attn.q_proj.weight")
-    tensors[f"model.layers.1.self_attn.{part}"] = weight.to(torch.int32)
+    tensors[f"model.layers.1.self_attn.{suffix}"] = weight.to(torch.int32)
     save_file(tensors, file)
     message = refusal(folder)
-    assert found in message
-    assert part in message
+    assert reason in message
+    assert suffix in message
     assert ("use the checkpoint that is not quantized" in message) != ("merge it" in message)
 
 
@@ -229,8 +229,8 @@ def test_a_command_serves_a_model_of_the_hub_under_its_name(
     config = config_of(EngineFlags(model=Path("example/tiny")))
     assert (config.engine.model.path / "config.json").is_file()
     assert config.served_model_name == "example/tiny"
-    named = config_of(EngineFlags(model=Path("example/tiny"), set=("model_name=mine",)))
-    assert named.served_model_name == "mine"
+    custom = config_of(EngineFlags(model=Path("example/tiny"), set=("model_name=mine",)))
+    assert custom.served_model_name == "mine"
 
 
 @pytest.mark.parametrize("has_library", [True, False])

@@ -22,7 +22,7 @@ def random_tokens(count: int) -> torch.Tensor:
 
 
 def logits(stages: Stages) -> torch.Tensor:
-    return stages.run_in_pieces(random_tokens(NUM_TOKENS), pages=PAGES, pieces=PIECES)
+    return stages.run_in_chunks(random_tokens(NUM_TOKENS), pages=PAGES, chunks=PIECES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,11 +32,11 @@ def test_one_call_computes_what_its_steps_do(
     save_tiny_model(tmp_path, family=family)
     stages = Stages.load(tmp_path)
     assert stages.verify.paged._compiled is not None
-    found_TV = logits(stages)
+    logits_TV = logits(stages)
     monkeypatch.setattr(paged_layers, "compiled_layers", lambda *_: None)
     stepwise = Stages.load(tmp_path)
     assert stepwise.verify.paged._compiled is None
-    torch.testing.assert_close(found_TV, logits(stepwise), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_TV, logits(stepwise), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -54,7 +54,7 @@ def test_threads_change_no_bit(
 
 def test_rows_kept_after_a_layer_change_no_bit(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
-    stages, again = Stages.load(tmp_path), Stages.load(tmp_path)
+    stages, twin = Stages.load(tmp_path), Stages.load(tmp_path)
     tokens_T = random_tokens(9)
     rows = RowPlan.build(
         [RowSegment(0, 9, PAGES)], page_size=16, device=torch.device("cpu"), numerics="invariant"
@@ -62,14 +62,14 @@ def test_rows_kept_after_a_layer_change_no_bit(tmp_path: Path) -> None:
     hidden_TD = stages.draft.forward(stages.draft.embed(tokens_T), rows)
     expected_TD = stages.verify.forward(hidden_TD, rows)
     num_layers = stages.verify.spec.num_layers
-    kept = LayerRows(range(1, num_layers + 1))
-    again_TD = again.draft.forward(again.draft.embed(tokens_T), rows, kept=kept)
-    found_TD = again.verify.forward(again_TD, rows, kept=kept)
-    assert torch.equal(found_TD, expected_TD)
-    assert sorted(kept.rows) == list(range(1, num_layers + 1))
-    assert torch.equal(kept.rows[1], hidden_TD)
-    assert torch.equal(kept.rows[num_layers], expected_TD)
-    assert not torch.equal(kept.rows[2], expected_TD)
+    layer_rows = LayerRows(range(1, num_layers + 1))
+    draft_TD = twin.draft.forward(twin.draft.embed(tokens_T), rows, layer_rows=layer_rows)
+    verify_TD = twin.verify.forward(draft_TD, rows, layer_rows=layer_rows)
+    assert torch.equal(verify_TD, expected_TD)
+    assert sorted(layer_rows.rows) == list(range(1, num_layers + 1))
+    assert torch.equal(layer_rows.rows[1], hidden_TD)
+    assert torch.equal(layer_rows.rows[num_layers], expected_TD)
+    assert not torch.equal(layer_rows.rows[2], expected_TD)
 
 
 def test_no_call_compiles_the_layers_again(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_each_key_of_transformers_is_in_one_list(architecture: str) -> None:
     lists = [READ | own, HARMLESS, frozenset(REFUSED) - own]
     keys = keys_of(MODEL_TYPES[architecture])
     assert len(keys) > 25
-    counts = {key: sum(key in each for each in lists) for key in keys}
+    counts = {key: sum(key in group for group in lists) for key in keys}
     assert counts == dict.fromkeys(keys, 1), "a new key of transformers wants a list"
 
 
@@ -191,10 +191,10 @@ def test_a_rope_parameter_of_another_type_is_refused(
 def test_unknown_keys_are_refused_by_name_all_at_once() -> None:
     with pytest.raises(CheckpointError) as refusal:
         spec_of("Qwen3ForCausalLM", mup_scale=2.0, novel={"a": 1}, unused=None, off=False)
-    told = str(refusal.value)
-    assert "model/config.json: found mup_scale = 2.0, novel = {'a': 1}, expected keys" in told
-    assert "name the key in model.ignore_config_keys, or remove it from the file" in told
-    assert "unused" not in told
+    message = str(refusal.value)
+    assert "model/config.json: found mup_scale = 2.0, novel = {'a': 1}, expected keys" in message
+    assert "name the key in model.ignore_config_keys, or remove it from the file" in message
+    assert "unused" not in message
 
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}])

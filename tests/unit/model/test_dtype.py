@@ -119,13 +119,13 @@ def test_weights_that_change_are_counted_one_by_one(tmp_path: Path, own: bool) -
     with Checkpoint(folder) as checkpoint:
         shape = (len(weight) // 4, 4)
         read = checkpoint.read("weight", shape=shape, dtype=torch.float16, own=own)
-        part = checkpoint.read(
+        block = checkpoint.read(
             "weight", shape=shape, rows=range(8), columns=range(1, 3), dtype=torch.float16
         )
     changed = (weight.double() != read.view(-1).double()).sum()
-    of_part = (weight.view(-1, 4)[:8, 1:3].double() != part.double()).sum()
+    block_changed = (weight.view(-1, 4)[:8, 1:3].double() != block.double()).sum()
     assert 0 < changed < len(weight) / 3
-    assert checkpoint.rounding.num_changed == changed + of_part
+    assert checkpoint.rounding.num_changed == changed + block_changed
     assert checkpoint.rounding.num_read == len(weight) + 16
 
 

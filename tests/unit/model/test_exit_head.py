@@ -64,10 +64,10 @@ def load_head(folder: Path, target: Path) -> ExitHead:
     )
 
 
-def draft_logits(head: ExitHead, hidden_LD: Tensor, pieces: tuple[int, ...]) -> Tensor:
+def draft_logits(head: ExitHead, hidden_LD: Tensor, chunks: tuple[int, ...]) -> Tensor:
     logits = []
     start = 0
-    for count in pieces:
+    for count in chunks:
         rows = RowPlan.build(
             [RowSegment(start, count, (3, 1, 2))],
             page_size=16,
@@ -93,8 +93,8 @@ def test_a_new_head_on_the_last_but_one_layer_is_the_target(
         expected_BLV = model(random_tokens()).logits
     span = load_span(tmp_path / "target", EXIT_LAYER)
     hidden_BLD = span.forward_full(span.embed(random_tokens()))
-    made = make_head(tmp_path / "target", kind)
-    made.save(tmp_path / "head", dtype="float32")
+    head = make_head(tmp_path / "target", kind)
+    head.save(tmp_path / "head", dtype="float32")
     loaded = load_head(tmp_path / "head", tmp_path / "target")
     if kind == "truncated":
         expected_BLV = expected_BLV[..., torch.tensor(DRAFT_VOCAB)]
@@ -103,7 +103,7 @@ def test_a_new_head_on_the_last_but_one_layer_is_the_target(
     else:
         assert loaded.vocab_ids is None
 
-    trained_on_BLV = made.training_forward(hidden_BLD).detach()
+    trained_on_BLV = head.training_forward(hidden_BLD).detach()
     drafted_LV = draft_logits(loaded, hidden_BLD[0], (20, 1, 1, 7, 11))
 
     assert loaded.exit_layer == EXIT_LAYER
@@ -140,9 +140,9 @@ def test_gradients_are_those_of_the_target_s_own_last_layer(tmp_path: Path, fami
     gradients = head.layer.checkpoint_tensors("model.layers.2.")
     expected = dict(model.named_parameters())
     for name, gradient in gradients.items():
-        wanted = expected[name].grad
-        assert wanted is not None
-        assert torch.allclose(gradient, wanted, atol=1e-5), name
+        grad = expected[name].grad
+        assert grad is not None
+        assert torch.allclose(gradient, grad, atol=1e-5), name
     assert head.lm_head_VD.grad is not None
 
 
@@ -157,26 +157,26 @@ def test_a_head_in_training_can_draft_at_once(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     span = load_span(tmp_path, EXIT_LAYER)
     hidden_BLD = span.forward_full(span.embed(random_tokens()))
-    made = make_head(tmp_path)
+    head = make_head(tmp_path)
     with torch.no_grad():
-        made.norm_D.mul_(1.7)
+        head.norm_D.mul_(1.7)
     ready = ExitHead.ready(
-        made, dtype="float32", numerics="invariant", device=CPU, num_pages=4, page_size=16
+        head, dtype="float32", numerics="invariant", device=CPU, num_pages=4, page_size=16
     )
-    expected_LV = made.training_forward(hidden_BLD)[0].detach()
+    expected_LV = head.training_forward(hidden_BLD)[0].detach()
     assert torch.allclose(draft_logits(ready, hidden_BLD[0], (40,)), expected_LV, atol=1e-4)
 
 
 def test_a_head_keeps_its_trained_values_through_its_folder(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "target", "qwen2")
-    made = make_head(tmp_path / "target", "truncated")
+    head = make_head(tmp_path / "target", "truncated")
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in head.parameters():
             parameter.normal_()
-    made.save(tmp_path / "head", dtype="float32", provenance={"command": "eesd distill"})
+    head.save(tmp_path / "head", dtype="float32", provenance={"command": "eesd distill"})
     spec = ModelSpec.from_folder(tmp_path / "target")
     read = TrainableExitHead.read(tmp_path / "head", target=spec, target_path=tmp_path / "target")
-    for name, parameter in made.named_parameters():
+    for name, parameter in head.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["speculators_model_type"] == "early_exit"

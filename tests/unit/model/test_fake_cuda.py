@@ -58,8 +58,8 @@ def head_of(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Ex
     """Returns what loads the bundled head. Its files are read before, since checking them needs
     their values."""
     folder = BUNDLED / "exit_head"
-    parts = HeadParts.read(folder, target=spec, target_path=BUNDLED, dtype=torch.bfloat16)
-    monkeypatch.setattr(HeadParts, "read", lambda *_, **__: parts)
+    parameters = HeadParts.read(folder, target=spec, target_path=BUNDLED, dtype=torch.bfloat16)
+    monkeypatch.setattr(HeadParts, "read", lambda *_, **__: parameters)
     return partial(
         ExitHead.load,
         folder,

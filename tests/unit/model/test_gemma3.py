@@ -81,8 +81,8 @@ def test_the_older_keys_mean_the_same(tmp_path: Path) -> None:
     }
     file.write_text(json.dumps(config))
     tokens_BL = random_tokens(1, NUM_TOKENS)
-    found_BLV = Stages.load(tmp_path).run_without_pages(tokens_BL)
-    assert greatest_difference(found_BLV, logits_of(model, tokens_BL)) <= 1e-4
+    logits_BLV = Stages.load(tmp_path).run_without_pages(tokens_BL)
+    assert greatest_difference(logits_BLV, logits_of(model, tokens_BL)) <= 1e-4
 
 
 def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:

@@ -90,11 +90,11 @@ def load(folder: Path, shape: Shape, dtype: DType, group: ThreadGroup | None = N
     return Stages.load(folder, dtype=dtype, page_size=shape.page_size, num_pages=64, group=group)
 
 
-def random_pieces(rng: Random, longest: int) -> list[int]:
-    pieces = []
-    while sum(pieces) < NUM_TOKENS:
-        pieces.append(min(rng.randint(1, longest), NUM_TOKENS - sum(pieces)))
-    return pieces
+def random_chunks(rng: Random, longest: int) -> list[int]:
+    chunks = []
+    while sum(chunks) < NUM_TOKENS:
+        chunks.append(min(rng.randint(1, longest), NUM_TOKENS - sum(chunks)))
+    return chunks
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -106,12 +106,12 @@ def test_a_row_has_the_same_bits_alone_in_a_verify_pass_and_in_a_chunk(
     save_tiny_model(tmp_path, shape.family, **shape.sizes)
     stages = load(tmp_path, shape, dtype)
     num_pages = max(10, NUM_TOKENS // shape.page_size)
-    alone_TV = stages.run_in_pieces(tokens_of(0), pages=range(num_pages), pieces=[1] * NUM_TOKENS)
+    single_TV = stages.run_in_chunks(tokens_of(0), pages=range(num_pages), chunks=[1] * NUM_TOKENS)
     rng = Random(name)
-    for pieces in (random_pieces(rng, 9), random_pieces(rng, 60), [17, 33, 34, 16]):
+    for chunks in (random_chunks(rng, 9), random_chunks(rng, 60), [17, 33, 34, 16]):
         pages = rng.sample(range(num_pages, 64), num_pages)
-        found_TV = stages.run_in_pieces(tokens_of(0), pages=pages, pieces=pieces)
-        assert torch.equal(found_TV, alone_TV), f"pieces {pieces} on pages {pages}"
+        logits_TV = stages.run_in_chunks(tokens_of(0), pages=pages, chunks=chunks)
+        assert torch.equal(logits_TV, single_TV), f"chunks {chunks} on pages {pages}"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -121,9 +121,9 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, name: str, dtype
     save_tiny_model(tmp_path, shape.family, **shape.sizes)
     stages = load(tmp_path, shape, dtype)
     pages = {request: range(12 * request, 12 * request + 12) for request in range(4)}
-    alone = {
-        request: stages.run_in_pieces(
-            tokens_of(request), pages=pages[request], pieces=[1] * NUM_TOKENS
+    single = {
+        request: stages.run_in_chunks(
+            tokens_of(request), pages=pages[request], chunks=[1] * NUM_TOKENS
         )
         for request in pages
     }
@@ -138,9 +138,9 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, name: str, dtype
         }
         segments = [RowSegment(done[r], counts[r], pages[r]) for r in company]
         tokens_T = torch.cat([tokens_of(r)[done[r] : done[r] + counts[r]] for r in company])
-        found = stages.run(tokens_T, segments).split(list(counts.values()))
-        for request, rows_TV in zip(company, found, strict=True):
-            expected_TV = alone[request][done[request] : done[request] + counts[request]]
+        logits = stages.run(tokens_T, segments).split(list(counts.values()))
+        for request, rows_TV in zip(company, logits, strict=True):
+            expected_TV = single[request][done[request] : done[request] + counts[request]]
             assert torch.equal(rows_TV, expected_TV), f"{request} among {segments}"
             done[request] += counts[request]
 
@@ -151,10 +151,10 @@ def test_two_ranks_keep_the_promise_too(tmp_path: Path) -> None:
 
     def rank(group: ThreadGroup) -> bool:
         stages = load(tmp_path, shape, "bfloat16", group)
-        alone_TV = stages.run_in_pieces(tokens_of(0), pages=range(12), pieces=[1] * NUM_TOKENS)
-        pieces = random_pieces(Random(3), 12)
-        found_TV = stages.run_in_pieces(tokens_of(0), pages=range(20, 32), pieces=pieces)
-        return torch.equal(found_TV, alone_TV)
+        single_TV = stages.run_in_chunks(tokens_of(0), pages=range(12), chunks=[1] * NUM_TOKENS)
+        chunks = random_chunks(Random(3), 12)
+        logits_TV = stages.run_in_chunks(tokens_of(0), pages=range(20, 32), chunks=chunks)
+        return torch.equal(logits_TV, single_TV)
 
     assert on_ranks(2, rank) == [True, True]
 
@@ -163,7 +163,7 @@ def test_what_earlier_requests_left_in_a_page_changes_nothing(tmp_path: Path) ->
     shape = SHAPES["bundled"]
     save_tiny_model(tmp_path, shape.family, **shape.sizes)
     stages = load(tmp_path, shape, "bfloat16")
-    fresh_TV = stages.run_in_pieces(tokens_of(1)[:50], pages=range(12), pieces=[50])
-    stages.run_in_pieces(tokens_of(2), pages=range(12), pieces=[NUM_TOKENS])
-    reused_TV = stages.run_in_pieces(tokens_of(1)[:50], pages=range(12), pieces=[1] * 50)
+    fresh_TV = stages.run_in_chunks(tokens_of(1)[:50], pages=range(12), chunks=[50])
+    stages.run_in_chunks(tokens_of(2), pages=range(12), chunks=[NUM_TOKENS])
+    reused_TV = stages.run_in_chunks(tokens_of(1)[:50], pages=range(12), chunks=[1] * 50)
     assert torch.equal(reused_TV, fresh_TV)

@@ -72,8 +72,8 @@ def test_half_precision_weights_are_multiplied_with_as_they_are(
     weight_OI = torch.arange(-(2**15), 2**15).to(torch.int16).view(kind).view(256, 256)
     is_normal = weight_OI.isfinite() & (weight_OI.abs() >= torch.finfo(kind).tiny)
     weight_OI = torch.where(is_normal, weight_OI, torch.zeros((), dtype=kind))
-    found_IO = packer.pack(weight_OI)(torch.eye(256, dtype=packer.compute_dtype))
-    assert torch.equal(found_IO.float(), weight_OI.float().t())
+    product_IO = packer.pack(weight_OI)(torch.eye(256, dtype=packer.compute_dtype))
+    assert torch.equal(product_IO.float(), weight_OI.float().t())
 
 
 def test_the_products_of_a_stage_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,13 +117,13 @@ def test_a_row_has_the_same_gate_however_many_threads_and_rows_there_are(
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        together = activation(x_TI)
+        batch_TI = activation(x_TI)
         for first, count in ((0, 1), (0, 2), (0, 3), (0, 50), (13, 7), (50, 14)):
-            alone = activation(x_TI[first : first + count])
-            assert torch.equal(together[first : first + count], alone)
+            rows_TI = activation(x_TI[first : first + count])
+            assert torch.equal(batch_TI[first : first + count], rows_TI)
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(together, activation.function(x_TI))
+    torch.testing.assert_close(batch_TI, activation.function(x_TI))
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model import rank_memory
-from eesd_dist.model.loading import Piece, load_pieces, unwatched
+from eesd_dist.model.loading import LoadUnit, load_units, unwatched
 from eesd_dist.model.rank_memory import NUM_READERS, num_read_ahead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
@@ -100,16 +100,17 @@ def test_a_missing_tensor_is_found_before_anything_is_read(tmp_path: Path) -> No
 class _Watched:
     """Pieces of one tensor that record when they are read, and wait for those ahead of them."""
 
-    def __init__(self, names: str, *, num_ahead: int) -> None:
+    def __init__(self, names: str, *, num_prefetched: int) -> None:
         self.read: list[str] = []
         self.packed: list[str] = []
         self.most_ahead = 0
         self._was_read = {name: threading.Event() for name in names}
-        self.pieces = [
-            self._piece(name, names[at + 1 : at + 1 + num_ahead]) for at, name in enumerate(names)
+        self.units = [
+            self._unit(name, names[at + 1 : at + 1 + num_prefetched])
+            for at, name in enumerate(names)
         ]
 
-    def _piece(self, name: str, ahead: str) -> Piece[Tensor]:
+    def _unit(self, name: str, prefetched: str) -> LoadUnit[Tensor]:
         def read(source: TensorSource) -> Tensor:
             tensor = source.read("model.norm.weight", shape=(64,), dtype=torch.float32)
             if tensor.device.type != "meta":
@@ -118,25 +119,25 @@ class _Watched:
             return tensor
 
         def pack(tensor: Tensor) -> None:
-            for later in ahead:  # only the reading threads can read them now
-                assert self._was_read[later].wait(10)
+            for next_name in prefetched:  # only the reading threads can read them now
+                assert self._was_read[next_name].wait(10)
             self.most_ahead = max(self.most_ahead, len(self.read) - len(self.packed) - 1)
             self.packed.append(name)
 
-        return Piece(name=name, read=read, pack=pack)
+        return LoadUnit(name=name, read=read, pack=pack)
 
 
-@pytest.mark.parametrize(("budget", "num_ahead"), [(1, 1), (2 * 256, 2), (2**30, NUM_READERS)])
+@pytest.mark.parametrize(("budget", "num_prefetched"), [(1, 1), (2 * 256, 2), (2**30, NUM_READERS)])
 def test_pieces_are_packed_in_order_while_as_many_as_fit_the_budget_are_read_ahead(
-    budget: int, num_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    budget: int, num_prefetched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_model(tmp_path)
     monkeypatch.setattr(rank_memory, "READ_AHEAD_BYTES", budget)  # a piece has 256 bytes
-    watched = _Watched("abcdefghij", num_ahead=num_ahead)
-    load_pieces(tmp_path, watched.pieces, on_progress=unwatched)
+    watched = _Watched("abcdefghij", num_prefetched=num_prefetched)
+    load_units(tmp_path, watched.units, on_progress=unwatched)
     assert "".join(watched.packed) == "abcdefghij"
     assert sorted(watched.read) == watched.packed
-    assert watched.most_ahead == num_ahead
+    assert watched.most_ahead == num_prefetched
 
 
 def test_readers_stop_at_the_budget_and_read_one_piece_that_is_larger() -> None:
@@ -172,9 +173,9 @@ def test_what_breaks_the_reading_is_raised_to_the_loader(tmp_path: Path) -> None
             raise CheckpointError(file="f", found="a hole", expected="none")
         return tensor
 
-    piece = Piece(name="a", read=read, pack=lambda tensor: None)
+    unit = LoadUnit(name="a", read=read, pack=lambda tensor: None)
     with pytest.raises(CheckpointError, match="a hole"):
-        load_pieces(tmp_path, [piece], on_progress=unwatched)
+        load_units(tmp_path, [unit], on_progress=unwatched)
 
 
 def test_what_was_read_outlives_its_file(tmp_path: Path) -> None:
@@ -225,16 +226,19 @@ def test_a_rank_of_four_never_holds_more_than_its_share_and_a_few_pieces(tmp_pat
             check=False,
         )
         assert run.returncode == 0, run.stderr
-        told = json.loads(run.stdout)
+        report = json.loads(run.stdout)
     finally:
         shutil.rmtree(tmp_path)
     assert size > 350 * MIB
     # The embedding is replicated on every rank.
     embedding = 4096 * 1024 * 2
-    assert math.isclose(told["share_bytes"], (size - embedding) / 4 + embedding, rel_tol=0.01)
-    assert told["kept_bytes"] <= 1.2 * told["share_bytes"] + 8 * MIB
+    assert math.isclose(report["share_bytes"], (size - embedding) / 4 + embedding, rel_tol=0.01)
+    assert report["kept_bytes"] <= 1.2 * report["share_bytes"] + 8 * MIB
     # In addition: the current layer, those ahead, their mapped pages, one matrix in float32.
-    layer = told["share_bytes"] / 12
-    assert told["peak_bytes"] <= 1.2 * told["share_bytes"] + (2 + 2 * NUM_READERS) * layer + 8 * MIB
-    assert told["peak_bytes"] < size / 2
-    assert not told["mapped"]
+    layer = report["share_bytes"] / 12
+    assert (
+        report["peak_bytes"]
+        <= 1.2 * report["share_bytes"] + (2 + 2 * NUM_READERS) * layer + 8 * MIB
+    )
+    assert report["peak_bytes"] < size / 2
+    assert not report["mapped"]

@@ -30,14 +30,14 @@ def test_positions_and_pages_bound_it(tmp_path: Path, has_key: bool, num_pages: 
         del written["max_position_embeddings"]
         file.write_text(json.dumps(written))
     config = _config(folder, num_pages=num_pages, head=None)
-    found = max_model_len_of(config)
+    max_len = max_model_len_of(config)
     if has_key:
-        assert found == layout_of(config).max_model_len == min(positions, num_pages * 32)
+        assert max_len == layout_of(config).max_model_len == min(positions, num_pages * 32)
         with pytest.raises(ConfigError, match=f"positions end at {positions}: lower it"):
             max_model_len_of(_config(folder, max_model_len=positions + 1))
     else:
         default = ModelSpec.from_folder(folder).max_position_embeddings
-        assert found == min(default, num_pages * 32)
+        assert max_len == min(default, num_pages * 32)
 
 
 def test_a_folder_without_a_configuration_is_said_to_have_none(tmp_path: Path) -> None:

@@ -158,8 +158,8 @@ def without_head(folder: Path) -> Path:
 def generated(config: EngineConfig, prompt: str) -> list[int]:
     with LLM(config) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        (found,) = llm.generate(prompt, greedy)
-    return [*found.prompt_token_ids, *found.outputs[0].token_ids]
+        (completion,) = llm.generate(prompt, greedy)
+    return [*completion.prompt_token_ids, *completion.outputs[0].token_ids]
 
 
 def expected_of(folder: Path, prompt: str) -> list[int]:

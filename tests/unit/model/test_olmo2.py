@@ -92,12 +92,12 @@ def test_several_ranks_are_refused_for_the_model_and_its_head(tmp_path: Path) ->
     save_tiny_model(tmp_path, "olmo2")
     spec = ModelSpec.from_folder(tmp_path)
     head = TrainableExitHead.from_target(tmp_path, spec, EXIT_LAYER)
-    for one in (spec, head.config.layer):
-        assert Shard.of(one, rank=0, size=1).heads == range(4)
+    for layer_spec in (spec, head.config.layer):
+        assert Shard.of(layer_spec, rank=0, size=1).heads == range(4)
         with pytest.raises(
             ConfigError, match=r"2 tensor-parallel ranks for Olmo2.*choose one rank"
         ):
-            Shard.of(one, rank=0, size=2)
+            Shard.of(layer_spec, rank=0, size=2)
 
 
 # In the form of the published file for 7 billion weights.

@@ -38,9 +38,9 @@ def test_two_spans_give_the_logits_of_transformers(tmp_path: Path, family: str) 
     stages = Stages.load(tmp_path, cut=2)
 
     without_pages_BLV = stages.run_without_pages(tokens_BL)
-    at_once_TV = stages.run_in_pieces(tokens_BL[0], pages=range(5), pieces=[NUM_TOKENS])
-    pieces = [30, 1, 1, 7, 1, 33, 1, 1]
-    piecewise_TV = stages.run_in_pieces(tokens_BL[0], pages=SCATTERED, pieces=pieces)
+    at_once_TV = stages.run_in_chunks(tokens_BL[0], pages=range(5), chunks=[NUM_TOKENS])
+    chunks = [30, 1, 1, 7, 1, 33, 1, 1]
+    piecewise_TV = stages.run_in_chunks(tokens_BL[0], pages=SCATTERED, chunks=chunks)
 
     assert greatest_difference(without_pages_BLV, expected_BLV) <= TOLERANCE
     assert greatest_difference(at_once_TV, expected_BLV[0]) <= TOLERANCE
@@ -54,8 +54,8 @@ def test_fast_numerics_compute_the_same_model(tmp_path: Path, family: str) -> No
     with torch.no_grad():
         expected_TV = model(tokens_T[None]).logits[0]
     stages = Stages.load(tmp_path, numerics="fast")
-    found_TV = stages.run_in_pieces(tokens_T, pages=SCATTERED, pieces=[40, 1, 6, 28])
-    assert greatest_difference(found_TV, expected_TV) <= TOLERANCE
+    logits_TV = stages.run_in_chunks(tokens_T, pages=SCATTERED, chunks=[40, 1, 6, 28])
+    assert greatest_difference(logits_TV, expected_TV) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path, family: str) -> None:
 
     def rank(group: TensorGroup) -> Tensor:
         stages = Stages.load(tmp_path, group=group)
-        pieces = [40, 1, 6, NUM_TOKENS - 47]
-        return stages.run_in_pieces(tokens_T, pages=range(5), pieces=pieces)
+        chunks = [40, 1, 6, NUM_TOKENS - 47]
+        return stages.run_in_chunks(tokens_T, pages=range(5), chunks=chunks)
 
-    parts = on_ranks(2, rank)
-    assert [part.shape[1] for part in parts] == [48, 48]
-    assert greatest_difference(torch.cat(parts, dim=1), expected_TV) <= TOLERANCE
+    shards = on_ranks(2, rank)
+    assert [shard.shape[1] for shard in shards] == [48, 48]
+    assert greatest_difference(torch.cat(shards, dim=1), expected_TV) <= TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["llama", "llama 3", "llama, yarn", "qwen2"])
@@ -90,8 +90,8 @@ def test_the_older_config_keys_mean_the_same(tmp_path: Path, family: str) -> Non
     tokens_L = random_tokens(NUM_TOKENS)
     with torch.no_grad():
         expected_LV = model(tokens_L[None]).logits[0]
-    found_LV = Stages.load(tmp_path).run_without_pages(tokens_L[None])[0]
-    assert greatest_difference(found_LV, expected_LV) <= TOLERANCE
+    logits_LV = Stages.load(tmp_path).run_without_pages(tokens_L[None])[0]
+    assert greatest_difference(logits_LV, expected_LV) <= TOLERANCE
 
 
 def test_a_mistral_with_layer_types_is_a_ministral(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_a_mistral_with_layer_types_is_a_ministral(tmp_path: Path) -> None:
     with torch.no_grad():
         expected_LV = model(tokens_L[None]).logits[0]
     stages = Stages.load(tmp_path)
-    found_LV = stages.run_in_pieces(tokens_L, pages=SCATTERED, pieces=[40, 1, 6, 28])
-    assert greatest_difference(found_LV, expected_LV) <= TOLERANCE
+    logits_LV = stages.run_in_chunks(tokens_L, pages=SCATTERED, chunks=[40, 1, 6, 28])
+    assert greatest_difference(logits_LV, expected_LV) <= TOLERANCE
 
     kinds = config.pop("layer_types")
     file.write_text(json.dumps(config))
@@ -125,8 +125,8 @@ def test_float16_weights_are_computed_with_as_they_are(tmp_path: Path, numerics:
         expected_LV = model(tokens_L[None]).logits[0]
     model.half().save_pretrained(tmp_path)
     stages = Stages.load(tmp_path, dtype="float16", numerics=numerics)
-    found_LV = stages.run_in_pieces(tokens_L, pages=range(5), pieces=[NUM_TOKENS])
-    assert greatest_difference(found_LV, expected_LV) <= TOLERANCE
+    logits_LV = stages.run_in_chunks(tokens_L, pages=range(5), chunks=[NUM_TOKENS])
+    assert greatest_difference(logits_LV, expected_LV) <= TOLERANCE
 
 
 def test_bfloat16_weights_are_computed_with_as_they_are(
@@ -142,7 +142,7 @@ def test_bfloat16_weights_are_computed_with_as_they_are(
 
     def found() -> torch.Tensor:
         stages = Stages.load(tmp_path, dtype="bfloat16")
-        return stages.run_in_pieces(tokens_L, pages=range(5), pieces=[NUM_TOKENS])
+        return stages.run_in_chunks(tokens_L, pages=range(5), chunks=[NUM_TOKENS])
 
     # A processor that multiplies bfloat16 rounds the inputs of products: less than the library,
     # which rounds every result too.
@@ -164,5 +164,5 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     tokens_L = random_tokens(20)
     with torch.no_grad():
         expected_LV = model(tokens_L[None]).logits[0]
-    found_LV = Stages.load(tmp_path).run_without_pages(tokens_L[None])[0]
-    assert greatest_difference(found_LV, expected_LV) <= TOLERANCE
+    logits_LV = Stages.load(tmp_path).run_without_pages(tokens_L[None])[0]
+    assert greatest_difference(logits_LV, expected_LV) <= TOLERANCE

@@ -118,8 +118,8 @@ def test_positions_end_where_transformers_changes_to_the_long_factors(tmp_path: 
     assert ModelSpec.from_folder(folder).max_position_embeddings == 64
     tokens_BL = random_tokens(1, NUM_TOKENS)
     expected_BLV = logits_of(model, tokens_BL[:, :64])
-    found_BLV = Stages.load(folder).run_without_pages(tokens_BL[:, :64])
-    assert greatest_difference(found_BLV, expected_BLV) <= TOLERANCE
+    logits_BLV = Stages.load(folder).run_without_pages(tokens_BL[:, :64])
+    assert greatest_difference(logits_BLV, expected_BLV) <= TOLERANCE
     changed_BLV = logits_of(model, tokens_BL)[:, :64]  # keys of all positions, rotated again
     assert greatest_difference(changed_BLV, expected_BLV) > 0.1
 

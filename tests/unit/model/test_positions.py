@@ -20,5 +20,5 @@ _LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
 )
 def test_a_length_depends_on_the_rope(config: dict[str, object], expected: int) -> None:
     config["max_position_embeddings"] = 1000
-    found = num_positions(config, max_position_embeddings=1000, file="config.json")
-    assert found == expected
+    length = num_positions(config, max_position_embeddings=1000, file="config.json")
+    assert length == expected

@@ -139,16 +139,16 @@ def plain_logits(traits: Traits, tensors: Mapping[str, Tensor], tokens_T: Tensor
                 for x, name in ((q, "q"), (k, "k"))
             )
         mixed = attended(traits.scores, rotated(q), rotated(k), v)
-        added = product(mixed, "self_attn.o_proj")
-        added = normed(added, named(norms.after_attention))
-        x_TD = x_TD + added * traits.residual_scale
+        update = product(mixed, "self_attn.o_proj")
+        update = normed(update, named(norms.after_attention))
+        x_TD = x_TD + update * traits.residual_scale
         y_TD = normed(x_TD, named(norms.before_mlp))
         gate = product(y_TD, "mlp.gate_proj")
         is_gelu = traits.activation is GELU_TANH
         acted = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
-        added = product(acted * product(y_TD, "mlp.up_proj"), "mlp.down_proj")
-        added = normed(added, named(norms.after_mlp))
-        x_TD = x_TD + added * traits.residual_scale
+        update = product(acted * product(y_TD, "mlp.up_proj"), "mlp.down_proj")
+        update = normed(update, named(norms.after_mlp))
+        x_TD = x_TD + update * traits.residual_scale
     logits_TV = normed(x_TD, "model.norm") @ wide["lm_head.weight"].T * traits.logits_scale
     return capped(logits_TV, traits.logit_softcap).float()
 
@@ -193,10 +193,10 @@ def test_a_trait_changes_the_model_as_its_arithmetic_says(
     tensors = write(tmp_path, traits)
     expected_TV = plain_logits(traits, tensors, tokens())
     stages = Stages.load(tmp_path, numerics=numerics)
-    pieces_TV = stages.run_in_pieces(tokens(), pages=(7, 3, 4, 11), pieces=[30, 1, 7, 23])
+    chunked_TV = stages.run_in_chunks(tokens(), pages=(7, 3, 4, 11), chunks=[30, 1, 7, 23])
     whole_TV = stages.run_without_pages(tokens()[None])[0]
-    for found_TV in (pieces_TV, whole_TV):  # against float64
-        assert float((found_TV - expected_TV).abs().max()) <= 1e-4
+    for logits_TV in (chunked_TV, whole_TV):  # against float64
+        assert float((logits_TV - expected_TV).abs().max()) <= 1e-4
     norms = traits.norms
     names = Norms(before_attention=norms.before_attention, before_mlp=norms.before_mlp)
     without_TV = plain_logits(Traits(norms=names), tensors, tokens())
@@ -210,10 +210,10 @@ def test_a_row_of_any_family_has_the_same_bits_alone_and_among_others(
     register(TOYS[name], monkeypatch)
     write(tmp_path, TOYS[name])
     stages = Stages.load(tmp_path)
-    alone_TV = stages.run_in_pieces(tokens(), pages=range(4), pieces=[1] * NUM_TOKENS)
-    for pieces in ([NUM_TOKENS], [17, 33, 11], [2, 5, 3, 40, 11]):
-        found_TV = stages.run_in_pieces(tokens(), pages=(9, 30, 2, 14), pieces=pieces)
-        assert torch.equal(found_TV, alone_TV), pieces
+    single_TV = stages.run_in_chunks(tokens(), pages=range(4), chunks=[1] * NUM_TOKENS)
+    for chunks in ([NUM_TOKENS], [17, 33, 11], [2, 5, 3, 40, 11]):
+        logits_TV = stages.run_in_chunks(tokens(), pages=(9, 30, 2, 14), chunks=chunks)
+        assert torch.equal(logits_TV, single_TV), chunks
 
 
 @pytest.mark.parametrize(
@@ -228,10 +228,10 @@ def test_two_ranks_norm_scale_and_cap_what_is_summed(
 
     def rank(group: TensorGroup) -> Tensor:
         stages = Stages.load(tmp_path, group=group)
-        return stages.run_in_pieces(tokens(), pages=range(4), pieces=[40, 1, 20])
+        return stages.run_in_chunks(tokens(), pages=range(4), chunks=[40, 1, 20])
 
-    found_TV = torch.cat(on_ranks(2, rank), dim=1)
-    assert float((found_TV - expected_TV).abs().max()) <= 1e-4
+    logits_TV = torch.cat(on_ranks(2, rank), dim=1)
+    assert float((logits_TV - expected_TV).abs().max()) <= 1e-4
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -259,8 +259,8 @@ def test_a_norm_adds_its_offset_in_float32() -> None:
     # 1 + 2^-9 is not representable in bfloat16.
     weight_D = torch.full((8,), 2.0**-9, dtype=torch.bfloat16)
     x_TD = torch.ones(1, 8)
-    found_TD = RmsNorm(weight_D, eps=0.0, dtype=torch.float32, offset=1.0)(x_TD)
-    torch.testing.assert_close(found_TD, torch.full((1, 8), 1.0 + 2.0**-9), rtol=1e-6, atol=0.0)
+    normed_TD = RmsNorm(weight_D, eps=0.0, dtype=torch.float32, offset=1.0)(x_TD)
+    torch.testing.assert_close(normed_TD, torch.full((1, 8), 1.0 + 2.0**-9), rtol=1e-6, atol=0.0)
 
 
 def test_a_norm_of_heads_adds_its_offset_in_float32() -> None:
@@ -273,9 +273,9 @@ def test_a_norm_of_heads_adds_its_offset_in_float32() -> None:
 
 def test_a_soft_cap_leaves_small_numbers_and_bounds_large_ones() -> None:
     x = torch.tensor([-1e6, -0.01, 0.0, 0.01, 1e6])
-    found = soft_capped(x, 30.0)
-    torch.testing.assert_close(found[1:4], x[1:4], rtol=1e-5, atol=0.0)
-    assert found[[0, 4]].tolist() == [-30.0, 30.0]
+    bounded = soft_capped(x, 30.0)
+    torch.testing.assert_close(bounded[1:4], x[1:4], rtol=1e-5, atol=0.0)
+    assert bounded[[0, 4]].tolist() == [-30.0, 30.0]
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -287,25 +287,25 @@ def test_a_row_of_capped_logits_has_the_same_bits_among_any_number(
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        together_TV = soft_capped_rows(x_TV, 30.0)
+        batch_TV = soft_capped_rows(x_TV, 30.0)
         for at in range(9):
-            assert torch.equal(soft_capped_rows(x_TV[at : at + 1], 30.0)[0], together_TV[at])
+            assert torch.equal(soft_capped_rows(x_TV[at : at + 1], 30.0)[0], batch_TV[at])
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(together_TV, soft_capped(x_TV, 30.0))
+    torch.testing.assert_close(batch_TV, soft_capped(x_TV, 30.0))
     assert soft_capped_rows(x_TV[:0], 30.0).shape == (0, width)
 
 
 @pytest.mark.parametrize(
-    ("config", "found"),
+    ("config", "cap"),
     [({}, 50.0), ({"cap": None}, None), ({"cap": 8}, 8.0), ({"cap": 0.5}, 0.5)],
 )
 def test_a_cap_is_the_family_s_own_unless_the_file_says_a_number_or_null(
-    config: dict[str, object], found: float | None
+    config: dict[str, object], cap: float | None
 ) -> None:
     fields = ConfigFields(config, file=Path("config.json"), defaults={"cap": 50.0})
-    assert fields.positive_or_null("cap") == found
-    assert fields.positive("cap") == (50.0 if found is None else found)
+    assert fields.positive_or_null("cap") == cap
+    assert fields.positive("cap") == (50.0 if cap is None else cap)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, "30", True, [30.0], float("nan"), float("inf")])

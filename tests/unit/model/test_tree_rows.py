@@ -41,10 +41,10 @@ def segments(draw: st.DrawFn) -> tuple[RowSegment, int, Random]:
     """Draws a tree after known rows, or its last tokens only, and the page size."""
     parents = draw(trees())
     page_size = draw(st.sampled_from([2, 4, 16]))
-    num_known = draw(st.integers(0, 9))
-    first = draw(st.integers(max(1, num_known), 40))
-    num_rows = num_known + len(parents)
-    if num_known == 0:
+    num_committed = draw(st.integers(0, 9))
+    first = draw(st.integers(max(1, num_committed), 40))
+    num_rows = num_committed + len(parents)
+    if num_committed == 0:
         num_rows = draw(st.integers(1, len(parents)))
     end = first + len(parents)
     rng = Random(draw(st.integers(0, 99)))
@@ -77,11 +77,11 @@ def seen_by(plan: RowPlan, row: int) -> list[int]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(made=segments())
+@given(drawn=segments())
 def test_a_row_sees_its_own_past_in_order_and_nothing_of_other_branches(
-    made: tuple[RowSegment, int, Random],
+    drawn: tuple[RowSegment, int, Random],
 ) -> None:
-    segment, page_size, _ = made
+    segment, page_size, _ = drawn
     beside = RowSegment(3, 2, (90, 91, 92))
     plan = RowPlan.build([beside, segment], page_size=page_size, device=CPU, numerics="invariant")
     assert plan.num_rows == beside.num_rows + segment.num_rows
@@ -93,20 +93,20 @@ def test_a_row_sees_its_own_past_in_order_and_nothing_of_other_branches(
 
 
 def test_a_tree_that_is_a_chain_is_planned_as_one() -> None:
-    named, plain = (
+    chain, plain = (
         RowPlan.build(
             [RowSegment(5, 6, (0, 1, 2), parents)], page_size=8, device=CPU, numerics="invariant"
         )
         for parents in ((-1, 0, 1, 2), ())
     )
-    assert torch.equal(named.positions, plain.positions)
-    for found, expected in zip(named.arrays, plain.arrays, strict=True):
-        assert found.tolist() == expected.tolist()
+    assert torch.equal(chain.positions, plain.positions)
+    for array, expected in zip(chain.arrays, plain.arrays, strict=True):
+        assert array.tolist() == expected.tolist()
 
 
 def chain_rows(stages: Stages, tokens: list[int], *, pages: range) -> Tensor:
     """Returns the logits of plain decoding: one row at a time, on consecutive pages."""
-    return stages.run_in_pieces(torch.tensor(tokens), pages=pages, pieces=[1] * len(tokens))
+    return stages.run_in_chunks(torch.tensor(tokens), pages=pages, chunks=[1] * len(tokens))
 
 
 def path_rows(stages: Stages, prefix: list[int], path: list[int]) -> Tensor:
@@ -119,7 +119,7 @@ def path_rows(stages: Stages, prefix: list[int], path: list[int]) -> Tensor:
 
 
 def check_tree(
-    stages: Stages, parents: Parents, *, num_prefix: int, num_known: int, seed: int
+    stages: Stages, parents: Parents, *, num_prefix: int, num_committed: int, seed: int
 ) -> None:
     """Verifies a tree in full and level by level, and compares it with each path as a chain."""
     rng = Random(seed)
@@ -129,26 +129,26 @@ def check_tree(
     end = num_prefix + len(parents)
     num_pages = -(-end // size)
     whole, levels = (tuple(rng.sample(range(at, at + 12), num_pages)) for at in (16, 32))
-    known_TV = chain_rows(stages, prefix, pages=range(16))
-    alone = {
+    prefix_TV = chain_rows(stages, prefix, pages=range(16))
+    single_rows = {
         node: path_rows(stages, prefix, [drafted[at] for at in path_to(parents, node)])
         for node in range(len(parents))
     }
-    start = num_prefix - num_known
+    start = num_prefix - num_committed
     if start:
         for pages in (whole, levels):
             stages.run(torch.tensor(prefix[:start]), [RowSegment(0, start, pages)])
     rows = torch.tensor([*prefix[start:], *drafted])
     company = RowSegment(0, 3, (60,))
-    together = stages.run(
+    batch_TV = stages.run(
         torch.cat([torch.tensor([5, 6, 7]), rows]),
-        [company, RowSegment(start, num_known + len(parents), whole, parents)],
+        [company, RowSegment(start, num_committed + len(parents), whole, parents)],
     )[3:]
-    assert torch.equal(together[:num_known], known_TV[start:])
+    assert torch.equal(batch_TV[:num_committed], prefix_TV[start:])
     for node in range(len(parents)):
-        assert torch.equal(together[num_known + node], alone[node][-1]), f"token {node}"
+        assert torch.equal(batch_TV[num_committed + node], single_rows[node][-1]), f"token {node}"
 
-    stages.run(torch.tensor(prefix[start:]), [RowSegment(start, num_known, levels)])
+    stages.run(torch.tensor(prefix[start:]), [RowSegment(start, num_committed, levels)])
     at = 0
     depths = depths_of(parents)
     while at < len(parents):
@@ -156,12 +156,14 @@ def check_tree(
             (n for n in range(1, len(parents) - at) if depths[at + n] != depths[at]),
             len(parents) - at,
         )
-        found = stages.run(
+        level_TV = stages.run(
             torch.tensor(drafted[at : at + count]),
             [RowSegment(num_prefix + at, count, levels, parents[: at + count])],
         )
         for node in range(at, at + count):
-            assert torch.equal(found[node - at], alone[node][-1]), f"token {node} on its level"
+            assert torch.equal(level_TV[node - at], single_rows[node][-1]), (
+                f"token {node} on its level"
+            )
         at += count
 
 
@@ -177,7 +179,9 @@ def test_a_token_of_a_tree_has_the_bits_of_the_same_token_in_a_chain(
     for i, parents in enumerate(TREES.values()):
         # The known row ends a page, is before its end, or the tree extends into the next page.
         num_prefix = (size, size - 1, size - 3, size + 1, 2 * size - 2, 20)[i]
-        check_tree(stages, parents, num_prefix=num_prefix, num_known=(1, 3, 1, 2, 5, 1)[i], seed=i)
+        check_tree(
+            stages, parents, num_prefix=num_prefix, num_committed=(1, 3, 1, 2, 5, 1)[i], seed=i
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -190,7 +194,7 @@ def test_trees_hold_over_tiny_pages(tmp_path: Path, dtype: DType) -> None:
         count = rng.randint(2, 12)
         parents = tuple(sorted(rng.randint(-1, node - 1) for node in range(count)))
         assert not any(parent >= node for node, parent in enumerate(parents))
-        check_tree(stages, parents, num_prefix=rng.randint(5, 20), num_known=1, seed=seed)
+        check_tree(stages, parents, num_prefix=rng.randint(5, 20), num_committed=1, seed=seed)
 
 
 def test_two_ranks_verify_a_tree_alike(tmp_path: Path) -> None:
@@ -201,7 +205,7 @@ def test_two_ranks_verify_a_tree_alike(tmp_path: Path) -> None:
         stages = Stages.load(
             tmp_path, dtype="bfloat16", page_size=shape.page_size, num_pages=64, group=group
         )
-        check_tree(stages, TREES["static 2 2 1"], num_prefix=31, num_known=2, seed=4)
+        check_tree(stages, TREES["static 2 2 1"], num_prefix=31, num_committed=2, seed=4)
         return True
 
     assert on_ranks(2, rank) == [True, True]

@@ -51,7 +51,7 @@ class CountedGroup:
 class OnShards:
     """What the ranks keep of all columns, and what rank 0 gathered for it."""
 
-    kept_RV: Tensor
+    filtered_RV: Tensor
     num_exchanges: int
     num_bytes: int
 
@@ -64,19 +64,19 @@ def filtered_on_shards(
 
     def on_rank(group: ThreadGroup) -> tuple[Tensor, CountedGroup]:
         torch.set_num_threads(1)
-        counted = CountedGroup(group)
-        return filtered(shards[group.rank], rules, group=counted), counted
+        counting_group = CountedGroup(group)
+        return filtered(shards[group.rank], rules, group=counting_group), counting_group
 
-    parts = on_ranks(len(shards), on_rank)
-    kept_RV = torch.cat([kept for kept, _ in parts], dim=-1)
-    return OnShards(kept_RV, parts[0][1].num_exchanges, parts[0][1].num_bytes)
+    rank_results = on_ranks(len(shards), on_rank)
+    filtered_RV = torch.cat([shard_RV for shard_RV, _ in rank_results], dim=-1)
+    return OnShards(filtered_RV, rank_results[0][1].num_exchanges, rank_results[0][1].num_bytes)
 
 
 def filtered_by_sorting(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
     """Filters whole rows: sorts each, and keeps its tokens one after the other."""
     num_columns = scores_RV.shape[-1]
     ranked = scores_RV.sort(dim=-1, descending=True, stable=True)
-    kept_RV = torch.full_like(scores_RV, -torch.inf)
+    filtered_RV = torch.full_like(scores_RV, -torch.inf)
     for row, rule in enumerate(rules):
         scores_V, ids_V = ranked.values[row], ranked.indices[row]
         size = num_columns
@@ -89,5 +89,5 @@ def filtered_by_sorting(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
         if rule.min_p > 0.0:
             lowest = scores_V[0] + torch.tensor(math.log(rule.min_p))
             size = min(size, int((scores_V >= lowest).sum()))
-        kept_RV[row, ids_V[:size]] = scores_V[:size]
-    return kept_RV
+        filtered_RV[row, ids_V[:size]] = scores_V[:size]
+    return filtered_RV

@@ -100,15 +100,15 @@ def survey(
 def _counts(hash_SX: Tensor) -> dict[str, Tensor]:
     """Returns statistics of the first column with each other column, summed over keys."""
     draw_SX = exponential(hash_SX)
-    mine_S1, others_SX = draw_SX[:, :1], draw_SX[:, 1:]
+    first_S1, others_SX = draw_SX[:, :1], draw_SX[:, 1:]
     # The smaller draw / probability wins.
     counts = {
-        f"wins at {p}": (mine_S1 * ((1.0 - p) / p) < others_SX).sum(0).double() for p in _WINS
+        f"wins at {p}": (first_S1 * ((1.0 - p) / p) < others_SX).sum(0).double() for p in _WINS
     }
     bits_SX = hash_SX[:, :1] ^ hash_SX[:, 1:]
     counts["lowest bit"] = (bits_SX & 1).sum(0).double()
     counts["lowest 4 bits"] = ((bits_SX & 15) == 0).sum(0).double()
-    counts["both in the tail"] = ((mine_S1 < _TAIL) & (others_SX < _TAIL)).sum(0).double()
+    counts["both in the tail"] = ((first_S1 < _TAIL) & (others_SX < _TAIL)).sum(0).double()
     signed_SX = hash_SX.float()
     counts["correlation"] = (signed_SX[:, :1] * signed_SX[:, 1:]).sum(0, dtype=torch.float64)
     return counts

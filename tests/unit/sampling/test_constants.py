@@ -37,8 +37,10 @@ class Constants(OperatorWatch):
         super().__init__()
         self.found: set[str] = set()
 
-    def saw(self, operator: Callable[..., Any], taken: list[Tensor], made: list[Tensor]) -> None:
-        if len({x.dim() > 0 for x in taken}) == 2:
+    def saw(
+        self, operator: Callable[..., Any], inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        if len({x.dim() > 0 for x in inputs}) == 2:
             self.found.add(str(operator).removeprefix("aten.").removesuffix(".default"))
 
 

@@ -21,9 +21,9 @@ def test_the_logarithm_is_right_to_a_unit_in_the_last_place() -> None:
 def test_masses_are_the_exponential_in_units_rounded_down() -> None:
     x = -torch.linspace(0.0, 27.0, 40_001)
     exact = torch.tensor([math.exp(value) for value in x.tolist()], dtype=torch.float64)
-    found = mass_of(x)
-    assert found.dtype == torch.int64
-    assert bool(((found.double() - exact * 2**MASS_BITS).abs() <= 3e-6 * found + 1).all())
+    masses = mass_of(x)
+    assert masses.dtype == torch.int64
+    assert bool(((masses.double() - exact * 2**MASS_BITS).abs() <= 3e-6 * masses + 1).all())
     ends = mass_of(torch.tensor([0.0, -27.8, -1e30, -torch.inf])).tolist()
     assert ends == [2**MASS_BITS, 0, 0, 0]
 
@@ -49,8 +49,10 @@ def nucleus_from_shards(logits_V: Tensor, top_p: float, cuts: list[int]) -> list
     total = sum(int(mass.sum()) for mass in masses)
     enough = math.ceil(top_p * float(total))
     for threshold in sorted(set(logits_V.tolist()), reverse=True):
-        kept = sum(int(mass[s >= threshold].sum()) for s, mass in zip(shards, masses, strict=True))
-        if kept >= enough:
+        mass_above = sum(
+            int(mass[s >= threshold].sum()) for s, mass in zip(shards, masses, strict=True)
+        )
+        if mass_above >= enough:
             break
     return torch.nonzero(logits_V >= threshold).flatten().tolist()
 
@@ -59,9 +61,9 @@ def nucleus_from_shards(logits_V: Tensor, top_p: float, cuts: list[int]) -> list
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999])
 def test_shards_find_the_nucleus_of_the_whole_vocabulary(seed: int, top_p: float) -> None:
     logits_V = 4.0 * torch.randn(501, generator=torch.Generator().manual_seed(seed))
-    kept = nucleus(logits_V, top_p)
-    assert kept == nucleus_from_shards(logits_V, top_p, cuts=[7, 190])
-    assert kept == nucleus_from_shards(logits_V, top_p, cuts=[64, 128, 129, 400])
+    nucleus_ids = nucleus(logits_V, top_p)
+    assert nucleus_ids == nucleus_from_shards(logits_V, top_p, cuts=[7, 190])
+    assert nucleus_ids == nucleus_from_shards(logits_V, top_p, cuts=[64, 128, 129, 400])
 
 
 def test_a_flat_vocabulary_of_128k_keeps_exactly_its_share() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_dist.model.parallel import part_of
+from eesd_dist.model.parallel import rank_range
 from eesd_dist.sampling import best_scores, filters, nucleus
 from eesd_dist.sampling.elementary import mass_of
 from eesd_dist.sampling.filters import FilterTraffic, filtered, most_traffic
@@ -26,28 +26,28 @@ def filtered_slowly(scores_V: Tensor, row: RowRule) -> Tensor:
     """Filters one whole row with Python integers, token by token in the order of the scores."""
     scores = scores_V.tolist()
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
-    kept = order
+    survivors = order
     if row.top_k > 0:
         kth = scores[order[min(row.top_k, len(order)) - 1]]
-        kept = [token for token in order if scores[token] >= kth]
+        survivors = [token for token in order if scores[token] >= kth]
     if row.top_p < 1.0:
-        masses = mass_of(scores_V[kept] - scores_V[order[0]]).tolist()
+        masses = mass_of(scores_V[survivors] - scores_V[order[0]]).tolist()
         target = math.ceil(row.top_p * float(sum(masses)))
         size, mass = 1, masses[0]
-        while mass < target and size < len(kept):
+        while mass < target and size < len(survivors):
             mass += masses[size]
             size += 1
-        kept = kept[:size]
+        survivors = survivors[:size]
     if row.min_p > 0.0:
         lowest = float(scores_V[order[0]] + torch.tensor(math.log(row.min_p)))
-        kept = [token for token in kept if scores[token] >= lowest]
+        survivors = [token for token in survivors if scores[token] >= lowest]
     result_V = torch.full_like(scores_V, -torch.inf)
-    result_V[kept] = scores_V[kept]
+    result_V[survivors] = scores_V[survivors]
     return result_V
 
 
 def even_cuts(num_columns: int, num_ranks: int) -> list[int]:
-    return [part_of(num_columns, rank, num_ranks).start for rank in range(num_ranks)] + [
+    return [rank_range(num_columns, rank, num_ranks).start for rank in range(num_ranks)] + [
         num_columns
     ]
 
@@ -83,12 +83,14 @@ def test_shards_keep_what_the_slow_twin_keeps_of_whole_rows(num_ranks: int, seed
         rules = [random_rule(rng) for _ in range(4)]
         scores_RV = random_scores(rng, len(rules), num_columns)
         inner = sorted(rng.randrange(num_columns + 1) for _ in range(num_ranks - 1))
-        found = filtered_on_shards(scores_RV, rules, [0, *inner, num_columns])
+        on_shards = filtered_on_shards(scores_RV, rules, [0, *inner, num_columns])
         for row, row_rule in enumerate(rules):
-            assert torch.equal(found.kept_RV[row], filtered_slowly(scores_RV[row], row_rule))
-        most = most_traffic(rules, num_ranks=num_ranks)
-        assert found.num_exchanges <= most.num_exchanges
-        assert found.num_bytes <= most.num_bytes
+            assert torch.equal(
+                on_shards.filtered_RV[row], filtered_slowly(scores_RV[row], row_rule)
+            )
+        limit = most_traffic(rules, num_ranks=num_ranks)
+        assert on_shards.num_exchanges <= limit.num_exchanges
+        assert on_shards.num_bytes <= limit.num_bytes
 
 
 @pytest.mark.slow
@@ -102,8 +104,8 @@ def test_shards_of_wide_vocabularies_keep_what_sorted_rows_keep(
         rules = [random_rule(rng) for _ in range(16)]
         scores_RV = random_scores(rng, len(rules), num_columns)
         inner = sorted(rng.randrange(num_columns + 1) for _ in range(num_ranks - 1))
-        kept_RV = filtered_on_shards(scores_RV, rules, [0, *inner, num_columns]).kept_RV
-        assert torch.equal(kept_RV, filtered_by_sorting(scores_RV, rules))
+        filtered_RV = filtered_on_shards(scores_RV, rules, [0, *inner, num_columns]).filtered_RV
+        assert torch.equal(filtered_RV, filtered_by_sorting(scores_RV, rules))
 
 
 @pytest.mark.parametrize("num_columns", [300, 20_000])
@@ -113,19 +115,19 @@ def test_a_rank_with_whole_rows_keeps_the_same_however_it_finds_them(num_columns
     for _ in range(12):
         row = random_rule(rng)
         scores_RV = random_scores(rng, 1, num_columns)
-        kept_RV = filtered(scores_RV, [row])
-        assert torch.equal(kept_RV[0], filtered_slowly(scores_RV[0], row))
+        filtered_RV = filtered(scores_RV, [row])
+        assert torch.equal(filtered_RV[0], filtered_slowly(scores_RV[0], row))
 
 
 @pytest.mark.parametrize("cuts", [[0, WIDE], [0, 1, 9, 70_000, WIDE], [0, 0, 65_536, WIDE, WIDE]])
 def test_uniform_logits_keep_the_first_ids_for_every_top_p(cuts: list[int]) -> None:
     top_p = [0.0, 1e-9, 0.25, 0.5, 0.9, 0.95, 0.999_999, 1 - 2**-30]
     rules = [rule(SamplingParams(top_p=p)) for p in top_p]
-    found = filtered_on_shards(torch.zeros(len(rules), WIDE), rules, cuts)
-    for p, kept_V in zip(top_p, found.kept_RV.isfinite(), strict=True):
+    on_shards = filtered_on_shards(torch.zeros(len(rules), WIDE), rules, cuts)
+    for p, is_finite_V in zip(top_p, on_shards.filtered_RV.isfinite(), strict=True):
         size = max(1, math.ceil(p * WIDE))
-        assert bool(kept_V[:size].all())
-        assert not bool(kept_V[size:].any())
+        assert bool(is_finite_V[:size].all())
+        assert not bool(is_finite_V[size:].any())
 
 
 def test_flat_rows_of_a_wide_vocabulary_are_those_of_the_slow_twin() -> None:
@@ -136,9 +138,9 @@ def test_flat_rows_of_a_wide_vocabulary_are_those_of_the_slow_twin() -> None:
         rule(SamplingParams(top_p=0.5, min_p=0.01)),
         rule(SamplingParams(top_p=0.9, top_k=9_000)),
     ]
-    found = filtered_on_shards(scores_RV, rules, even_cuts(WIDE, 3))
+    on_shards = filtered_on_shards(scores_RV, rules, even_cuts(WIDE, 3))
     for row, row_rule in enumerate(rules):
-        assert torch.equal(found.kept_RV[row], filtered_slowly(scores_RV[row], row_rule))
+        assert torch.equal(on_shards.filtered_RV[row], filtered_slowly(scores_RV[row], row_rule))
 
 
 SHARP, FLAT, TIED = 20.0, 0.3, 0.0
@@ -164,28 +166,28 @@ def test_the_number_of_exchanges_is_fixed_by_the_kind_of_row(
 ) -> None:
     scores_RV = scale * torch.randn(2, 9_000, generator=torch.Generator().manual_seed(2))
     rules = [rule(params)] * 2
-    found = filtered_on_shards(scores_RV, rules, even_cuts(9_000, 2))
-    assert found.num_exchanges == num_exchanges
+    on_shards = filtered_on_shards(scores_RV, rules, even_cuts(9_000, 2))
+    assert on_shards.num_exchanges == num_exchanges
     assert most_traffic(rules, num_ranks=2).num_exchanges >= num_exchanges
 
 
 def test_bytes_do_not_grow_with_the_vocabulary() -> None:
     """64 requests of 5 rows over 128k tokens: joined rows are 168 MB."""
     rules = [rule(SamplingParams(top_p=0.95))] * 320
-    joined_bytes = len(rules) * WIDE * 4
-    assert most_traffic(rules, num_ranks=2).num_bytes < joined_bytes / 28
-    assert most_traffic(rules, num_ranks=8).num_bytes < joined_bytes / 7
+    full_rows_bytes = len(rules) * WIDE * 4
+    assert most_traffic(rules, num_ranks=2).num_bytes < full_rows_bytes / 28
+    assert most_traffic(rules, num_ranks=8).num_bytes < full_rows_bytes / 7
     scores_RV = SHARP * torch.randn(2, WIDE, generator=torch.Generator().manual_seed(3))
-    found = filtered_on_shards(scores_RV, rules[:2], even_cuts(WIDE, 2))
-    assert found.num_bytes == 2 * 2 * (129 * 4 + 2 * 8)
+    on_shards = filtered_on_shards(scores_RV, rules[:2], even_cuts(WIDE, 2))
+    assert on_shards.num_bytes == 2 * 2 * (129 * 4 + 2 * 8)
 
 
 def test_rows_without_filters_exchange_nothing() -> None:
     rules = [rule(), rule(SamplingParams(temperature=0.0, top_p=0.5))]
     nothing = FilterTraffic(num_exchanges=0, num_bytes=0)
     assert most_traffic(rules, num_ranks=8) == nothing
-    filters_alone = [rule(SamplingParams(top_p=0.5))]
-    assert most_traffic(filters_alone, num_ranks=1) == nothing
+    filter_rules = [rule(SamplingParams(top_p=0.5))]
+    assert most_traffic(filter_rules, num_ranks=1) == nothing
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -194,14 +196,14 @@ def test_a_search_finds_what_sorting_finds(seed: int) -> None:
     scores_RV = random_scores(rng, 6, 500)
     ones_RV = torch.ones_like(scores_RV, dtype=torch.int32)
     target_R1 = torch.tensor([[1], [2], [250], [499], [500], [10_000]])
-    found = search(ShardedRows(scores_RV, [rule()] * 6, None), ones_RV, target_R1)
+    edge = search(ShardedRows(scores_RV, [rule()] * 6, None), ones_RV, target_R1)
     sorted_RV = scores_RV.sort(dim=-1, descending=True).values
-    assert torch.equal(found.score_U1, sorted_RV.gather(-1, target_R1.clamp_max(500) - 1) + 0.0)
-    assert torch.equal(found.above_U1, (scores_RV > found.score_U1).sum(-1, keepdim=True))
-    assert torch.equal(found.equal_GU1[0], (scores_RV == found.score_U1).sum(-1, keepdim=True))
+    assert torch.equal(edge.score_U1, sorted_RV.gather(-1, target_R1.clamp_max(500) - 1) + 0.0)
+    assert torch.equal(edge.above_U1, (scores_RV > edge.score_U1).sum(-1, keepdim=True))
+    assert torch.equal(edge.equal_GU1[0], (scores_RV == edge.score_U1).sum(-1, keepdim=True))
 
 
-class _Asked:
+class _DecisionCounter:
     """Answers every decision that the host waits for with all rows, and counts them."""
 
     def __init__(self) -> None:
@@ -227,17 +229,17 @@ class _Asked:
 def test_a_gpu_waits_for_a_few_decisions_whatever_the_number_of_rows(
     params: SamplingParams, num_columns: int, num_decisions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = _Asked()
+    decisions = _DecisionCounter()
     for module in (best_scores, nucleus, filters):
-        monkeypatch.setattr(module, "rows_where", asked)
+        monkeypatch.setattr(module, "rows_where", decisions)
     num_operators = set()
     for num_rows in (3, 70):
         with fake_cuda():
             scores_RV = torch.zeros(num_rows, num_columns, device=GPU)
             with HostCopies() as copies, torch.inference_mode():
-                kept_RV = filtered(scores_RV, [rule(params)] * num_rows)
-            assert (kept_RV.device, kept_RV.shape) == (GPU, scores_RV.shape)
+                filtered_RV = filtered(scores_RV, [rule(params)] * num_rows)
+            assert (filtered_RV.device, filtered_RV.shape) == (GPU, scores_RV.shape)
             assert copies.to_the_host == []
         num_operators.add(copies.num_operators)
     assert len(num_operators) == 1
-    assert asked.times == 2 * num_decisions
+    assert decisions.times == 2 * num_decisions

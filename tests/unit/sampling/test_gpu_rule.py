@@ -12,9 +12,9 @@ from eesd_dist.sampling.noise import gumbel_by_steps, key_words, noise_key
 def test_the_noise_has_the_same_bits() -> None:
     keys = [noise_key(seed, 977 * seed) for seed in (0, 1, -1, 2**63 - 1, 20_261_126)]
     for ids_V in (torch.arange(5000), torch.arange(190_000, 193_001, dtype=torch.int32)):
-        found_SV = gumbel_on_gpu(key_words(keys), ids_V)
+        gpu_SV = gumbel_on_gpu(key_words(keys), ids_V)
         expected_SV = gumbel_by_steps(keys, ids_V)
-        assert torch.equal(found_SV.view(torch.int32), expected_SV.view(torch.int32))
+        assert torch.equal(gpu_SV.view(torch.int32), expected_SV.view(torch.int32))
 
 
 @pytest.mark.parametrize("num_columns", [2, 3, 1024, 1025, 5000])
@@ -31,9 +31,9 @@ def test_the_two_best_scores_are_the_same(num_columns: int, is_truncated: bool) 
     columns_S2, values_S2 = best_two(
         logits_SV.contiguous().numpy(), divisors, words_S3, ids_V.to(torch.int32).numpy()
     )
-    found_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, vocab_ids).numpy()
-    assert np.array_equal(found_S4[:, :2], ids_V.numpy()[columns_S2])
-    assert np.array_equal(found_S4[:, 2:].view(np.float32), values_S2)
+    gpu_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, vocab_ids).numpy()
+    assert np.array_equal(gpu_S4[:, :2], ids_V.numpy()[columns_S2])
+    assert np.array_equal(gpu_S4[:, 2:].view(np.float32), values_S2)
 
 
 @pytest.mark.parametrize("num_columns", [1024, 1500, 2048])
@@ -46,6 +46,6 @@ def test_not_a_number_is_the_largest_score_as_on_a_cpu(num_columns: int) -> None
     columns_S2, _ = best_two(
         logits_SV.numpy(), [0.0] * 3, words_S3, torch.arange(num_columns, dtype=torch.int32).numpy()
     )
-    found_S4 = best_two_on_gpu(logits_SV, [0.0] * 3, words_S3, None).numpy()
-    assert np.array_equal(found_S4[:, 0], columns_S2[:, 0])
-    assert found_S4[:, :2].max() < num_columns
+    gpu_S4 = best_two_on_gpu(logits_SV, [0.0] * 3, words_S3, None).numpy()
+    assert np.array_equal(gpu_S4[:, 0], columns_S2[:, 0])
+    assert gpu_S4[:, :2].max() < num_columns

@@ -79,33 +79,33 @@ ONE_BIT = tuple(1 << bit for bit in range(17))
 
 
 def test_two_tokens_are_independent_whatever_single_bit_their_ids_differ_in() -> None:
-    found = survey((*ONE_BIT, *KNOWN_BAD), num_draws=1_500_000, seed=0)
-    assert found.worst < LIMIT, found.as_json()
+    statistics = survey((*ONE_BIT, *KNOWN_BAD), num_draws=1_500_000, seed=0)
+    assert statistics.worst < LIMIT, statistics.as_json()
 
 
 def test_the_survey_finds_a_hash_of_two_rounds_out() -> None:
-    found = survey(KNOWN_BAD, num_draws=1_000_000, seed=0, hashed=lowbias32_hash)
-    assert found.worst > LIMIT
-    assert float(found.z_X["lowest 4 bits"].abs().max()) > 20.0
+    statistics = survey(KNOWN_BAD, num_draws=1_000_000, seed=0, hashed=lowbias32_hash)
+    assert statistics.worst > LIMIT
+    assert float(statistics.z_X["lowest 4 bits"].abs().max()) > 20.0
 
 
 def test_tokens_a_few_ids_apart_are_independent() -> None:
-    found = survey((1, 2, 3, 4, 5, 7, 16, 64, 1_023), num_draws=500_000, seed=1, is_lag=True)
-    assert found.worst < LIMIT, found.as_json()
+    statistics = survey((1, 2, 3, 4, 5, 7, 16, 64, 1_023), num_draws=500_000, seed=1, is_lag=True)
+    assert statistics.worst < LIMIT, statistics.as_json()
 
 
 @pytest.mark.slow
 def test_two_tokens_are_independent_whatever_their_ids_differ_in() -> None:
-    found = survey(XORS, num_draws=10_000_000, seed=2)
-    assert found.worst < LIMIT, found.as_json()
-    found = survey(LAGS, num_draws=10_000_000, seed=3, is_lag=True)
-    assert found.worst < LIMIT, found.as_json()
+    statistics = survey(XORS, num_draws=10_000_000, seed=2)
+    assert statistics.worst < LIMIT, statistics.as_json()
+    statistics = survey(LAGS, num_draws=10_000_000, seed=3, is_lag=True)
+    assert statistics.worst < LIMIT, statistics.as_json()
 
 
 def test_the_noise_is_minus_log_minus_log_of_the_hash_at_both_ends_and_between() -> None:
     h = torch.arange(-(2**31), 2**31, 99_991).to(torch.int32)
-    near_the_ends = torch.arange(-3_000, 3_000, dtype=torch.int32)
-    h = torch.cat([h, near_the_ends, torch.tensor([2**31 - 1], dtype=torch.int32)])
+    ends = torch.arange(-3_000, 3_000, dtype=torch.int32)
+    h = torch.cat([h, ends, torch.tensor([2**31 - 1], dtype=torch.int32)])
     u = 1.0 - ((h.long() & MASK_32).double() + 0.5) / 2**32
     minus_log_u = -torch.log1p(u - 1.0)
     torch.testing.assert_close(exponential(h).double(), minus_log_u, rtol=6e-7, atol=0.0)
@@ -188,13 +188,13 @@ def test_coins_are_uniform_and_strictly_inside_the_interval() -> None:
 def test_the_compiled_rule_has_the_bits_of_its_steps() -> None:
     keys = [noise_key(seed, position) for seed in (0, 7, -1, 2**63) for position in (0, 900)]
     for ids_V in (torch.arange(100_000), torch.arange(7), 2**31 - 1 - torch.arange(1001) * 7919):
-        found_SV, steps_SV = gumbel(keys, ids_V), gumbel_by_steps(keys, ids_V)
-        assert torch.equal(found_SV.view(torch.int32), steps_SV.view(torch.int32))
+        compiled_SV, steps_SV = gumbel(keys, ids_V), gumbel_by_steps(keys, ids_V)
+        assert torch.equal(compiled_SV.view(torch.int32), steps_SV.view(torch.int32))
     exponents = torch.arange(-126, 128)
     x = torch.cat([2.0**exponents, torch.nextafter(torch.ones(1), torch.zeros(1))]).float()
-    found = x.clone().numpy()
-    _neg_log(found, np.empty(len(x), np.int32), np.empty(len(x), np.int32))
-    assert torch.equal(torch.from_numpy(found), neg_log(x))
+    numbers = x.clone().numpy()
+    _neg_log(numbers, np.empty(len(x), np.int32), np.empty(len(x), np.int32))
+    assert torch.equal(torch.from_numpy(numbers), neg_log(x))
 
 
 @pytest.mark.gpu

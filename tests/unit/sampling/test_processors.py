@@ -51,14 +51,14 @@ def processed_slowly(logits: list[float], row: RowRule) -> list[float]:
         last = x[order[min(row.top_k, len(x)) - 1]]
         x = [logit if logit >= last else -math.inf for logit in x]
     if row.top_p < 1.0:
-        kept: set[int] = set()
+        nucleus: set[int] = set()
         total, mass = sum(math.exp(logit) for logit in x), 0.0
         for token in order:
-            if kept and mass >= row.top_p:
+            if nucleus and mass >= row.top_p:
                 break
-            kept.add(token)
+            nucleus.add(token)
             mass += math.exp(x[token]) / total
-        x = [logit if token in kept else -math.inf for token, logit in enumerate(x)]
+        x = [logit if token in nucleus else -math.inf for token, logit in enumerate(x)]
     if row.min_p > 0.0:
         x = [v if math.exp(v - max(x)) >= row.min_p else -math.inf for v in x]
     return x
@@ -156,19 +156,22 @@ def test_the_order_of_temperature_top_k_and_top_p_is_that_of_transformers() -> N
 def test_a_flat_row_wider_than_the_quick_look_keeps_exactly_its_mass() -> None:
     logits_SV = 0.001 * logits_of(1, num_rows=2, vocab_size=4_000)
     logits_SV[1] *= 5_000
-    kept_SV = whole(logits_SV, *[rule(SamplingParams(top_p=0.5))] * 2).isfinite()
+    is_finite_SV = whole(logits_SV, *[rule(SamplingParams(top_p=0.5))] * 2).isfinite()
     for row in range(2):
         probs_V = logits_SV[row].double().softmax(-1)
-        mass, smallest = float(probs_V[kept_SV[row]].sum()), float(probs_V[kept_SV[row]].min())
+        mass, smallest = (
+            float(probs_V[is_finite_SV[row]].sum()),
+            float(probs_V[is_finite_SV[row]].min()),
+        )
         assert mass >= 0.5 - 1e-6
         assert mass - smallest < 0.5 + 1e-6
-    assert int(kept_SV[0].sum()) > 1_900
-    assert int(kept_SV[1].sum()) < 256
+    assert int(is_finite_SV[0].sum()) > 1_900
+    assert int(is_finite_SV[1].sum()) < 256
 
 
 def test_of_equally_probable_tokens_top_p_keeps_the_smallest_ids() -> None:
-    kept_SV = whole(torch.zeros(1, 10), rule(SamplingParams(top_p=0.35))).isfinite()
-    assert kept_SV.nonzero()[:, 1].tolist() == [0, 1, 2, 3]
+    is_finite_SV = whole(torch.zeros(1, 10), rule(SamplingParams(top_p=0.35))).isfinite()
+    assert is_finite_SV.nonzero()[:, 1].tolist() == [0, 1, 2, 3]
 
 
 def test_a_forbidden_stop_stays_forbidden_under_any_bias() -> None:

@@ -85,12 +85,12 @@ def test_a_chain_judged_with_others_is_judged_as_alone() -> None:
     target_SV, head_KV = chain_logits(4, num_rows=num_rows), chain_logits(5, num_rows=5)
     rules = [rule(SamplingParams(seed=row), position=row) for row in range(num_rows)]
     draft_probs_KV = head_KV.softmax(-1)
-    together = reject_all(target_SV, draft_probs_KV, drafts, rules)
+    batch_verdicts = reject_all(target_SV, draft_probs_KV, drafts, rules)
     row = drafted = 0
-    for draft, verdict in zip(drafts, together, strict=True):
+    for draft, verdict in zip(drafts, batch_verdicts, strict=True):
         rows, of_draft = slice(row, row + len(draft) + 1), slice(drafted, drafted + len(draft))
-        alone = reject(target_SV[rows], draft_probs_KV[of_draft], draft, rules[rows])
-        assert alone == (verdict.num_accepted, verdict.next_token)
+        single_verdict = reject(target_SV[rows], draft_probs_KV[of_draft], draft, rules[rows])
+        assert single_verdict == (verdict.num_accepted, verdict.next_token)
         row, drafted = rows.stop, of_draft.stop
 
 

@@ -96,13 +96,13 @@ def test_a_row_of_a_tree_has_the_rule_of_its_own_branch_and_of_no_other() -> Non
         min_tokens=5,
     )
     branches: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 3), (0, 2, 4))
-    last_known, *found = rules_of(tree)
+    committed_rule, *branch_rules = rules_of(tree)
     chain = replace(SEGMENT, num_rows=2, num_sampled=1, tokens=(10, 11), min_tokens=5)
-    assert [last_known] == rules_of(chain)
-    for row, branch in zip(found, branches, strict=True):
+    assert [committed_rule] == rules_of(chain)
+    for row, branch in zip(branch_rules, branches, strict=True):
         tokens = (10, 11, *(drafted[node] for node in branch))
-        alone = replace(chain, num_rows=len(tokens), tokens=tokens)
-        assert [row] == rules_of(alone)
+        branch_chain = replace(chain, num_rows=len(tokens), tokens=tokens)
+        assert [row] == rules_of(branch_chain)
         assert len(row.history) == row.position
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from torch import Tensor
 
-from eesd_dist.model.parallel import part_of
+from eesd_dist.model.parallel import rank_range
 from eesd_dist.sampling import compiled_rule
 from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.processors import VocabularyShard
@@ -28,9 +28,9 @@ from eesd_dist.sampling.rule import (
     choose,
     draft_choice,
     first_max,
-    get_ready,
     joined_choices,
     perturbed,
+    warm_up,
 )
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.thread_group import on_ranks
@@ -80,7 +80,7 @@ def menu_rules(*, top_logprobs: int | None = None) -> list[RowRule]:
         for params in MENU
     ]
     masked = mask_of((0, 7, 13, 16, 31, 33, 34, 63))
-    return [*rules, *(structs.replace(each, mask=masked) for each in rules)]
+    return [*rules, *(structs.replace(row_rule, mask=masked) for row_rule in rules)]
 
 
 @cache
@@ -93,8 +93,8 @@ def rules_with_seeds(num_seeds: int, params: SamplingParams = PLAIN) -> tuple[Ro
 
 def draws(logits_V: Tensor, rules: Sequence[RowRule]) -> Tensor:
     logits_SV = logits_V.repeat(NUM_AT_ONCE, 1)
-    parts = [rules[start : start + NUM_AT_ONCE] for start in range(0, len(rules), NUM_AT_ONCE)]
-    return torch.cat([torch.from_numpy(choose(logits_SV, part).tokens) for part in parts])
+    batches = [rules[start : start + NUM_AT_ONCE] for start in range(0, len(rules), NUM_AT_ONCE)]
+    return torch.cat([torch.from_numpy(choose(logits_SV, batch).tokens) for batch in batches])
 
 
 def test_200_000_choices_at_temperature_1_have_the_distribution_of_the_target() -> None:
@@ -123,9 +123,9 @@ def test_temperature_and_top_p_give_the_filtered_distribution() -> None:
     logits_V = random_logits(1, V, scale=1.0)
     probs_V = (logits_V.double() / 0.7).softmax(-1)
     order = probs_V.argsort(descending=True)
-    kept = order[: int((probs_V[order].cumsum(0) < 0.8).sum()) + 1]
+    nucleus = order[: int((probs_V[order].cumsum(0) < 0.8).sum()) + 1]
     target_V = torch.zeros(V, dtype=torch.float64)
-    target_V[kept] = probs_V[kept] / probs_V[kept].sum()
+    target_V[nucleus] = probs_V[nucleus] / probs_V[nucleus].sum()
     rules = rules_with_seeds(40_000, SamplingParams(temperature=0.7, top_p=0.8))
     counts_V = counts_of(draws(logits_V, rules), vocab_size=V)
     assert chi_square_p_value(counts_V, target_V) > 1e-3
@@ -162,21 +162,21 @@ def test_the_noise_of_a_row_does_not_depend_on_greedy_rows_of_its_batch() -> Non
     logits_SV = random_logits(4, 3, V)
     sampled = rule(SamplingParams(seed=8), position=3)
     greedy = rule(SamplingParams(temperature=0.0), position=3)
-    together = choose(logits_SV, [greedy, sampled, greedy]).tokens
-    assert together[1] == choose(logits_SV[1:2], [sampled]).tokens[0]
-    assert together[[0, 2]].tolist() == logits_SV[[0, 2]].argmax(-1).tolist()
+    batch_tokens = choose(logits_SV, [greedy, sampled, greedy]).tokens
+    assert batch_tokens[1] == choose(logits_SV[1:2], [sampled]).tokens[0]
+    assert batch_tokens[[0, 2]].tolist() == logits_SV[[0, 2]].argmax(-1).tolist()
 
 
 def choose_on_shards(logits_SV: Tensor, rules: list[RowRule], num_ranks: int) -> list[TokenChoice]:
     count = logits_SV.shape[-1]
 
     def on_rank(group: TensorGroup) -> TokenChoice:
-        part = part_of(count, group.rank, num_ranks)
+        shard = rank_range(count, group.rank, num_ranks)
         return choose(
-            logits_SV[:, part.start : part.stop],
+            logits_SV[:, shard.start : shard.stop],
             rules,
             group=group,
-            vocab_start=part.start,
+            vocab_start=shard.start,
         )
 
     return on_ranks(num_ranks, on_rank)
@@ -188,19 +188,19 @@ def test_ranks_share_a_vocabulary_that_does_not_divide_evenly(
 ) -> None:
     """Of five ranks two have no token of three."""
     rules = [
-        structs.replace(each, top_logprobs=20)
-        for each in (
+        structs.replace(row_rule, top_logprobs=20)
+        for row_rule in (
             rule(SamplingParams(temperature=0.0)),
             rule(SamplingParams(temperature=0.8, seed=3)),
             rule(SamplingParams(temperature=0.8, top_p=0.9)),
         )
     ]
     logits_SV = random_logits(4, len(rules), num_columns)
-    alone = choose(logits_SV, rules)
+    expected = choose(logits_SV, rules)
     for choice in choose_on_shards(logits_SV, rules, num_ranks):
-        assert choice.tokens.tolist() == alone.tokens.tolist()
-        assert choice.top_ids.tolist() == alone.top_ids.tolist()
-        np.testing.assert_allclose(choice.top_logprobs, alone.top_logprobs, rtol=1e-5, atol=1e-6)
+        assert choice.tokens.tolist() == expected.tokens.tolist()
+        assert choice.top_ids.tolist() == expected.top_ids.tolist()
+        np.testing.assert_allclose(choice.top_logprobs, expected.top_logprobs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -211,12 +211,12 @@ def test_every_rank_of_a_sharded_vocabulary_makes_the_choice_of_the_whole_one(
 ) -> None:
     rules = menu_rules(top_logprobs=top_logprobs)
     logits_SV = random_logits(seed, len(rules), V)
-    alone = choose(logits_SV, rules)
+    expected = choose(logits_SV, rules)
     for choice in choose_on_shards(logits_SV, rules, num_ranks):
-        assert choice.tokens.tolist() == alone.tokens.tolist()
-        assert choice.top_ids.tolist() == alone.top_ids.tolist()
-        np.testing.assert_allclose(choice.logprobs, alone.logprobs, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(choice.top_logprobs, alone.top_logprobs, rtol=1e-5, atol=1e-6)
+        assert choice.tokens.tolist() == expected.tokens.tolist()
+        assert choice.top_ids.tolist() == expected.top_ids.tolist()
+        np.testing.assert_allclose(choice.logprobs, expected.logprobs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(choice.top_logprobs, expected.top_logprobs, rtol=1e-5, atol=1e-6)
 
 
 def test_ties_across_shards_go_to_the_smallest_id() -> None:
@@ -231,9 +231,9 @@ def test_ties_across_shards_go_to_the_smallest_id() -> None:
 def test_a_shard_smaller_than_the_wanted_alternatives_still_reports_them_all() -> None:
     rules = [rule(SamplingParams(top_logprobs=20))]
     logits_SV = random_logits(7, 1, V)
-    alone = choose(logits_SV, rules)
+    expected = choose(logits_SV, rules)
     for choice in choose_on_shards(logits_SV, rules, 4):
-        assert choice.top_ids.tolist() == alone.top_ids.tolist()
+        assert choice.top_ids.tolist() == expected.top_ids.tolist()
 
 
 def test_logprobs_are_those_of_the_raw_logits_whatever_the_parameters() -> None:
@@ -281,7 +281,7 @@ def test_a_mask_leaves_the_other_tokens_as_they_are(params: SamplingParams) -> N
     assert set(chosen.tolist()) <= set(allowed)
     only_SV = torch.full_like(logits_SV, -torch.inf)
     only_SV[:, allowed] = logits_SV[:, allowed]
-    plain = choose(only_SV, [structs.replace(each, mask=b"") for each in rules]).tokens
+    plain = choose(only_SV, [structs.replace(row_rule, mask=b"") for row_rule in rules]).tokens
     assert chosen.tolist() == plain.tolist()
 
 
@@ -319,18 +319,18 @@ def test_choices_in_parts_are_those_of_all_rows() -> None:
     rules = [structs.replace(r, top_logprobs=(None, 0, 5)[at // 5]) for at, r in enumerate(rules)]
     logits_SV = random_logits(13, len(rules), V)
     whole = choose(logits_SV, rules)
-    parts = [
+    choices = [
         choose(logits_SV[first : first + 5], rules[first : first + 5])
         for first in range(0, len(rules), 5)
     ]
-    joined = joined_choices(parts)
-    assert joined.tokens.tolist() == whole.tokens.tolist()
-    for row, each in enumerate(rules):
-        if each.top_logprobs is not None:
-            assert joined.logprobs[row] == whole.logprobs[row]
-            wanted = slice(0, each.top_logprobs)
-            assert joined.top_ids[row, wanted].tolist() == whole.top_ids[row, wanted].tolist()
-    assert joined_choices(parts[:1]).logprobs.size == 0
+    merged = joined_choices(choices)
+    assert merged.tokens.tolist() == whole.tokens.tolist()
+    for row, row_rule in enumerate(rules):
+        if row_rule.top_logprobs is not None:
+            assert merged.logprobs[row] == whole.logprobs[row]
+            top = slice(0, row_rule.top_logprobs)
+            assert merged.top_ids[row, top].tolist() == whole.top_ids[row, top].tolist()
+    assert joined_choices(choices[:1]).logprobs.size == 0
 
 
 def test_a_mask_of_one_token_forces_it_and_a_full_one_forbids_nothing() -> None:
@@ -356,7 +356,7 @@ def test_a_truncated_draft_vocabulary_is_masked_by_target_ids() -> None:
     drafted = draft_choice(logits_SV, rules, vocab_ids=vocab_ids, width=4)
     assert set(drafted.tokens[:, :2].flatten().tolist()) <= {3, 8}
     assert bool((drafted.scores[:, 2:] == -torch.inf).all())
-    none = [structs.replace(each, mask=mask_of([9])) for each in rules]
+    none = [structs.replace(row_rule, mask=mask_of([9])) for row_rule in rules]
     assert bool((draft_choice(logits_SV, none, vocab_ids=vocab_ids).scores == -torch.inf).all())
 
 
@@ -365,9 +365,9 @@ def test_no_stop_is_chosen_before_min_tokens() -> None:
     logits_SV[:, 33] = 50.0
     params = SamplingParams(min_tokens=3, stop_token_ids=(33,))
     rules = [rule(params, position=position, num_prompt=4) for position in (6, 7)]
-    early, late = choose(logits_SV, rules).tokens.tolist()
-    assert early != 33
-    assert late == 33
+    first, second = choose(logits_SV, rules).tokens.tolist()
+    assert first != 33
+    assert second == 33
 
 
 def test_a_penalty_sees_the_drafted_ancestors_of_its_row() -> None:
@@ -431,22 +431,22 @@ def test_the_compiled_choice_is_that_of_the_scores(
         rule(SamplingParams(temperature=temperature, seed=seed + at))
         for at, temperature in enumerate(temperatures)
     ]
-    found = draft_choice(logits_SV, rules, vocab_ids=vocab_ids)
+    choice = draft_choice(logits_SV, rules, vocab_ids=vocab_ids)
     expected = draft_choice(logits_SV, rules, vocab_ids=vocab_ids, width=2)
-    assert torch.equal(found.tokens, expected.tokens[:, :1])
-    assert torch.equal(found.scores, expected.scores[:, :1])
-    assert torch.equal(found.gaps, expected.gaps)
+    assert torch.equal(choice.tokens, expected.tokens[:, :1])
+    assert torch.equal(choice.scores, expected.scores[:, :1])
+    assert torch.equal(choice.gaps, expected.gaps)
 
 
 def test_no_choice_compiles_once_the_rule_is_ready() -> None:
-    get_ready(torch.device("cpu"))
+    warm_up(torch.device("cpu"))
     kernels = (compiled_rule.gumbel_kernel(), compiled_rule.choice_kernel())
     before = [len(kernel.signatures) for kernel in kernels]
     for temperature in (0.0, 0.7):
-        one = rule(SamplingParams(temperature=temperature, seed=3))
-        draft_choice(random_logits(3, 2, V), [one, one])
-        draft_choice(random_logits(3, 2, V)[:, :9], [one, one], vocab_ids=torch.arange(9))
-        choose(random_logits(4, 2, V), [one, one])
+        row_rule = rule(SamplingParams(temperature=temperature, seed=3))
+        draft_choice(random_logits(3, 2, V), [row_rule, row_rule])
+        draft_choice(random_logits(3, 2, V)[:, :9], [row_rule, row_rule], vocab_ids=torch.arange(9))
+        choose(random_logits(4, 2, V), [row_rule, row_rule])
     assert [len(kernel.signatures) for kernel in kernels] == before
 
 
@@ -457,7 +457,9 @@ class _Sorts(OperatorWatch):
         super().__init__()
         self.found: list[str] = []
 
-    def saw(self, operator: Callable[..., Any], taken: list[Tensor], made: list[Tensor]) -> None:
+    def saw(
+        self, operator: Callable[..., Any], inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
         if any(word in str(operator) for word in ("sort", "topk", "kthvalue")):
             self.found.append(str(operator))
 
@@ -475,9 +477,9 @@ def test_a_draft_sorts_no_row_to_find_two_maxima(device: str) -> None:
 
 def test_maxima_are_found_on_a_device_as_on_the_host() -> None:
     x_SV = random_logits(14, 5, V).round()
-    found, expected = _first_maxima_on_device(x_SV, 4), _first_maxima(x_SV, 4)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+    on_device, expected = _first_maxima_on_device(x_SV, 4), _first_maxima(x_SV, 4)
+    assert torch.equal(on_device[0], expected[0])
+    assert torch.equal(on_device[1], expected[1])
 
 
 def test_equal_maxima_of_a_draft_are_in_the_order_of_their_columns() -> None:

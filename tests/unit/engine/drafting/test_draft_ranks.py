@@ -18,9 +18,9 @@ from eesd_dist.engine.build import (
 )
 from eesd_dist.engine.drafting.ranks import (
     DraftCompute,
+    DraftShard,
     HeadShelf,
     LeadingShard,
-    OwnShard,
     follow_commands,
 )
 from eesd_dist.errors import CheckpointError, PeerLost, WireError
@@ -48,17 +48,19 @@ Result = TypeVar("Result")
 Work = Callable[[DraftCompute], Result]
 
 
-def alone(config: EngineConfig, work: Work[Result]) -> Result:
+def on_one_rank(config: EngineConfig, work: Work[Result]) -> Result:
     shard = build_draft_shard(config, layout_of(config), SingleGroup())
     with torch.inference_mode():
         return work(shard)
 
 
-def together(config: EngineConfig, work: Work[Result], *, others: int = NUM_RANKS - 1) -> Result:
+def on_every_rank(
+    config: EngineConfig, work: Work[Result], *, others: int = NUM_RANKS - 1
+) -> Result:
     """Returns the result of `work` on rank 0, while the other ranks follow its commands."""
     torch.set_num_threads(1)
     sink, sources = thread_commands(others, timeout_s=10.0)
-    found: list[Result] = []
+    results: list[Result] = []
 
     def run(group: ThreadGroup) -> None:
         layout = layout_of(config)
@@ -70,12 +72,12 @@ def together(config: EngineConfig, work: Work[Result], *, others: int = NUM_RANK
         leading = LeadingShard(shard, sink)
         try:
             with torch.inference_mode():
-                found.append(work(leading))
+                results.append(work(leading))
         finally:
             leading.close()
 
     on_ranks(1 + others, run)
-    return found[0]
+    return results[0]
 
 
 def drafted(compute: DraftCompute) -> list[Tensor]:
@@ -102,9 +104,9 @@ def test_two_ranks_compute_what_one_computes(
     head: str, dtype: str, make_config: MakeConfig
 ) -> None:
     config = make_config(head, dtype=dtype)
-    wanted, found = alone(config, drafted), together(config, drafted)
-    assert [x.shape for x in found] == [x.shape for x in wanted]
-    for ours, theirs in zip(found, wanted, strict=True):
+    expected, sharded = on_one_rank(config, drafted), on_every_rank(config, drafted)
+    assert [x.shape for x in sharded] == [x.shape for x in expected]
+    for ours, theirs in zip(sharded, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=2e-4)
 
 
@@ -115,9 +117,9 @@ def test_ranks_with_parts_that_differ_by_a_row_give_full_rows(
     odd = save_head(target, tmp_path / "odd", "sometimes", draft_vocab=list(range(1, 96, 2))[:-1])
     model = config.model.model_copy(update={"head": odd})
     config = config.model_copy(update={"model": model})
-    wanted, found = alone(config, drafted), together(config, drafted)
-    assert found[-1].shape[-1] == 47
-    assert torch.allclose(found[-1], wanted[-1], atol=2e-4)
+    expected, sharded = on_one_rank(config, drafted), on_every_rank(config, drafted)
+    assert sharded[-1].shape[-1] == 47
+    assert torch.allclose(sharded[-1], expected[-1], atol=2e-4)
 
 
 def test_a_row_has_the_same_bits_with_any_others(make_config: MakeConfig) -> None:
@@ -131,7 +133,7 @@ def test_a_row_has_the_same_bits_with_any_others(make_config: MakeConfig) -> Non
         ]
         return whole_TD, torch.cat(singles)
 
-    whole_TD, singles_TD = together(make_config(), in_pieces)
+    whole_TD, singles_TD = on_every_rank(make_config(), in_pieces)
     assert torch.equal(whole_TD, singles_TD)
 
 
@@ -147,7 +149,7 @@ def test_a_swapped_head_is_the_same_on_every_rank(
         return compute.logits(compute.run_head(hidden_TD, [segment]))
 
     config = make_config("sometimes")
-    assert torch.allclose(together(config, swapped), alone(config, swapped), atol=2e-4)
+    assert torch.allclose(on_every_rank(config, swapped), on_one_rank(config, swapped), atol=2e-4)
 
 
 def test_progress_is_over_when_the_exit_head_is_there_too(
@@ -162,12 +164,12 @@ def test_progress_is_over_when_the_exit_head_is_there_too(
     assert seen[-1].bytes_done - seen[-2].bytes_done == head_bytes
 
 
-def follower(config: EngineConfig) -> tuple[OwnShard, HeadShelf]:
+def follower(config: EngineConfig) -> tuple[DraftShard, HeadShelf]:
     layout, group = layout_of(config), SingleGroup()
     return build_draft_shard(config, layout, group), head_shelf(config, layout, group)
 
 
-def told(config: EngineConfig, command: Command) -> None:
+def follow_command(config: EngineConfig, command: Command) -> None:
     sink, (source,) = thread_commands(1, timeout_s=1.0)
     sink.announce(command)
     sink.close()
@@ -176,7 +178,7 @@ def told(config: EngineConfig, command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (
             RunLayers(tokens=(96,), segments=(RowSegment(0, 1, (0,)),)),
@@ -202,18 +204,18 @@ def told(config: EngineConfig, command: Command) -> None:
     ],
 )
 def test_a_follower_refuses_what_lies_outside_its_pages(
-    command: Command, said: str, make_config: MakeConfig
+    command: Command, message: str, make_config: MakeConfig
 ) -> None:
-    with pytest.raises(WireError, match=said):
-        told(make_config(), command)
+    with pytest.raises(WireError, match=message):
+        follow_command(make_config(), command)
 
 
 def test_a_follower_says_when_its_head_is_another(
     heads: dict[str, Path], make_config: MakeConfig
 ) -> None:
-    wanted = TakeHead(folder=str(heads["never"]), sha256="0" * 64)
+    command = TakeHead(folder=str(heads["never"]), sha256="0" * 64)
     with pytest.raises(CheckpointError, match="put the same files on every node"):
-        told(make_config(), wanted)
+        follow_command(make_config(), command)
 
 
 def test_a_follower_that_gets_no_command_names_the_leader(make_config: MakeConfig) -> None:

@@ -14,8 +14,8 @@ def _tokens(text: str) -> list[TokenId]:
 
 
 def _match(text: str, limit: int) -> tuple[int, str] | None:
-    found = NgramIndex().match(_tokens(text), limit)
-    return None if found is None else (found.context, "".join(map(chr, found.tokens)))
+    match = NgramIndex().match(_tokens(text), limit)
+    return None if match is None else (match.context, "".join(map(chr, match.tokens)))
 
 
 def test_it_finds_what_followed_the_last_tokens_before() -> None:
@@ -41,28 +41,30 @@ def test_every_match_is_one_however_the_text_came(text: list[int], limit: int) -
     tokens = [TokenId(token) for token in text]
     index = NgramIndex()
     grown = [index.match(tokens[:end], limit) for end in range(1, len(tokens) + 1)][-1]
-    found = NgramIndex().match(tokens, limit)
-    assert found == grown
+    match = NgramIndex().match(tokens, limit)
+    assert match == grown
     places = [
-        place for place in range(1, len(tokens) - 1) if tokens[place - 1 : place + 1] == tokens[-2:]
+        position
+        for position in range(1, len(tokens) - 1)
+        if tokens[position - 1 : position + 1] == tokens[-2:]
     ]
-    assert (found is None) == (not places or len(tokens) < 2)
-    if found is None:
+    assert (match is None) == (not places or len(tokens) < 2)
+    if match is None:
         return
-    assert len(found.tokens) == limit
-    following = [_followed(tokens, place, found) for place in places]
+    assert len(match.tokens) == limit
+    following = [_followed(tokens, position, match) for position in places]
     assert any(following)
 
 
-def _followed(tokens: list[TokenId], place: int, found: Match) -> bool:
-    context = tokens[: place + 1][-found.context :]
-    goes_on = [*tokens, *found.tokens][place + 1 : place + 1 + len(found.tokens)]
-    return context == tokens[-found.context :] and goes_on == found.tokens
+def _followed(tokens: list[TokenId], position: int, match: Match) -> bool:
+    context = tokens[: position + 1][-match.context :]
+    goes_on = [*tokens, *match.tokens][position + 1 : position + 1 + len(match.tokens)]
+    return context == tokens[-match.context :] and goes_on == match.tokens
 
 
 def test_a_long_prompt_is_read_over_several_rounds() -> None:
     tokens = _tokens("abcd" * 1_000)
     index = NgramIndex()
     assert index.match(tokens, 2) is None
-    found = index.match(tokens, 2)
-    assert found == Match(MOST_CONTEXT, _tokens("ab"))
+    match = index.match(tokens, 2)
+    assert match == Match(MOST_CONTEXT, _tokens("ab"))

@@ -104,11 +104,11 @@ class Text:
         cls, shape: Shape, rng: Random, *, pages: list[int], is_short: bool = False
     ) -> "Text":
         start = rng.choice([1, 40] if is_short else [0, 1, 5, 40, 70])
-        num_known = rng.choice([2, 9] if is_short else [1, 2, 9, 40])
+        num_committed = rng.choice([2, 9] if is_short else [1, 2, 9, 40])
         parents: tuple[int, ...] = ()
         if rng.random() < 0.5:
             parents = tuple(rng.randint(-1, node - 1) for node in range(rng.randint(1, 9)))
-        end = start + num_known + len(parents)
+        end = start + num_committed + len(parents)
         table = tuple(pages.pop() for _ in range(-(-end // shape.page_size)))
         generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
         heads_NHE = torch.randn(end, shape.num_heads, shape.head_dim, generator=generator) * 1.5
@@ -158,19 +158,19 @@ def test_every_row_of_a_batch_is_attention_by_definition_and_has_the_bits_of_the
         for segment in text.prefix():
             plan = plan_of([segment], shape.page_size)
             attend(pages, plan, text.heads_NHE[: segment.num_rows])
-    together = plan_of([text.segment for text in texts], shape.page_size)
-    found_RD = attend(pages, together, torch.cat([text.rows for text in texts]))
+    batch_plan = plan_of([text.segment for text in texts], shape.page_size)
+    mixed_RD = attend(pages, batch_plan, torch.cat([text.rows for text in texts]))
     row = 0
     for text in texts:
         for at in range(text.segment.num_rows):
             expected_D = by_definition(shape, text.past_of(at))
-            assert torch.allclose(found_RD[row], expected_D, atol=2e-5, rtol=1e-4)
-            alone_D = alone(shape, text.past_of(at), rng)
-            assert torch.equal(found_RD[row], alone_D), "bits"
+            assert torch.allclose(mixed_RD[row], expected_D, atol=2e-5, rtol=1e-4)
+            single_D = attend_single(shape, text.past_of(at), rng)
+            assert torch.equal(mixed_RD[row], single_D), "bits"
             row += 1
 
 
-def alone(shape: Shape, past_NHE: Tensor, rng: Random) -> Tensor:
+def attend_single(shape: Shape, past_NHE: Tensor, rng: Random) -> Tensor:
     """Returns the last row of a text as plain decoding computes it: over a chain in other pages."""
     end = len(past_NHE)
     table = tuple(rng.sample(range(64), -(-end // shape.page_size)))
@@ -207,8 +207,8 @@ def test_a_score_that_is_far_below_the_largest_has_no_weight() -> None:
     heads_RHE[:, 0] = 100.0
     heads_RHE[:, 1, 0] = torch.linspace(0.0, 1_000.0, 20)
     heads_RHE[:, 2, 0] = torch.arange(20.0)
-    found_RD = attend(shape.pages(), plan_of([RowSegment(0, 20, (0,))], 32), heads_RHE)
-    assert torch.allclose(found_RD[:, 0], torch.arange(20.0), atol=1e-5)
+    mixed_RD = attend(shape.pages(), plan_of([RowSegment(0, 20, (0,))], 32), heads_RHE)
+    assert torch.allclose(mixed_RD[:, 0], torch.arange(20.0), atol=1e-5)
 
 
 def test_the_kernel_runs_where_nothing_can_be_kept(
@@ -232,14 +232,14 @@ def test_without_numba_rows_attend_one_by_one_to_the_same(shape: Shape, seed: in
     free = list(range(400))
     rng.shuffle(free)
     text = Text.drawn(shape, rng, pages=free)
-    pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).parts_PKX)
+    pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).pages_PKX)
     twin = RowByRowAttention(twin_PKX, shape.attention)
     for segment in (*text.prefix(), text.segment):
         plan = plan_of([segment], shape.page_size)
         heads_RHE = text.heads_NHE[segment.start :][: segment.num_rows]
         expected_RD = attend(pages, plan, heads_RHE)
         assert torch.allclose(twin.attend(plan, heads_RHE), expected_RD, atol=2e-5, rtol=1e-4)
-        assert torch.equal(twin_PKX, pages.parts_PKX), "what is stored"
+        assert torch.equal(twin_PKX, pages.pages_PKX), "what is stored"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -255,7 +255,7 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(
     free = list(range(400))
     rng.shuffle(free)
     texts = [Text.drawn(shape, rng, pages=free, is_short=True) for _ in range(2)]
-    pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).parts_PKX)
+    pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).pages_PKX)
     twin = CudaAttention(twin_PKX, shape.attention)
     keys_PKES, values_PKSE = (
         keys_in(twin_PKX, head_dim=shape.head_dim, page_size=shape.page_size, by_slot=True),
@@ -265,8 +265,8 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(
     def compare(segments: list[RowSegment], heads_RHE: Tensor) -> None:
         plan = plan_of(segments, shape.page_size)
         expected_RD = attend(pages, plan, heads_RHE)
-        alone_RD = attend_alone(twin, plan.arrays, heads_RHE)
-        assert torch.allclose(alone_RD, expected_RD, atol=2e-5, rtol=1e-4)
+        single_RD = attend_alone(twin, plan.arrays, heads_RHE)
+        assert torch.allclose(single_RD, expected_RD, atol=2e-5, rtol=1e-4)
         assert torch.equal(keys_PKES, pages.keys_PKES), "what is stored"
         assert torch.equal(values_PKSE, pages.values_PKSE), "what is stored"
         # In tiles, with padding, and the keys in one program or in several: the same bits.
@@ -280,27 +280,27 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(
             chosen.tiling._replace(num_splits=1, split_blocks=0),
             chosen.tiling._replace(num_splits=-(-num_blocks // 2), split_blocks=2),
         ):
-            placed = twin.placed(
+            device_rows = twin.placed(
                 plan.arrays, num_padded=plan.num_rows + 1, tiles=chosen._replace(tiling=tiling)
             )
-            again_TD = twin.attend_rows(placed, torch.cat([heads_RHE, heads_RHE[:1]]))
-            assert torch.equal(again_TD[: plan.num_rows], alone_RD), tiling
+            tiled_TD = twin.attend_rows(device_rows, torch.cat([heads_RHE, heads_RHE[:1]]))
+            assert torch.equal(tiled_TD[: plan.num_rows], single_RD), tiling
 
     for text in texts:
         for segment in text.prefix():
             plan = plan_of([segment], shape.page_size)
             heads_RHE = text.heads_NHE[: segment.num_rows]
             attend(pages, plan, heads_RHE)
-            placed = twin.placed(plan.arrays, num_padded=plan.num_rows)
-            twin.store(placed, heads_RHE, None)
+            device_rows = twin.placed(plan.arrays, num_padded=plan.num_rows)
+            twin.store(device_rows, heads_RHE, None)
     compare([text.segment for text in texts], torch.cat([text.rows for text in texts]))
 
 
 def attend_alone(attention: CudaAttention, arrays: RowArrays, heads_RHE: Tensor) -> Tensor:
     """Stores and attends with a program for each row."""
-    placed = attention.placed(arrays, num_padded=len(heads_RHE), tiles=single_tiles(arrays))
-    attention.store(placed, heads_RHE, None)
-    return attention.attend_rows(placed, heads_RHE)
+    device_rows = attention.placed(arrays, num_padded=len(heads_RHE), tiles=single_tiles(arrays))
+    attention.store(device_rows, heads_RHE, None)
+    return attention.attend_rows(device_rows, heads_RHE)
 
 
 def test_tiles_and_splits_on_a_gpu_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,8 +346,8 @@ def test_tiles_cover_each_row_once(queries_per_kv: int) -> None:
         ]
         assert rows == list(range(len(arrays.position_R)))
         assert chosen.tiling.num_tiles in (8, 16, 1000)
-        most = int((chosen.last_B - chosen.first_B).max()) + 1
-        assert most <= chosen.tiling.rows
+        max_rows = int((chosen.last_B - chosen.first_B).max()) + 1
+        assert max_rows <= chosen.tiling.rows
         assert chosen.tiling.rows * queries_per_kv <= max(tiles.MOST_QUERIES, queries_per_kv)
         assert chosen.tiling.num_splits * max(1, chosen.tiling.split_blocks) * 64 > (
             arrays.position_R.max() if chosen.tiling.split_blocks else 0
@@ -364,8 +364,8 @@ def test_splits_of_long_texts_take_bounded_memory() -> None:
 
     for queries_per_kv in (1, 4):
         for num_rows in (65, 512, 2048):
-            piece = RowSegment(131_000, num_rows, table)
-            assert tiling_of(piece, queries_per_kv=queries_per_kv).num_splits == 1
+            chunk = RowSegment(131_000, num_rows, table)
+            assert tiling_of(chunk, queries_per_kv=queries_per_kv).num_splits == 1
     assert tiling_of(RowSegment(131_000, 9, table)) == Tiling(1, 16, 256, 4)
     assert tiling_of(*(RowSegment(131_000, 1, table) for _ in range(32))) == Tiling(32, 4, 256, 4)
     assert tiling_of(RowSegment(4000, 500, table)).num_splits == 16

@@ -46,13 +46,13 @@ def test_a_product_is_the_sum_and_a_row_the_same_alone(
 ) -> None:
     multiply, weight_OI, bias_O = product(num_out, num_in, kind, bias=bias, seed=seed)
     x_MI = torch.randn(num_rows, num_in, generator=torch.Generator().manual_seed(seed + 1))
-    found_MO = multiply(x_MI)
+    product_MO = multiply(x_MI)
     inputs_MI = as_inputs(x_MI, kind)
     expected_MO = inputs_MI @ weight_OI.t() + bias_O
     bound_MO = (inputs_MI.abs() @ weight_OI.abs().t() + bias_O.abs()) * num_in * 2**-23
-    assert bool(((found_MO - expected_MO).abs() <= bound_MO + 1e-30).all())
+    assert bool(((product_MO - expected_MO).abs() <= bound_MO + 1e-30).all())
     for row in range(num_rows):
-        assert torch.equal(multiply(x_MI[row : row + 1])[0], found_MO[row])
+        assert torch.equal(multiply(x_MI[row : row + 1])[0], product_MO[row])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -72,10 +72,10 @@ def test_a_norm_before_a_product_is_the_norm(kind: np.dtype[np.generic]) -> None
     multiply, _, _ = product(64, 70, kind)
     norm = RmsNorm(torch.rand(70) + 0.5, eps=1e-5, dtype=torch.float32)
     x_MI = torch.randn(9, 70) * 3
-    found_MO = multiply.after_norm(x_MI, padded_vector(norm.scaled_weight_D), norm.floor)
+    product_MO = multiply.after_norm(x_MI, padded_vector(norm.scaled_weight_D), norm.floor)
     # Rounded to bfloat16, neighbours may differ by one step of it.
     tolerance = 0.05 if kind == PAIRS else 1e-5
-    torch.testing.assert_close(found_MO, multiply(norm(x_MI)), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(product_MO, multiply(norm(x_MI)), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -90,10 +90,10 @@ def test_what_is_no_number_stays_in_its_row(kind: np.dtype[np.generic]) -> None:
     ):
         spoilt_MI = x_MI.clone()
         spoilt_MI[2, 32] = strange
-        found_MO = multiply(spoilt_MI)
-        assert not bool(found_MO[2].isfinite().any())
+        product_MO = multiply(spoilt_MI)
+        assert not bool(product_MO[2].isfinite().any())
         others = torch.tensor([0, 1, 3, 4])
-        assert torch.equal(found_MO[others], expected_MO[others])
+        assert torch.equal(product_MO[others], expected_MO[others])
 
 
 def test_inputs_are_rounded_to_the_nearest_even() -> None:

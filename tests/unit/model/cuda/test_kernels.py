@@ -88,12 +88,12 @@ def test_the_row_counts_of_the_self_check_have_every_tile(num_out: int, is_hoppe
 @pytest.mark.parametrize("width", [64, 100, 2048])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_a_norm_with_a_sum_is_the_norm_of_the_sum(width: int, offset: float) -> None:
-    x_TD, added_TD = torch.randn(5, width), torch.randn(5, width)
+    x_TD, addend_TD = torch.randn(5, width), torch.randn(5, width)
     norm = RmsNorm(torch.rand(width), eps=1e-5, dtype=torch.float32, offset=offset)
     torch.testing.assert_close(norm.added(x_TD.clone(), None), norm(x_TD))
     total_TD = x_TD.clone()
-    torch.testing.assert_close(norm.added(total_TD, added_TD), norm(x_TD + added_TD))
-    assert torch.equal(total_TD, x_TD + added_TD)
+    torch.testing.assert_close(norm.added(total_TD, addend_TD), norm(x_TD + addend_TD))
+    assert torch.equal(total_TD, x_TD + addend_TD)
 
 
 @pytest.mark.parametrize("activation", [SILU, GELU_TANH], ids=["silu", "gelu"])
@@ -101,8 +101,8 @@ def test_a_norm_with_a_sum_is_the_norm_of_the_sum(width: int, offset: float) -> 
 def test_gates_are_applied(activation: Activation, width: int) -> None:
     gate_up = 3 * torch.randn(4, 2 * width)
     gate_TI, up_TI = gate_up.chunk(2, dim=-1)
-    found_TI = activated(gate_up, is_silu=activation is SILU)
-    torch.testing.assert_close(found_TI, activation(gate_TI) * up_TI, rtol=1e-5, atol=1e-5)
+    gated_TI = activated(gate_up, is_silu=activation is SILU)
+    torch.testing.assert_close(gated_TI, activation(gate_TI) * up_TI, rtol=1e-5, atol=1e-5)
 
 
 _COMPILE = """
@@ -139,7 +139,7 @@ kernels = [
     for weight in ("*bf16", "*fp32")
 ] + [
     (row_kernels.norm_kernel,
-     dict(x="*bf16", added="*bf16", weight_D="*fp32", normed="*bf16", floor="fp32"),
+     dict(x="*bf16", addend="*bf16", weight_D="*fp32", normed="*bf16", floor="fp32"),
      dict(**dependent, WIDTH=4096, HAS_ADDED=True, PADDED_WIDTH=4096)),
     (row_kernels.activation_kernel, dict(gate_up="*bf16", activated="*bf16"),
      dict(**dependent, WIDTH=14336, IS_SILU=True, BLOCK=1024)),
@@ -183,11 +183,11 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         [sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = [line.split() for line in done.stdout.splitlines()]
-    assert len(found) == 14
-    assert all(int(size) > 1000 for _, size, _ in found)
+    kernels = [line.split() for line in done.stdout.splitlines()]
+    assert len(kernels) == 14
+    assert all(int(size) > 1000 for _, size, _ in kernels)
     # What is compared bit for bit with a CPU may round only as a CPU does.
-    fused = {name: int(count) for name, _, count in found}
+    fused = {name: int(count) for name, _, count in kernels}
     assert not fused["gumbel_kernel"]
     assert not fused["block_kernel"]
     assert not fused["merge_kernel"]

@@ -109,8 +109,8 @@ def test_layers_compute_what_they_do_on_a_cpu(tmp_path: Path, family: str) -> No
         num_rows = sum(segment.num_rows for segment in segments)
         x_TD = torch.randn(num_rows, twins.spec.hidden_size, generator=generator)
         before_TD = x_TD.clone()
-        expected_TD, found_TD = twins.run(segments, x_TD)
-        torch.testing.assert_close(found_TD, expected_TD, rtol=2e-4, atol=2e-4)
+        expected_TD, hidden_TD = twins.run(segments, x_TD)
+        torch.testing.assert_close(hidden_TD, expected_TD, rtol=2e-4, atol=2e-4)
         assert torch.equal(x_TD, before_TD)
 
 
@@ -119,18 +119,18 @@ def test_a_row_has_the_same_bits_in_a_graph_of_any_size_and_without_one(tmp_path
     twins = Twins(tmp_path)
     table = tuple(range(12))
     x_TD = torch.randn(30, twins.spec.hidden_size)
-    _, together_TD = twins.run([RowSegment(0, 30, table)], x_TD)
+    _, batch_TD = twins.run([RowSegment(0, 30, table)], x_TD)
     for start, count in ((0, 1), (1, 8), (9, 9), (18, 1), (19, 11)):
         for _ in range(2):  # the first run of a graph's size has no graph yet
-            part_TD = x_TD[start : start + count]
-            _, found_TD = twins.run([RowSegment(start, count, table)], part_TD)
-            assert torch.equal(found_TD, together_TD[start : start + count])
+            rows_TD = x_TD[start : start + count]
+            _, hidden_TD = twins.run([RowSegment(start, count, table)], rows_TD)
+            assert torch.equal(hidden_TD, batch_TD[start : start + count])
     plan = plan_of([RowSegment(0, 30, table)])
     seen: list[Tensor] = []
     with torch.inference_mode():
-        found_TD = twins.twin.forward(x_TD, plan, after_layer=lambda _, x: seen.append(x.clone()))
-    assert torch.equal(found_TD, together_TD)
-    assert torch.equal(seen[-1], together_TD)
+        hidden_TD = twins.twin.forward(x_TD, plan, after_layer=lambda _, x: seen.append(x.clone()))
+    assert torch.equal(hidden_TD, batch_TD)
+    assert torch.equal(seen[-1], batch_TD)
     assert len(seen) == twins.spec.num_layers
 
 
@@ -140,11 +140,11 @@ def test_padding_writes_no_page_and_what_a_graph_returned_stays(tmp_path: Path) 
     x_TD = torch.randn(3, twins.spec.hidden_size)
     segments = [RowSegment(0, 3, (7,))]
     twins.run(segments, x_TD)
-    _, kept_TD = twins.run(segments, x_TD)
-    before_TD = kept_TD.clone()
+    _, returned_TD = twins.run(segments, x_TD)
+    before_TD = returned_TD.clone()
     twins.run([RowSegment(0, 3, (8,))], 2 * x_TD)
-    assert torch.equal(kept_TD, before_TD)
-    written = {page for page in range(NUM_PAGES) if twins.pages[0].parts_PKX[page].any()}
+    assert torch.equal(returned_TD, before_TD)
+    written = {page for page in range(NUM_PAGES) if twins.pages[0].pages_PKX[page].any()}
     assert written == {7, 8}
 
 
@@ -156,13 +156,13 @@ def test_a_longer_plan_than_its_buffer_and_other_pages_make_new_graphs(
     twins = Twins(tmp_path)
     x_TD = torch.randn(5, twins.spec.hidden_size)
     _, expected_TD = twins.run([RowSegment(0, 5, tuple(range(9)))], x_TD)
-    _, found_TD = twins.run([RowSegment(0, 5, tuple(range(39)))], x_TD)
-    assert torch.equal(found_TD, expected_TD)
+    _, hidden_TD = twins.run([RowSegment(0, 5, tuple(range(39)))], x_TD)
+    assert torch.equal(hidden_TD, expected_TD)
     other = [twins._pages(at) for at in range(twins.spec.num_layers)]
     twins.twin.take_pages(other)
-    _, found_TD = twins.run([RowSegment(0, 5, tuple(range(9)))], x_TD)
-    assert torch.equal(found_TD, expected_TD)
-    assert all(pages.parts_PKX[0].any() for pages in other)
+    _, hidden_TD = twins.run([RowSegment(0, 5, tuple(range(9)))], x_TD)
+    assert torch.equal(hidden_TD, expected_TD)
+    assert all(pages.pages_PKX[0].any() for pages in other)
 
 
 def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
@@ -177,8 +177,8 @@ def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
     _, expected_TD = twins.run([RowSegment(0, 3, (7,))], x_TD)
     monkeypatch.setattr(cuda_layers, "Graph", no_room)
     for _ in range(3):
-        _, found_TD = twins.run([RowSegment(0, 3, (9,), (-1, 0, 1))], x_TD)
-        assert torch.equal(found_TD, expected_TD)
+        _, hidden_TD = twins.run([RowSegment(0, 3, (9,), (-1, 0, 1))], x_TD)
+        assert torch.equal(hidden_TD, expected_TD)
     twins.run([RowSegment(0, 9, (7, 8, 9))], torch.randn(9, twins.spec.hidden_size))
     assert caplog.text.count("no_graphs") == 1
 
