@@ -46,12 +46,12 @@ class FleetPolicy:
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Returns the number of pipelines, and no state. `context`: Serve's AutoscalingContext."""
-        now_s, count = time.monotonic(), int(context.target_num_replicas)
+        time_s, count = time.monotonic(), int(context.target_num_replicas)
         is_asking = self._asking is not None and not self._asking.done()
-        if not is_asking and now_s - self._asked_s >= _PERIOD_S:
-            self._asked_s = now_s
+        if not is_asking and time_s - self._asked_s >= _PERIOD_S:
+            self._asked_s = time_s
             self._asking = asyncio.ensure_future(self._ask(count))
-        if self._wanted is None or now_s - self._answered_s > _SILENCE_S:
+        if self._wanted is None or time_s - self._answered_s > _SILENCE_S:
             return count, {}
         return self._wanted, {}
 

@@ -146,7 +146,7 @@ class Ingress:
             router_handle(config)  # no pipeline may be there to start it
         self._load_balancer.start()
         leave_out_torch()
-        api_key = key_of(config, given=self._api_key)
+        api_key = key_of(config, secret=self._api_key)
         require_key(config, has_key=api_key is not None)
         if api_key is not None:
             # A wrong file would end this replica again and again, and the log would not say why.
@@ -268,7 +268,11 @@ class Ingress:
             pages = ()  # no pipeline is ready
 
         def page() -> bytes:
-            page = merged(pages) + beliefs + joined((each, {}) for each in ingresses.values())
+            page = (
+                merged(pages)
+                + beliefs
+                + joined((ingress_page, {}) for ingress_page in ingresses.values())
+            )
             return page + (b"" if fleet is None else fleet_page(fleet))
 
         return await asyncio.to_thread(page)  # parsing takes tens of milliseconds
@@ -278,8 +282,8 @@ class Ingress:
         try:
             async with asyncio.timeout(_BELIEFS_TIMEOUT_S):
                 described = await self._described()
-                named = UNNAMED_CLASSES.union(described["named"])
-                return belief_page(described["workloads"], named=named)
+                names = UNNAMED_CLASSES.union(described["named"])
+                return belief_page(described["workloads"], labels=names)
         except (TimeoutError, EngineError, RayError) as error:
             logger.info("beliefs unknown: error=%r", error)
             return b""
@@ -359,14 +363,14 @@ class Ingress:
         return {"traces": await self._traces.read(limit=limit)}
 
     async def trace(self, request_id: str) -> dict[str, object]:
-        found = await self._traces.read(limit=1, request_id=request_id)
-        if not found:
+        traces = await self._traces.read(limit=1, request_id=request_id)
+        if not traces:
             raise HTTPException(404, f"no trace of request {request_id[:128]} is kept")
-        return found[0]
+        return traces[0]
 
     async def controllers(self) -> dict[str, object]:
         """Returns beliefs about acceptance, by class, and the controllers that use them."""
-        parts = await self._client.control(timeout_s=_ANSWER_TIMEOUT_S)
+        reports = await self._client.control(timeout_s=_ANSWER_TIMEOUT_S)
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             router = await self._described()
         speculation = self._config.engine.speculation
@@ -379,15 +383,15 @@ class Ingress:
             "checkpoint": router["checkpoint"],
             "num_live": router["num_live"],
             "workloads": router["workloads"],
-            "pipelines": [_as_json(part) for part in parts],
+            "pipelines": [_as_json(report) for report in reports],
         }
 
 
-def key_of(config: ServiceConfig, *, given: SecretStr | None) -> str | None:
+def key_of(config: ServiceConfig, *, secret: SecretStr | None) -> str | None:
     """Returns the key that clients must send: the one of the deployed application, or else the one
     in this node's environment, which in a cluster may differ from that of `eesd serve`."""
-    if given is not None:
-        return given.get_secret_value()
+    if secret is not None:
+        return secret.get_secret_value()
     return os.environ.get(config.api_key_env) or None
 
 
@@ -401,12 +405,12 @@ def _joined(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"pipeline {name}: {reason}" for name, reason in reasons.items())
 
 
-def _as_json(part: PipelineControl) -> dict[str, object]:
-    control = part.control
+def _as_json(report: PipelineControl) -> dict[str, object]:
+    control = report.control
     counts = zip_longest(control.drafted_by_position, control.accepted_by_position, fillvalue=0)
     return {
-        "pipeline": part.pipeline,
-        "num_live": part.num_live,
+        "pipeline": report.pipeline,
+        "num_live": report.num_live,
         "head": None if control.head is None else asdict(control.head),
         "calibration": control.calibration,
         "cost": control.cost,

@@ -135,11 +135,11 @@ def stop_service(address: str, *, app_name: str, router: RouterConfig) -> None:
     """Removes the service from the cluster. Raises ConfigError if it is not there."""
     with connected_ray(address, shows_logs=False), ray_errors_in_a_line():
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        found = sorted(serve.status().applications)
-        if app_name not in found:
+        applications = sorted(serve.status().applications)
+        if app_name not in applications:
             raise ConfigError(
                 f"no application {app_name!r} in the cluster at {address}, which has "
-                f"{', '.join(found) or 'none'}: name it with --app"
+                f"{', '.join(applications) or 'none'}: name it with --app"
             )
         _flush(app_name)
         remove_application(app_name, router)
@@ -345,8 +345,8 @@ class WaitingLine:
     async def _look(self) -> None:
         config = self._config
         app, router = config.app_name, find_router(config.router)
-        _, listed = await pipelines_of(router, app=app, known="", wait_s=0.0)
-        reports = [each.report for each in listed]
+        _, listed = await pipelines_of(router, app=app, membership_id="", wait_s=0.0)
+        reports = [pipeline.report for pipeline in listed]
         leases = await waiting_for_room(app, namespace=config.router.namespace)
         self._line.show(shown_of(reports, compiles=is_at_work()))
         reasons = [
@@ -463,11 +463,11 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, watch: RayWatch, say: Sa
 def _status_of(app_name: str) -> ApplicationStatus | None:
     """Returns DELETING also for an application that is gone; None if Serve does not answer."""
     try:
-        found = serve.status().applications.get(app_name) if is_serve_running() else None
+        application = serve.status().applications.get(app_name) if is_serve_running() else None
     except Exception as error:  # Serve's controller is being replaced, or Ray is gone
         logger.info("no answer from Serve: error=%r", error)
         return None
-    return ApplicationStatus.DELETING if found is None else found.status
+    return ApplicationStatus.DELETING if application is None else application.status
 
 
 def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
@@ -500,9 +500,9 @@ def _flush(app_name: str) -> None:
 def _failure(status: ApplicationStatusOverview) -> EesdError:
     """Returns the reason: the last error of this project in the traceback that Serve reports."""
     message = "\n".join([status.message, *(d.message for d in status.deployments.values())])
-    found = _OURS.findall(message)
-    if found:
-        kind, text = found[-1]
+    errors = _OURS.findall(message)
+    if errors:
+        kind, text = errors[-1]
         return (
             ConfigError(text) if kind in ("ConfigError", "CheckpointError") else EngineError(text)
         )
@@ -528,12 +528,12 @@ def _url(config: ServiceConfig, *, has_tls: bool = False) -> str:
 
 def _stop_command(config: ServiceConfig, address: str) -> str:
     default = RouterConfig()
-    named = [
+    options = [
         ("--app", config.app_name, ServiceConfig.model_fields["app_name"].default),
         ("--router", config.router.name, default.name),
         ("--namespace", config.router.namespace, default.namespace),
     ]
-    words = [f" {flag} {name}" for flag, name, usual in named if name != usual]
+    words = [f" {flag} {name}" for flag, name, usual in options if name != usual]
     return f"`eesd stop --address {address}{''.join(words)}`"
 
 

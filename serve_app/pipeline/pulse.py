@@ -77,10 +77,10 @@ class Pulse:
         return self._allowed_s + self._timings.peers_s if self._status.is_busy else inf
 
 
-def _is_same_work(before: WorkerStatus, now: WorkerStatus) -> bool:
+def _is_same_work(before: WorkerStatus, after: WorkerStatus) -> bool:
     return before.is_busy and (before.epoch, before.phase, before.progress, before.num_moved) == (
-        now.epoch,
-        now.phase,
-        now.progress,
-        now.num_moved,
+        after.epoch,
+        after.phase,
+        after.progress,
+        after.num_moved,
     )

@@ -152,10 +152,10 @@ class CountedRequests:
 
 def path_format_of(scope: Scope, routes: Sequence[BaseRoute]) -> str:
     """Returns the path of the route that a request is for, or OTHER_PATH."""
-    asked: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    request_path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     for path in (route.path_format for route in routes if isinstance(route, Route)):
         start, brace, _ = path.partition("{")
-        if asked.startswith(start) if brace else asked == path:
+        if request_path.startswith(start) if brace else request_path == path:
             return path
     return OTHER_PATH
 

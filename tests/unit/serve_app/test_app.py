@@ -37,13 +37,13 @@ def test_the_key_of_the_starting_process_overrides_the_environment_of_a_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(CONFIG.api_key_env, raising=False)
-    assert key_of(CONFIG, given=None) is None
-    assert key_of(CONFIG, given=SecretStr("given")) == "given"
+    assert key_of(CONFIG, secret=None) is None
+    assert key_of(CONFIG, secret=SecretStr("given")) == "given"
     monkeypatch.setenv(CONFIG.api_key_env, "of this node")
-    assert key_of(CONFIG, given=None) == "of this node"
-    assert key_of(CONFIG, given=SecretStr("given")) == "given"
+    assert key_of(CONFIG, secret=None) == "of this node"
+    assert key_of(CONFIG, secret=SecretStr("given")) == "given"
     monkeypatch.setenv(CONFIG.api_key_env, "")
-    assert key_of(CONFIG, given=None) is None
+    assert key_of(CONFIG, secret=None) is None
 
 
 def test_a_replica_that_leaves_has_time_to_end_its_workers_after_it_has_drained() -> None:

@@ -46,12 +46,12 @@ def test_classes_without_a_label_are_added_up() -> None:
         return {"mean": mean, "weight": weight, "num_live": num_live}
 
     workloads = {"a": belief(0.5, 4.0, 1), "b": belief(0.2, 1.0, 2), "c": belief(0.8, 3.0, 4)}
-    found = _samples(belief_page(workloads, named=["a"]))
+    found = _samples(belief_page(workloads, labels=["a"]))
     assert found["eesd_belief_live_requests"] == {"a": 1.0, OTHER: 6.0}
     assert found["eesd_belief_weight"] == {"a": 4.0, OTHER: 4.0}
     assert found["eesd_belief_acceptance"] == {"a": 0.5, OTHER: pytest.approx(0.65)}
     unknown = {"b": belief(0.4, 0.0, 0), "c": belief(0.6, 0.0, 0)}
-    found = _samples(belief_page(unknown, named=[]))
+    found = _samples(belief_page(unknown, labels=[]))
     assert found["eesd_belief_acceptance"] == {OTHER: pytest.approx(0.5)}
 
 
@@ -76,7 +76,7 @@ def test_a_client_that_names_ten_thousand_classes_makes_few_time_series() -> Non
             await router.advise(_news(admitted=tuple(admitted)))
             described = await router.describe()
             named = UNNAMED_CLASSES.union(described["named"])  # type: ignore[arg-type]
-            page = belief_page(described["workloads"], named=named)  # type: ignore[arg-type]
+            page = belief_page(described["workloads"], labels=named)  # type: ignore[arg-type]
             labels |= _samples(page)["eesd_belief_live_requests"].keys()
             await router.advise(_news(finished=tuple(ids)))
         return labels

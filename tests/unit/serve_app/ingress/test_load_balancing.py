@@ -134,13 +134,16 @@ def test_a_router_answers_at_once_unless_the_caller_knows_its_membership() -> No
         config = config_of()
         async with asyncio.timeout(30.0):
             first = ToyHandle(Router(config.router, config.engine.speculation))
-            known, listed = await pipelines_of(first, app="app", known="", wait_s=20.0)
+            known, listed = await pipelines_of(first, app="app", membership_id="", wait_s=20.0)
             assert listed == ()
             began_s = time.monotonic()
-            assert await pipelines_of(first, app="app", known=known, wait_s=0.2) == (known, ())
+            assert await pipelines_of(first, app="app", membership_id=known, wait_s=0.2) == (
+                known,
+                (),
+            )
             assert time.monotonic() - began_s >= 0.2
             second = ToyHandle(Router(config.router, config.engine.speculation))
-            other, _ = await pipelines_of(second, app="app", known=known, wait_s=20.0)
+            other, _ = await pipelines_of(second, app="app", membership_id=known, wait_s=20.0)
             assert other != known, "it is another router"
 
     asyncio.run(run())

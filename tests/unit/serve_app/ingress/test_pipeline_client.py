@@ -274,7 +274,7 @@ def test_answers_are_taken_and_frozen_pipelines_are_left_out() -> None:
         frozen = asyncio.Event().wait()
         assert await answered([says(1), frozen, says(lost)], timeout_s=0.1) == (1, lost)
         frozen = asyncio.Event().wait()
-        assert await answered([says(2), frozen], timeout_s=60.0, rest_s=0.05) == (2,)
+        assert await answered([says(2), frozen], timeout_s=60.0, grace_s=0.05) == (2,)
         assert loop.time() - since_s < 10.0
         with pytest.raises(TimeoutError):
             await answered([asyncio.Event().wait()], timeout_s=0.05)

@@ -256,13 +256,13 @@ def test_a_death_that_is_blamed_late_counts_as_the_request_ran_in_that_process()
     _fail(attempts, LOST)
     early = _attempts()
     early.next(1)
-    early.lost("first", was_taken=True)
+    early.lost("first", was_admitted=True)
     _fail(early, LOST)
     for _ in range(2):
         _fail(early, CRASHED)
     early.next(2)
     early.blame({"first"})  # it was with others there, though it is a suspect by now
-    attempts.lost("second", was_taken=True)
+    attempts.lost("second", was_admitted=True)
     with pytest.raises(PoisonRequest):
         attempts.blame({"second"})
 
@@ -272,11 +272,11 @@ def test_a_death_counts_once_and_not_as_alone_for_a_request_that_was_not_taken()
     for _ in range(2):
         _fail(attempts, CRASHED)
     assert attempts.next(1).is_suspect
-    attempts.lost("dead", was_taken=False)
+    attempts.lost("dead", was_admitted=False)
     _fail(attempts, LOST)
-    attempts.lost("dead", was_taken=True)  # what is known of the first attempt stays
+    attempts.lost("dead", was_admitted=True)  # what is known of the first attempt stays
     attempts.blame({"dead"})
     assert attempts.next(2).crashes == 3
-    attempts.lost("dead", was_taken=True)  # chosen again, since the ingress has not heard of it
+    attempts.lost("dead", was_admitted=True)  # chosen again, since the ingress has not heard of it
     attempts.blame({"dead"})
     assert attempts.next(3).crashes == 3

@@ -376,7 +376,7 @@ def test_a_refused_request_waits_as_long_as_the_live_ones_take() -> None:
     throughput.ended(20)
     assert throughput.retry_after_s() == pytest.approx(30 * 10 / 20)
     throughput.started(500)
-    throughput.ended(0, num_refused=500)
+    throughput.ended(0, num_empty=500)
     assert throughput.retry_after_s() == pytest.approx(30 * 10 / 20), "refusals are no ends"
     throughput.started(1000)
     assert throughput.retry_after_s() == 60.0
@@ -400,7 +400,7 @@ def test_refused_requests_do_not_shorten_what_the_next_ones_are_told(
     api.engine.refusal = QueueFull(num_waiting=256, limit=256)
     ended = []
     monkeypatch.setattr(
-        Throughput, "ended", lambda _, num, *, num_refused=0: ended.append((num, num_refused))
+        Throughput, "ended", lambda _, num, *, num_empty=0: ended.append((num, num_empty))
     )
     assert api.post("/v1/completions", {"prompt": "x", "n": 3}).status_code == 429
     assert ended == [(0, 3)]

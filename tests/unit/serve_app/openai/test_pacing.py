@@ -99,7 +99,7 @@ async def _sent(
     found: list[Delta] = []
     async with aclosing(paced(deltas, PACE, num_shown=num_shown)) as events:
         async for delta in events:
-            times.append((loop.time(), len(delta.added.tokens)))
+            times.append((loop.time(), len(delta.text_delta.tokens)))
             found.append(delta)
     return times, found
 
@@ -112,8 +112,8 @@ async def _collect(deltas: AsyncGenerator[Delta, None], found: list[Delta]) -> N
 def _is_whole(deltas: Sequence[Delta], rounds: Sequence[tuple[float, int]]) -> bool:
     num_tokens = sum(number for _, number in rounds)
     return (
-        [token for delta in deltas for token in delta.added.tokens] == list(range(num_tokens))
-        and "".join(delta.added.text for delta in deltas)
+        [token for delta in deltas for token in delta.text_delta.tokens] == list(range(num_tokens))
+        and "".join(delta.text_delta.text for delta in deltas)
         == "".join(f"{token} " for token in range(num_tokens))
         and [len(e.tokens) for delta in deltas for e in delta.rounds]
         == [number for _, number in rounds]
@@ -171,7 +171,7 @@ def test_an_error_comes_behind_the_tokens_before_it(num_before: int) -> None:
             await _collect(paced(_made(rounds, error=EngineError("broke")), PACE), found)
         return found
 
-    assert sum(len(delta.added.tokens) for delta in run(read())) == num_before
+    assert sum(len(delta.text_delta.tokens) for delta in run(read())) == num_before
 
 
 def test_what_a_client_has_of_a_resumed_stream_is_not_delayed() -> None:
@@ -184,7 +184,7 @@ def test_what_a_client_has_of_a_resumed_stream_is_not_delayed() -> None:
 
 def test_what_was_made_and_is_not_sent_yet_is_counted() -> None:
     _, deltas = run(_sent(_made([(1.0, 11)])))
-    assert [delta.num_ahead for delta in deltas] == [7, 3, 0]
+    assert [delta.num_buffered for delta in deltas] == [7, 3, 0]
 
 
 def test_a_client_that_leaves_a_paced_stream_is_charged_what_was_made_ahead() -> None:

@@ -129,7 +129,7 @@ def test_where_the_logs_of_actors_are_shown_there_is_no_line(
 ) -> None:
     with (
         _terminal(monkeypatch) as terminal,
-        start_line(terminal.stream, say=print, is_wanted=False) as line,
+        start_line(terminal.stream, say=print, shows_progress=False) as line,
     ):
         assert not line.is_drawn
 

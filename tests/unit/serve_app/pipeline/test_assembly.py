@@ -74,9 +74,9 @@ class _Router:
         return SimpleNamespace(remote=self._listed)
 
     async def _listed(
-        self, app: str, known: str, wait_s: float, *queue: object
+        self, app: str, membership_id: str, wait_s: float, *queue: object
     ) -> tuple[str, list[Listed]]:
-        del app, known, wait_s
+        del app, membership_id, wait_s
         if self._is_silent:
             raise RayError
         return "1", [

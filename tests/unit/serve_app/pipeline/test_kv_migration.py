@@ -83,7 +83,7 @@ def test_streams_whose_pages_are_there_already_come_last_and_send_none() -> None
     source.begin("again", num_pages=6, topic=1)
     source.begin("new", num_pages=2, topic=2)
     report = _migrated(source, target)
-    assert [(s.request_id, s.num_pages, s.num_found) for s in report.streams] == [
+    assert [(s.request_id, s.num_pages, s.num_present) for s in report.streams] == [
         ("new", 2, 0),
         ("again", 0, 6),
     ]
@@ -97,7 +97,7 @@ def test_a_long_stream_travels_in_parts_that_grow_while_they_are_fast() -> None:
     source.begin("long", num_pages=40)
     tokens = source.streams[RequestId("long")].tokens
     report = _migrated(source, target, timeout_s=5.0)
-    assert (report.streams[0].num_pages, report.streams[0].num_found) == (40, 0)
+    assert (report.streams[0].num_pages, report.streams[0].num_present) == (40, 0)
     assert target.found(tokens) == 40
     calls = [w for w in source.world.moments if w.startswith("send_pages of drafting actor")]
     assert len(calls) == 3, "8, 16 and 16 pages"

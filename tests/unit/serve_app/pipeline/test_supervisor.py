@@ -149,7 +149,7 @@ def test_a_poison_request_is_refused_and_all_others_get_every_token(
 def test_an_engine_that_breaks_under_every_request_is_given_up(
     tmp_path: Path, cluster: ToyCluster
 ) -> None:
-    beat_s = 1.0  # the crashes come between two heartbeats
+    heartbeat_s = 1.0  # the crashes come between two heartbeats
 
     async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
         prompt = (POISON, WAYS["bug in the drafting actor"])
@@ -168,10 +168,10 @@ def test_an_engine_that_breaks_under_every_request_is_given_up(
     _story(
         story,
         lambda: ToyWorkers(
-            cluster, tmp_path, fallback=False, stages=PoisonedStages(), beat_s=beat_s
+            cluster, tmp_path, fallback=False, stages=PoisonedStages(), heartbeat_s=heartbeat_s
         ),
         max_interruptions=2,
-        beat_s=beat_s,
+        heartbeat_s=heartbeat_s,
     )
 
 
@@ -399,16 +399,16 @@ def test_a_head_is_not_taken_by_a_pipeline_that_is_degraded_or_not_ready(
     async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
         may_come = _hold_spawns(group)
         with pytest.raises(ConfigError, match="toys draft without a head"):
-            await supervisor.load_head("/heads/two", in_place_of="", pause_s=1.0)
+            await supervisor.load_head("/heads/two", head_key="", pause_s=1.0)
         assert supervisor.promotion is None
         handle_of(group, "drafting actor").killed.set()
         await until(lambda: supervisor.is_degraded)
         with pytest.raises(EngineError, match=r"degraded: .*try again"):
-            await supervisor.load_head("/heads/two", in_place_of="", pause_s=1.0)
+            await supervisor.load_head("/heads/two", head_key="", pause_s=1.0)
         handle_of(group, "verify rank 0").killed.set()
         await until(lambda: not supervisor.is_ready)
         with pytest.raises(EngineError, match=r"unavailable after 0\.1 s: re-forming for"):
-            await supervisor.load_head("/heads/two", in_place_of="", pause_s=0.1)
+            await supervisor.load_head("/heads/two", head_key="", pause_s=0.1)
         may_come.set()
 
     _story(story, lambda: ToyWorkers(cluster, tmp_path))

@@ -107,7 +107,7 @@ CASES = {
 def read(
     form: ToolFormat, pieces: Sequence[str], *, most_calls: int | None = None
 ) -> tuple[str, list[tuple[str, str]], list[str]]:
-    parser = ToolCallParser(form, names=["f", "g"], seed="s", most_calls=most_calls)
+    parser = ToolCallParser(form, names=["f", "g"], seed="s", max_calls=most_calls)
     content, calls, ids = "", list[tuple[str, str]](), list[str]()
     for parsed in [*map(parser.feed, pieces), parser.finish()]:
         content += parsed.content

@@ -89,7 +89,7 @@ def test_formats_are_known_by_what_their_templates_write() -> None:
 
 def taken(name: str, calls: list[Any]) -> list[Any]:
     """Returns those that the templates of the format can take back."""
-    return calls if FORMATS[name].takes_several else calls[:1]
+    return calls if FORMATS[name].allows_parallel_calls else calls[:1]
 
 
 def test_calls_are_in_the_answer(tools_api: tuple[str, Api]) -> None:
@@ -252,7 +252,7 @@ def test_whatever_a_grammar_allows_are_calls_that_match(
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return tokens[0] if len(tokens) == 1 else None
 
-    grammar = calls_grammar(form, SCHEMAS, several=several, special_id=special_id)
+    grammar = calls_grammar(form, SCHEMAS, parallel=several, special_id=special_id)
     compiler, most = GrammarCompiler(lambda: tokenizer), 0
     for seed in range(12):
         rng, matcher, tokens = random.Random(seed), compiler.matcher(grammar), list[int]()

@@ -205,14 +205,14 @@ def test_a_cluster_without_nodes_says_so() -> None:
 
 def test_ranks_get_a_gpu_each_and_share_one_only_where_there_is_one() -> None:
     def share(num_gpus: float, ranks: int, *, must: bool = False) -> float:
-        return gpus_per_rank(num_gpus=num_gpus, num_verify_ranks=ranks, must_have_one=must)
+        return gpus_per_rank(num_gpus=num_gpus, num_verify_ranks=ranks, needs_gpu=must)
 
     assert share(0, 1) == 0.0
     assert share(0, 1, must=True) == 1.0  # an autoscaler may bring one
     assert share(1, 1) == 0.5
     assert share(1, 2) == 1.0
     assert share(8, 4) == 1.0
-    assert gpus_per_rank(num_gpus=1, num_verify_ranks=1, num_draft_ranks=2, must_have_one=True) == 1
+    assert gpus_per_rank(num_gpus=1, num_verify_ranks=1, num_draft_ranks=2, needs_gpu=True) == 1
 
 
 def test_what_the_operator_says_of_gpus_wins() -> None:
