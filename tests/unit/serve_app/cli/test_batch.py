@@ -112,9 +112,9 @@ def test_a_job_with_failed_rows_does_not_end_well_however_often_it_is_run(
     assert job.typed() == 1
     assert "1 answered, 1 failed" in capsys.readouterr().out
     assert job.typed() == 1
-    said = capsys.readouterr().out
-    assert "2 done before, 0 answered, 0 failed" in said
-    assert "1 of those done before had failed" in said
+    output = capsys.readouterr().out
+    assert "2 done before, 0 answered, 0 failed" in output
+    assert "1 of those done before had failed" in output
     job.write({"prompt": "x"}, {"prompt": "y"})
     assert job.typed() == 0
     assert "1 done before, 1 answered, 0 failed" in capsys.readouterr().out

@@ -94,8 +94,8 @@ def test_a_stream_survives_the_loss_the_crash_and_the_migration_of_its_pipeline(
     assert attempts.last_error is error
     attempts.heard(_token(5))
     _fail(attempts, error)
-    again = attempts.next(7)
-    assert (again.generated, again.submission) == ((5,), 7)
+    retry = attempts.next(7)
+    assert (retry.generated, retry.submission) == ((5,), 7)
     assert attempts.tokens == (1, 2, 5)
 
 
@@ -111,8 +111,8 @@ def test_a_full_queue_refuses_a_new_request_and_is_waited_for_by_one_that_was_ad
     without_tokens = _attempts()
     _fail(without_tokens, LOST)
     assert _fail(without_tokens, error) > 0
-    of_begun_answer = replace(REQUEST, is_continued=True)
-    assert _fail(Attempts(of_begun_answer, suspect_after=2, clock=Clock()), error) > 0
+    continued = replace(REQUEST, is_continued=True)
+    assert _fail(Attempts(continued, suspect_after=2, clock=Clock()), error) > 0
 
 
 def test_a_queue_that_stays_full_does_not_use_up_the_patience_with_broken_pipelines() -> None:
@@ -196,9 +196,9 @@ def test_a_request_is_a_suspect_after_enough_crashes_and_refused_after_one_alone
     assert not attempts.next(2).is_suspect
     _fail(attempts, CRASHED)
     assert (attempts.next(3).is_suspect, attempts.next(3).crashes) == (True, 2)
-    with pytest.raises(PoisonRequest, match="index out of range") as refused:
+    with pytest.raises(PoisonRequest, match="index out of range") as caught:
         _fail(attempts, CRASHED_ALONE)
-    assert refused.value.crashes == 3
+    assert caught.value.crashes == 3
 
 
 def test_a_request_that_was_alone_anyway_is_refused_after_as_many_crashes_as_make_a_suspect() -> (
@@ -206,9 +206,9 @@ def test_a_request_that_was_alone_anyway_is_refused_after_as_many_crashes_as_mak
 ):
     attempts = _attempts(suspect_after=2)
     _fail(attempts, CRASHED_ALONE)
-    with pytest.raises(PoisonRequest) as refused:
+    with pytest.raises(PoisonRequest) as caught:
         _fail(attempts, CRASHED_ALONE)
-    assert refused.value.crashes == 2
+    assert caught.value.crashes == 2
 
 
 def test_a_token_clears_a_suspect() -> None:
@@ -234,8 +234,8 @@ def test_what_a_later_attempt_says_of_cache_and_queue_is_not_the_clients_busines
     attempts = _attempts()
     assert attempts.heard(_token(5)) == _token(5)
     _fail(attempts, LOST)
-    (later,) = attempts.heard(_token(6))
-    assert (later.tokens, later.num_cached_prompt_tokens, later.queue_s) == ((6,), 0, None)
+    (emission,) = attempts.heard(_token(6))
+    assert (emission.tokens, emission.num_cached_prompt_tokens, emission.queue_s) == ((6,), 0, None)
 
 
 def test_interruptions_are_counted_and_a_full_queue_is_none() -> None:

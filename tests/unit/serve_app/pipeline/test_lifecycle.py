@@ -87,8 +87,8 @@ def test_every_rule_is_the_first_that_holds_for_some_state_and_has_its_own_actio
 def test_the_documents_have_the_table() -> None:
     text = DOCUMENT.read_text()
     assert text.count(BEGIN) == 1
-    found = text.split(BEGIN)[1].split(END)[0]
-    assert found == table(), (
+    printed = text.split(BEGIN)[1].split(END)[0]
+    assert printed == table(), (
         f"the table in {DOCUMENT.name} is old: put the output of "
         "`python -m serve_app.pipeline.lifecycle` between its markers"
     )
@@ -344,7 +344,7 @@ def test_whatever_fails_in_any_order_the_table_leads_to_a_full_epoch_and_uses_ev
 
 @pytest.mark.parametrize("missing", [r.action for r in RULES], ids=lambda action: action.name)
 def test_a_table_that_lacks_a_rule_fails(missing: Action, monkeypatch: pytest.MonkeyPatch) -> None:
-    rest = tuple(rule for rule in RULES if rule.action is not missing)
-    monkeypatch.setattr(lifecycle, "RULES", rest)
+    rules = tuple(rule for rule in RULES if rule.action is not missing)
+    monkeypatch.setattr(lifecycle, "RULES", rules)
     with pytest.raises((AssertionError, StopIteration, ExceptionGroup)):
         _play(max_examples=200, shrinks=False)

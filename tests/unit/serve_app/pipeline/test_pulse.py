@@ -109,7 +109,7 @@ def test_a_phase_has_its_own_bound_which_is_never_below_the_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    "now",
+    "status",
     [
         _status(5, epoch=2),
         _status(5, phase="joining an epoch"),
@@ -118,12 +118,12 @@ def test_a_phase_has_its_own_bound_which_is_never_below_the_deadline() -> None:
     ],
     ids=["epoch", "phase", "progress", "pages"],
 )
-def test_another_epoch_phase_or_number_is_other_work(now: WorkerStatus) -> None:
+def test_another_epoch_phase_or_number_is_other_work(status: WorkerStatus) -> None:
     pulse = Pulse(TIMINGS)
     _beats(pulse, 15.0, _status(5))
-    _beats(pulse, BEAT_S, now)
+    _beats(pulse, BEAT_S, status)
     assert pulse.still_s == 0.0
-    assert pulse.status == now
+    assert pulse.status == status
 
 
 def test_time_in_which_the_supervisor_was_stopped_is_not_counted() -> None:

@@ -19,7 +19,7 @@ def test_the_defaults_of_the_configuration_are_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             {"lease_s": 15.0},
@@ -41,11 +41,11 @@ def test_the_defaults_of_the_configuration_are_in_order() -> None:
     ],
 )
 def test_times_in_the_wrong_order_are_refused_with_their_configuration_keys(
-    settings: dict[str, float], told: str
+    settings: dict[str, float], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         timings_of(_config(**settings))
-    assert str(refused.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
