@@ -79,7 +79,7 @@ class Router:
         """Set at every such change, and then replaced."""
         self._born = uuid4().hex[:8]
         """Tells version numbers of this router from those of an earlier one."""
-        self._named = FirstNames()
+        self._first_names = FirstNames()
         """Workload classes with a label of their own in metrics."""
         self._turned_s = time.monotonic()
         self._saved_s = time.monotonic()
@@ -260,7 +260,7 @@ class Router:
         """Returns the router's state for operators, as plain JSON."""
         live, pools = self._book.live_by_workload(), self._book.pools()
         return {
-            "named": self._named.note(self._book.names()),
+            "named": self._first_names.note(self._book.names()),
             "pinned": self._book.is_pinned,
             "checkpoint": str(self._config.checkpoint) if self._config.checkpoint else None,
             "pipelines": self._directory.describe(),

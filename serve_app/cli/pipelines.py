@@ -27,7 +27,7 @@ def drain(name: Name, service: RunningService) -> None:
         drained = connected.drain(name)
     echo(
         f"{drained.pipeline} takes no more requests; {drained.num_migrated} streams continue in "
-        f"other pipelines{_taken_along(drained.migration)}"
+        f"other pipelines{_migration_text(drained.migration)}"
     )
 
 
@@ -85,7 +85,7 @@ def _kv_cache(capacity: Mapping[str, Any] | None) -> str:
     return f"{capacity['num_tokens']}{rank_size}"
 
 
-def _taken_along(migration: "MigrationReport | None") -> str:
+def _migration_text(migration: "MigrationReport | None") -> str:
     if migration is None:
         return ""
     if migration.how == "recomputed":

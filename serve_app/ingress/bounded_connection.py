@@ -51,10 +51,10 @@ class BoundedConnection(HttpToolsProtocol):
         """Error to be answered when all requests before it are."""
         self._head = Timer(self.loop)
         self._body = Timer(self.loop)
-        self._part = b""
+        self._chunk = b""
         """Bytes that are being parsed."""
-        self._again: bytes | None = None
-        """Bytes to be parsed next, in place of the rest of `_part`."""
+        self._remainder: bytes | None = None
+        """Bytes to be parsed next, in place of the rest of `_chunk`."""
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -89,9 +89,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._has_advanced = False
         chunk: bytes | None = data
         while chunk is not None:
-            self._part, self._again = chunk, None
+            self._chunk, self._remainder = chunk, None
             super().data_received(chunk)
-            chunk = self._again
+            chunk = self._remainder
         if self._has_advanced or self._is_cut:
             return
         # A part of a head, also of one that waits its turn, or of what follows a chunked body.
@@ -163,7 +163,7 @@ class BoundedConnection(HttpToolsProtocol):
         version = self.parser.get_http_version().encode()
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
         lines += [name + b": " + value for name, value in self.headers if name != _UPGRADE]
-        self._again = b"\r\n".join([*lines, b"", b""]) + self._part[end:]
+        self._remainder = b"\r\n".join([*lines, b"", b""]) + self._chunk[end:]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
 

@@ -113,7 +113,7 @@ class Ingress:
         self._state = SharedState(self._shared_health, self.pipelines, self.controllers)
         self._changing: set[asyncio.Future[Any]] = set()
         """Pipelines that are being drained, or undrained."""
-        self._refused = ""
+        self._refusal = ""
         """Reason why `user_config` was not applied; empty if it was."""
         self._keys: KeyRing | None = None
         self._rereading: asyncio.Task[None] | None = None
@@ -125,10 +125,10 @@ class Ingress:
             live = live_config(user_config)
             require_autoscaled(self._config, live)
         except ConfigError as error:
-            self._refused = str(error)
+            self._refusal = str(error)
             logger.error("ignored: %s", error)
             return
-        self._refused = ""
+        self._refusal = ""
         set_log_level(live.log_level)
         self._limits.update(self._limits_of(live.limits or self._config.limits))
         self._load_balancer.targets = None if live.pipelines is None else live.pipelines.targets
@@ -219,14 +219,14 @@ class Ingress:
             if await self._is_idle():
                 return None
             reasons = self._load_balancer.unavailable()
-            return await self._with_waiting(_joined(reasons) or str(error))
+            return await self._with_waiting(_reasons_text(reasons) or str(error))
         healthy = [answer for answer in answers if answer.is_healthy]
         if healthy and all(answer.degraded for answer in healthy):
             return Degraded("; ".join(f"pipeline {a.pipeline}: {a.degraded}" for a in healthy))
         if healthy:
             return None
         reasons = {answer.pipeline: answer.reason for answer in answers}
-        return await self._with_waiting(_joined(self._load_balancer.unavailable() | reasons))
+        return await self._with_waiting(_reasons_text(self._load_balancer.unavailable() | reasons))
 
     async def _with_waiting(self, reason: str) -> str:
         """Adds which leases hold the room that a new pipeline waits for."""
@@ -355,7 +355,7 @@ class Ingress:
             "pipelines": [asdict(state) for state in states],
             "starting": starting,
             "fleet": None if fleet is None else fleet_as_json(fleet),
-            "refused_settings": self._refused,
+            "refused_settings": self._refusal,
             "refused_keys": "" if self._keys is None else self._keys.refused,
         }
 
@@ -401,7 +401,7 @@ def _pace_of(config: StreamsConfig) -> Pace | None:
     return Pace(interval_s=config.interval_s, tokens_per_event=config.tokens_per_event)
 
 
-def _joined(reasons: Mapping[str, str]) -> str:
+def _reasons_text(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"pipeline {name}: {reason}" for name, reason in reasons.items())
 
 

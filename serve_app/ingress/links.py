@@ -76,7 +76,7 @@ class Link:
                 cancel = self._address.cancel.remote
                 Context().run(cancel, request.request_id, request.submission)
 
-    def has_taken(self, submission: int) -> bool:
+    def has_admitted(self, submission: int) -> bool:
         """Returns whether the process has confirmed a submission; asked once, after its stream."""
         if submission not in self._unconfirmed:
             return True

@@ -74,7 +74,7 @@ class LoadBalancer:
         """Returns the permits in use at this ingress, for the router."""
         self.router: Any = None
         """None while it is silent."""
-        self._told_s = 0.0
+        self._last_report_s = 0.0
 
     def start(self) -> None:
         """Starts to ask the router; needs a running event loop."""
@@ -185,8 +185,8 @@ class LoadBalancer:
         """Sends the metrics and permits of this ingress, without waiting for an answer."""
         time_s = time.monotonic()
         # A permit that is not told of in time is taken back.
-        if time_s - self._told_s >= min(_TELL_S, self._config.router.expiry_s / 3):
-            self._told_s = time_s
+        if time_s - self._last_report_s >= min(_TELL_S, self._config.router.expiry_s / 3):
+            self._last_report_s = time_s
             page = self.page_of_ingress()
             router.note_page.remote(self._config.app_name, self._ingress, page)
             router.hold.remote(self._config.app_name, self._ingress, self.permits_held())

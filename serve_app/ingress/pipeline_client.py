@@ -159,9 +159,9 @@ class ServiceClient:
                 async for item in items:
                     if isinstance(item, EesdError):
                         raise item
-                    yield attempts.heard(item)
+                    yield attempts.received(item)
         finally:
-            was_admitted = link.has_taken(request.submission)
+            was_admitted = link.has_admitted(request.submission)
             if link.is_lost:  # else the process lives, and no crash of it was this request's
                 attempts.lost(choice.leader, was_admitted=was_admitted)
             self._load_balancer.ended(choice.pipeline, attempts)

@@ -41,7 +41,7 @@ class GlobalQuotas:
         if standing.refused or router is None:
             return standing
         try:
-            everyones = await self._asked(
+            everyones = await self._answer_of(
                 acquired(
                     router,
                     app=self._app,
@@ -68,7 +68,7 @@ class GlobalQuotas:
         standing = self._reserve(permit, quota, num_tokens)
         router = self._router()
         if not standing.refused and router is not None:
-            everyones = await self._asked(
+            everyones = await self._answer_of(
                 reserved(
                     router,
                     app=self._app,
@@ -95,7 +95,7 @@ class GlobalQuotas:
         if router is not None:
             router.release.remote(self._app, name, permit.name, self._ingress, used)
 
-    async def _asked(self, asking: Awaitable[Standing]) -> Standing | None:
+    async def _answer_of(self, asking: Awaitable[Standing]) -> Standing | None:
         """Returns the router's answer; None without one."""
         try:
             return await asking

@@ -238,7 +238,7 @@ def http_error_of(error: Exception) -> HttpError:
         )
     if row.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         logger.warning("request failed: %s", error)
-    message, param = _said(error)
+    message, param = _message_of(error)
     return HttpError(
         status=row.status,
         message=message,
@@ -251,7 +251,7 @@ def http_error_of(error: Exception) -> HttpError:
 
 def http_error_of_fields(errors: Sequence[Mapping[str, object]]) -> HttpError:
     """Converts what pydantic found wrong with a body."""
-    message, param = _said_of_fields(errors)
+    message, param = _message_of_fields(errors)
     return HttpError(status=400, message=message, type=_INVALID, param=param)
 
 
@@ -261,13 +261,13 @@ def _unwrapped(error: Exception) -> Exception:
     return cause if isinstance(cause, EesdError) else error
 
 
-def _said(error: Exception) -> tuple[str, str | None]:
+def _message_of(error: Exception) -> tuple[str, str | None]:
     if isinstance(error, ValidationError):
-        return _said_of_fields([dict(entry) for entry in error.errors(include_url=False)])
+        return _message_of_fields([dict(entry) for entry in error.errors(include_url=False)])
     return str(error), error.param if isinstance(error, RequestError) else None
 
 
-def _said_of_fields(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
+def _message_of_fields(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
     """Returns all that is wrong with the first field (a union fails once per branch), and its
     name."""
     kind = str(errors[0]["type"])

@@ -34,13 +34,13 @@ async def paced(
 
     An error of the source is raised behind the tokens that came before it.
     """
-    buffer = _Made()
+    buffer = _Buffer()
     reading = asyncio.create_task(buffer.read(deltas))
     try:
         while num_shown > 0 and (delta := await buffer.next()) is not None:
             num_shown -= len(delta.text_delta.tokens)
             yield delta
-        if not await buffer.has_begun():
+        if not await buffer.wait_for_first():
             return
         async for _ in _ticks(pace.interval_s):
             if buffer.num_tokens >= pace.tokens_per_event or buffer.is_over:
@@ -65,7 +65,7 @@ async def _ticks(interval_s: float) -> AsyncGenerator[None, None]:
         yield
 
 
-class _Made:
+class _Buffer:
     """The deltas of one text that an engine has made and that were not sent yet."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class _Made:
         self.is_over = True
         self._arrived.set()
 
-    async def has_begun(self) -> bool:
+    async def wait_for_first(self) -> bool:
         """Waits for the first delta; returns False if there is none. Raises the source's error."""
         await self._arrived.wait()
         if not self._deltas and self._error is not None:
@@ -96,7 +96,7 @@ class _Made:
 
     async def next(self) -> Delta | None:
         """Returns the next delta as soon as it is there; None behind the last one."""
-        if not await self.has_begun():
+        if not await self.wait_for_first():
             return None
         return self.take(1)
 
@@ -112,13 +112,13 @@ class _Made:
         if not self._deltas and not self.is_over:
             self._arrived.clear()
         if batch:
-            return _together(batch, num_buffered=self.num_tokens)
+            return _merged(batch, num_buffered=self.num_tokens)
         if self._error is not None:
             raise self._error
         return None
 
 
-def _together(deltas: list[Delta], *, num_buffered: int) -> Delta:
+def _merged(deltas: list[Delta], *, num_buffered: int) -> Delta:
     text_deltas = [delta.text_delta for delta in deltas]
     return Delta(
         index=deltas[0].index,

@@ -476,7 +476,7 @@ class Preparation:
         workload: str | None,
         tool_use: ToolUse | None = None,
     ) -> Prepared:
-        constraint = self._asked_grammar(fields, tool_use)
+        constraint = self._constraint(fields, tool_use)
         caller = ANYONE if start.permit is None else start.permit.key
         nonce = start.origin.nonce.hex()
         request_id = fields.request_id or start.origin.request_id or nonce
@@ -558,7 +558,7 @@ class Preparation:
         Raises RequestError for one that cannot be used.
         """
         tool_use = self._tool_use(fields) if isinstance(fields, ChatFields) else None
-        constraint = self._asked_grammar(fields, tool_use)
+        constraint = self._constraint(fields, tool_use)
         return (
             None
             if constraint is None or self._grammars.is_valid(constraint.grammar)
@@ -573,7 +573,7 @@ class Preparation:
         with naming(constraint.param):
             self._grammars.check(constraint.grammar)
 
-    def _asked_grammar(
+    def _constraint(
         self, fields: GenerationFields, tool_use: ToolUse | None
     ) -> AskedGrammar | None:
         constraint = asked_grammar(fields)

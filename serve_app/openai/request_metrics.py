@@ -80,7 +80,7 @@ def num_cached_tokens(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> int
     return sum(cached.values())
 
 
-def asked_attributes(prepared: Prepared, *, controller: str) -> Attributes:
+def request_attributes(prepared: Prepared, *, controller: str) -> Attributes:
     """`controller`: the service's default."""
     request = prepared.choices[0].request
     attributes: Attributes = {

@@ -254,7 +254,7 @@ class _GrowingChoice:
         message = self._message_delta(text)
         if message is None:
             return None
-        fields = self._rest(self._num_shown, has_calls=self._has_calls)
+        fields = self._common_fields(self._num_shown, has_calls=self._has_calls)
         if self._echoes_logprobs and self._num_shown == 0:
             fields["logprobs"] = self._shape.of_text([*self._prompt_entries(), *self._entries])
         self._num_shown = len(self._tokens)
@@ -300,7 +300,7 @@ class _GrowingChoice:
 
     def whole(self) -> Json:
         if not self._is_chat:
-            choice = {"index": self._index, "text": self._text, **self._rest(0)}
+            choice = {"index": self._index, "text": self._text, **self._common_fields(0)}
             if self._echoes_logprobs:
                 entries = [*self._prompt_entries(), *self._entries]
                 choice["logprobs"] = self._shape.of_text(entries)
@@ -308,7 +308,11 @@ class _GrowingChoice:
                 choice["prompt_logprobs"] = self.prompt_logprobs()
             return choice
         message, has_calls = self._message()
-        return {"index": self._index, "message": message, **self._rest(0, has_calls=has_calls)}
+        return {
+            "index": self._index,
+            "message": message,
+            **self._common_fields(0, has_calls=has_calls),
+        }
 
     def _message(self) -> tuple[Json, bool]:
         """Returns the whole message, and whether it has calls."""
@@ -331,7 +335,7 @@ class _GrowingChoice:
             message["tool_calls"] = list(calls.values())
         return message, bool(calls)
 
-    def _rest(self, start: int, *, has_calls: bool = False) -> Json:
+    def _common_fields(self, start: int, *, has_calls: bool = False) -> Json:
         finish_reason: str | None = self._finish_reason
         if has_calls and finish_reason == "stop":
             finish_reason = "tool_calls"

@@ -28,7 +28,7 @@ from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.permits import Quotas
 from serve_app.openai.pacing import Pace, paced
 from serve_app.openai.preparation import Choice, Preparation, Prepared
-from serve_app.openai.request_metrics import asked_attributes, total_attributes
+from serve_app.openai.request_metrics import request_attributes, total_attributes
 from serve_app.openai.responses import Answer, Event, Json
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.sse import encoded, encoded_in_parts
@@ -259,7 +259,7 @@ class Service:
             traceparent=request.traceparent,
             sampling=request.sampling,
             stream=prepared.stream,
-            attributes=asked_attributes(prepared, controller=self._controller),
+            attributes=request_attributes(prepared, controller=self._controller),
         )
 
     def _report(self, prepared: Prepared, tallies: Sequence[ChoiceTally]) -> None:

@@ -52,12 +52,12 @@ call that it makes."""
 def encoded(content: object) -> bytes:
     """Returns JSON of one line in UTF-8; half surrogates from the input stay escaped."""
     text = json.dumps(
-        content, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_made
+        content, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain_list
     )
     return text.translate(_LINE_BREAKS).encode("utf-8", errors="backslashreplace")
 
 
-def _made(value: object) -> list[object]:
+def _plain_list(value: object) -> list[object]:
     if isinstance(value, Listed):
         return value[:]
     raise TypeError(f"{value!r} is not JSON")

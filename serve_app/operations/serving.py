@@ -36,7 +36,7 @@ from serve_app.config import RouterConfig, ServiceConfig, require_key
 from serve_app.keys import KeyRing, operators_key
 from serve_app.operations.start_line import StartLine, shown_of
 from serve_app.operations.waiting import ChangedReason
-from serve_app.pipeline.assembly import require_room_here
+from serve_app.pipeline.assembly import require_local_room
 from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.router import find_router, pipelines_of, router_handle
 from serve_app.session.local_ray import connected_ray, local_ray, service_ray
@@ -104,7 +104,9 @@ def run_service(
     stopping.listen()
     try:
         with ray_errors_in_a_line(), _hidden_key(config) as api_key:
-            serve_ = _serve_here if address is None else partial(_serve_on_cluster, address=address)
+            serve_ = (
+                _serve_locally if address is None else partial(_serve_on_cluster, address=address)
+            )
             serve_(config, stopping, api_key=api_key, shows_logs=shows_logs, line=line)
     except SystemExit:  # Ray's own handler answers a signal while Ray starts
         logger.info("stopped while starting")
@@ -152,7 +154,7 @@ def remove_application(app_name: str, router: RouterConfig) -> None:
         ray.kill(ray.get_actor(router.name, namespace=router.namespace))
 
 
-def _serve_here(
+def _serve_locally(
     config: ServiceConfig,
     stopping: Stopping,
     *,
@@ -170,7 +172,7 @@ def _serve_here(
     with service_ray(config, shows_logs=shows_logs, logs=logs):
         stopping.listen()
         line.stage("starting Serve")
-        require_room_here(config)
+        require_local_room(config)
         router_handle(config)  # starts while Serve does, instead of when a pipeline asks for it
         url = _start_serve(config, updates=False)
         watch = _ray_watch(say, patience_s=config.recovery.drain_s)

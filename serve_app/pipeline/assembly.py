@@ -163,7 +163,7 @@ class Assembly:
         return _slots(self._config, gpus)
 
 
-def require_room_here(config: ServiceConfig) -> None:
+def require_local_room(config: ServiceConfig) -> None:
     """Raises ConfigError if the present nodes, when nothing else runs on them, have no room for a
     pipeline: for a Ray that no node will join."""
     slots = _slots(config, _gpus_per_rank(config.engine))

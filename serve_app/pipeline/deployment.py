@@ -153,7 +153,7 @@ class Pipeline:
         self._name = name if orphans is None else orphans.pipeline
         promotion = await promotion_of(self._router, head_key=_head_key(config))
         self._speed = SpeedOf(self._of_leader)
-        self._told_s = time.monotonic()
+        self._last_report_s = time.monotonic()
         """Time at which the router last took a heartbeat."""
         assembly = Assembly(
             config,
@@ -380,7 +380,7 @@ class Pipeline:
             return
         try:
             self._draining.follow(must_leave=await beat(self._router, self._report()))
-            self._told_s = time.monotonic()
+            self._last_report_s = time.monotonic()
         except PeerLost:
             self._without_router()
             if self._finding is None or self._finding.done():
@@ -391,7 +391,7 @@ class Pipeline:
 
     def _without_router(self) -> None:
         """Takes requests again if autoscaling has drained this pipeline: its router is away."""
-        if time.monotonic() - self._told_s > self._config.router.expiry_s:
+        if time.monotonic() - self._last_report_s > self._config.router.expiry_s:
             self._draining.follow(must_leave=False)
 
     async def _find_router(self) -> None:

@@ -143,7 +143,7 @@ async def migrate(
     report = MigrationReport(
         by=source.pipeline,
         to=target.pipeline,
-        num_requests=moving.num_told,
+        num_requests=moving.num_evicted,
         streams=tuple(moving.moves),
         copy_s=copy_s,
         seconds=time.monotonic() - began_s,
@@ -164,7 +164,7 @@ class _Moving:
         self, source: Contacts, target: Contacts, *, timeout_s: float, reason: str
     ) -> None:
         self.moves: list[StreamMove] = []
-        self.num_told = 0
+        self.num_evicted = 0
         self._source = source
         self._target = target
         self._timeout_s = timeout_s
@@ -199,7 +199,7 @@ class _Moving:
     async def tell(self, request_ids: Collection[RequestId] | None, *, to: str | None) -> None:
         """Tells these streams (None: all) where to continue."""
         migrated = Migrated(by=self._source.pipeline, to=to, reason=self._reason)
-        self.num_told += await self._ask(self._source.drafter, "evict", request_ids, migrated)
+        self.num_evicted += await self._ask(self._source.drafter, "evict", request_ids, migrated)
 
     async def close(self) -> None:
         """Closes the links that answer; the others close by themselves."""

@@ -41,7 +41,7 @@ class Pulse:
         self._silent_s += seconds
         self._still_s += seconds
 
-    def heard(self, status: WorkerStatus) -> None:
+    def received(self, status: WorkerStatus) -> None:
         before, self._status = self._status, status
         self._silent_s = 0.0
         if not (status.is_busy and _is_same_work(before, status)):

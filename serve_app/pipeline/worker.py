@@ -134,7 +134,7 @@ class Worker:
     def _hear(self, call: "asyncio.Future[WorkerStatus]") -> None:
         error = call.exception()
         if error is None:
-            self._pulse.heard(call.result())
+            self._pulse.received(call.result())
         elif not isinstance(error, PeerLost) and not self.failure.done():
             # Another supervisor has claimed it.
             self.failure.set_result(error if isinstance(error, EesdError) else self._bug(error))

@@ -379,7 +379,7 @@ class ToyIngress:
             await asyncio.sleep(POLL_S)
         leader = self._supervisor.require_group().leader
         async for emission in emissions_of(leader, self._attempts.next(submission)):
-            self._attempts.heard((emission,))
+            self._attempts.received((emission,))
             self.num_tokens += len(emission.tokens)
             if emission.finish_reason is not None:
                 return True

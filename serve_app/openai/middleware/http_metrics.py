@@ -36,7 +36,7 @@ class HttpMetrics:
             ("ingress", "path", "status"),
             registry=self.registry,
         )
-        self._refused = Counter(
+        self._refusals = Counter(
             "eesd_http_refused_requests",
             "Answers with an error, by its code, or its type where it has none.",
             ("ingress", "reason"),
@@ -92,7 +92,7 @@ class HttpMetrics:
         self._open.dec()
         self._requests.labels(self._ingress, path, str(status)).inc()
         if status >= HTTPStatus.BAD_REQUEST and status != CLIENT_CLOSED_REQUEST:
-            self._refused.labels(self._ingress, reason or str(status)).inc()
+            self._refusals.labels(self._ingress, reason or str(status)).inc()
 
     def note_key(self, permit: Permit, *, status: int) -> None:
         key = permit.key.name

@@ -50,7 +50,7 @@ class NamedRequests:
             await self._app(scope, receive, send)
             return
         scope[_NONCE] = nonce = secrets.token_bytes(NONCE_BYTES)
-        name = _sent(scope) or nonce.hex()
+        name = _header_id(scope) or nonce.hex()
         note_request_id(scope, name)
         began_s = time.monotonic()
         status = 0
@@ -113,7 +113,7 @@ def nonce_of(scope: Scope) -> bytes:
     return nonce
 
 
-def _sent(scope: Scope) -> str:
+def _header_id(scope: Scope) -> str:
     """Returns the header's id; empty without a valid one (the gate refuses others)."""
     name = REQUEST_ID_HEADER.encode()
     raw_id = next((value for key, value in scope["headers"] if key == name), b"")

@@ -74,11 +74,11 @@ class ToolCallParser:
         """Text since the mark, or since the last call after it, that is no call so far."""
         self._is_marked = False
         self._call = _CallReader()
-        self._num_sent = 0
+        self._num_returned = 0
         """Pieces of the call's arguments that were returned."""
         self._num_calls = 0
         """Number of calls with a name."""
-        self._is_named = False
+        self._has_name = False
         """True if the call that is being read, or was read last, has a name."""
         self._content: list[str] = []
         self._calls: list[_Growing] = []
@@ -95,7 +95,7 @@ class ToolCallParser:
             if size == 0:
                 self._take(text[at])
             at += max(size, 1)
-        return self._taken()
+        return self._take_parsed()
 
     def _take_run(self, text: str, at: int) -> int:
         """Takes what changes nothing but what was read, as one piece: of a string, or of content.
@@ -124,9 +124,9 @@ class ToolCallParser:
         if self._state != "closing" and (self._held.strip() or not self._num_calls):
             self._content.append(self._held)
         self._give_up()
-        return self._taken()
+        return self._take_parsed()
 
-    def _taken(self) -> Parsed:
+    def _take_parsed(self) -> Parsed:
         calls = [
             CallDelta(call.index, call.id, call.name, "".join(call.fragments))
             for call in self._calls
@@ -157,13 +157,13 @@ class ToolCallParser:
             self._held = self._held[1:]
         if self._held.lstrip() == marker:
             self._raw, self._held = [self._held], ""
-            self._state, self._is_marked, self._is_named = "between", True, False
+            self._state, self._is_marked, self._has_name = "between", True, False
 
     def _take_between(self, char: str) -> None:
         if char == "{":
             self._begin_call(char, is_marked=self._is_marked)
         elif char.isspace() or char in "[,;":
-            if not self._is_named:  # else it is what separates two calls
+            if not self._has_name:  # else it is what separates two calls
                 self._raw.append(char)
         else:  # the end of the calls, or no calls at all
             self._give_up()
@@ -174,14 +174,14 @@ class ToolCallParser:
         self._raw.append(self._held)
         self._held = ""
         self._state, self._is_start, self._is_marked = "call", False, is_marked
-        self._call, self._num_sent, self._is_named = _CallReader(), 0, False
+        self._call, self._num_returned, self._has_name = _CallReader(), 0, False
         self._take_call(char)
 
     def _take_call(self, text: str) -> None:
         """`text`: one character, or a run inside a string."""
         call = self._call
         call.feed(text)
-        if not self._is_named:
+        if not self._has_name:
             self._raw.append(text)
             is_foreign = not self._is_marked and call.name not in self._names
             if call.has_failed or (call.name is not None and is_foreign):
@@ -191,15 +191,15 @@ class ToolCallParser:
                 if call.is_over:
                     self._give_up()
                 return
-            self._is_named = True
+            self._has_name = True
             self._raw.clear()
             self._num_calls += 1
             self._add(id=self._new_id(), name=call.name, fragments=[])
-        if len(call.arguments) > self._num_sent:
-            self._add(fragments=call.arguments[self._num_sent :])
-            self._num_sent = len(call.arguments)
+        if len(call.arguments) > self._num_returned:
+            self._add(fragments=call.arguments[self._num_returned :])
+            self._num_returned = len(call.arguments)
         if call.is_over:
-            if self._num_sent == 0:
+            if self._num_returned == 0:
                 self._add(fragments=["{}"])
             self._state = "between" if self._form.is_list else "closing"
 

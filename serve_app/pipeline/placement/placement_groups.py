@@ -63,7 +63,7 @@ _DEMAND_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
+class _Placement:
     """Bundles, and Ray's placement group of them."""
 
     bundles: Bundles
@@ -73,7 +73,7 @@ class _Placed:
 class PlacementGroups:
     """The placement groups of one pipeline, and the bundle of each of its rank slots."""
 
-    def __init__(self, groups: Sequence[_Placed], *, name: str, owner: str) -> None:
+    def __init__(self, groups: Sequence[_Placement], *, name: str, owner: str) -> None:
         self._groups = list(groups)
         self._name = name
         self._owner = owner
@@ -134,7 +134,7 @@ class PlacementGroups:
             if state == "CREATED":
                 continue
             if state == "REMOVED":  # by workers that had no supervisor while this one was frozen
-                self._groups[at] = placement = self._asked(placement.bundles)
+                self._groups[at] = placement = self._request(placement.bundles)
             nodes = nodes_now()
             alive = {node.node_id for node in nodes}
             node_ids = placement.bundles.allowed_nodes
@@ -142,17 +142,17 @@ class PlacementGroups:
                 self._groups[at] = placement = self._place_again(placement)
             yield why_unplaced(placement.bundles, nodes)
 
-    def _place_again(self, placement: _Placed) -> _Placed:
+    def _place_again(self, placement: _Placement) -> _Placement:
         logger.warning(
             "the %s stage was kept to a node that is gone, and is placed anywhere: pipeline=%s",
             placement.bundles.stages,
             self._name,
         )
         remove_placement_group(placement.group)
-        return self._asked(replace(placement.bundles, allowed_nodes=None))
+        return self._request(replace(placement.bundles, allowed_nodes=None))
 
-    def _asked(self, bundles: Bundles) -> _Placed:
-        return _asked(bundles, name=self._name, owner=self._owner)
+    def _request(self, bundles: Bundles) -> _Placement:
+        return _requested_group(bundles, name=self._name, owner=self._owner)
 
 
 def present_placement_groups(
@@ -160,7 +160,7 @@ def present_placement_groups(
 ) -> PlacementGroups:
     """Returns the groups that an earlier supervisor of the pipeline has placed. Raises EngineError
     when one of them is gone."""
-    placements: list[_Placed] = []
+    placements: list[_Placement] = []
     for bundles in groups_of(slots, placement):
         present = placement_groups_named(_prefix(name, bundles))
         if not present:
@@ -170,7 +170,7 @@ def present_placement_groups(
             # It may have been kept to the nodes of the first group.
             nodes = _nodes_of(placements[0].group) | _nodes_of(group)
             bundles = replace(bundles, allowed_nodes=frozenset(nodes - {""}))
-        placements.append(_Placed(bundles=bundles, group=group))
+        placements.append(_Placement(bundles=bundles, group=group))
     return PlacementGroups(placements, name=name, owner=owner)
 
 
@@ -198,7 +198,7 @@ async def placement_groups_for(
     told now and then which bundle lacks what, and where. Raises ConfigError for a bundle that fits
     no node and no node type. A cancelled call leaves no group behind."""
     groups = groups_of(slots, placement)
-    placing = _Placing(relation_of(placement), name=name, owner=owner)
+    placing = _Placer(relation_of(placement), name=name, owner=owner)
     telling = asyncio.ensure_future(placing.tell(groups, on_wait))
     work = asyncio.ensure_future(placing.all_of(groups))
     try:
@@ -213,19 +213,19 @@ async def placement_groups_for(
         placing.give_back_unless_complete()
 
 
-class _Placing:
+class _Placer:
     """An attempt to place one group or two; all of them are removed if it fails."""
 
     def __init__(self, relation: Strategy, *, name: str, owner: str) -> None:
         self._relation = relation
         self._name = name
         self._owner = owner
-        self._asked: list[_Placed] = []
-        self._demand: _Placed | None = None
+        self._placements: list[_Placement] = []
+        self._demand: _Placement | None = None
         """Requested so that an autoscaler sees it; never kept."""
         self._is_complete = False
 
-    async def all_of(self, groups: Sequence[Bundles]) -> list[_Placed]:
+    async def all_of(self, groups: Sequence[Bundles]) -> list[_Placement]:
         first, *others = groups
         await self._place(first, then=others)
         for second in others:
@@ -236,7 +236,7 @@ class _Placing:
                 await self._place(first, then=[second])
             await self._place_related(second)
         self._is_complete = True
-        return self._asked
+        return self._placements
 
     async def tell(self, groups: Sequence[Bundles], on_wait: Callable[[str], None]) -> None:
         """Explains, until it is cancelled, what is waited for. Raises ConfigError for a bundle that
@@ -253,7 +253,7 @@ class _Placing:
             on_wait(". ".join((*self._why(groups, nodes), *autoscaler_lines)))
 
     def _why(self, groups: Sequence[Bundles], nodes: Sequence[Node]) -> Iterator[str]:
-        bundles = [placement.bundles for placement in self._asked]
+        bundles = [placement.bundles for placement in self._placements]
         if bundles:
             yield why_unplaced(bundles[-1], nodes)
         for group in groups[len(bundles) :]:
@@ -262,7 +262,7 @@ class _Placing:
 
     def give_back_unless_complete(self) -> None:
         self._drop_demand()
-        while self._asked and not self._is_complete:
+        while self._placements and not self._is_complete:
             self._drop_last()
 
     async def _blocks(self, first: Bundles, second: Bundles) -> bool:
@@ -291,7 +291,7 @@ class _Placing:
             await self._place(second)
 
     def _related(self, second: Bundles) -> Bundles:
-        (first,) = self._asked
+        (first,) = self._placements
         return related(second, self._relation, to_nodes=_nodes_of(first.group))
 
     async def _place(self, bundles: Bundles, *, then: Sequence[Bundles] = ()) -> None:
@@ -302,13 +302,13 @@ class _Placing:
         other one waits for, would wait for ever. So it is given back as soon as it is placed, and
         requested again later.
         """
-        self._asked.append(_asked(bundles, name=self._name, owner=self._owner))
-        group = self._asked[-1].group
+        self._placements.append(_requested_group(bundles, name=self._name, owner=self._owner))
+        group = self._placements[-1].group
         next_s = 0.0
         while not await asyncio.to_thread(group.wait, _POLL_S):
             time_s = time.monotonic()
             if then and self._demand is None and time_s >= next_s:
-                self._demand = _asked(then[0], name=self._name, owner=self._owner)
+                self._demand = _requested_group(then[0], name=self._name, owner=self._owner)
             elif self._demand is not None and _table(self._demand.group)["state"] == "CREATED":
                 self._drop_demand()
                 next_s = time_s + _DEMAND_EVERY_S
@@ -320,10 +320,10 @@ class _Placing:
             self._demand = None
 
     def _drop_last(self) -> None:
-        remove_placement_group(self._asked.pop().group)
+        remove_placement_group(self._placements.pop().group)
 
 
-def _asked(bundles: Bundles, *, name: str, owner: str) -> _Placed:
+def _requested_group(bundles: Bundles, *, name: str, owner: str) -> _Placement:
     selectors = bundles.selectors()
     try:
         group = placement_group(
@@ -336,7 +336,7 @@ def _asked(bundles: Bundles, *, name: str, owner: str) -> _Placed:
         )
     except ValueError as error:  # a selector that Ray does not understand
         raise ConfigError(f"placement of the {bundles.stages} stage: {error}") from error
-    return _Placed(bundles=bundles, group=group)
+    return _Placement(bundles=bundles, group=group)
 
 
 def _prefix(name: str, bundles: Bundles) -> str:
@@ -375,7 +375,7 @@ def nodes_now() -> tuple[Node, ...]:
     return tuple(
         Node(
             node_id=node["NodeID"],
-            name=_told_apart(node["NodeName"], node["NodeID"], count[node["NodeName"]]),
+            name=_unique_name(node["NodeName"], node["NodeID"], count[node["NodeName"]]),
             resources=node["Resources"],
             free=free.get(node["NodeID"], {}),
             labels=node["Labels"],
@@ -384,6 +384,6 @@ def nodes_now() -> tuple[Node, ...]:
     )
 
 
-def _told_apart(name: str, node_id: str, count: int) -> str:
+def _unique_name(name: str, node_id: str, count: int) -> str:
     """Raylets of one host have the same name."""
     return name if count == 1 else f"{name} [{node_id[:8]}]"

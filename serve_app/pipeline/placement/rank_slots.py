@@ -206,7 +206,7 @@ def require_possible(group: Bundles, nodes: Sequence[Node], types: Sequence[Node
     """
     if not types:
         return
-    whole = _together(group) if group.strategy == "STRICT_PACK" else group
+    whole = _merged_bundles(group) if group.strategy == "STRICT_PACK" else group
     kinds = (*types, *nodes)
     for slot in whole.slots:
         if not any(_fits(slot.resources, kind.resources) for kind in kinds):
@@ -247,7 +247,7 @@ def why_unplaced(group: Bundles, nodes: Sequence[Node]) -> str:
     if not nodes:
         return "the cluster has no node that is alive"
     if group.strategy == "STRICT_PACK":
-        whole = _together(group)
+        whole = _merged_bundles(group)
         if _left_over(whole, nodes).unplaced:
             return _explained(whole, whole.slots, nodes, held={})
     fit = _left_over(group, nodes)
@@ -259,7 +259,7 @@ def why_unplaced(group: Bundles, nodes: Sequence[Node]) -> str:
     return _explained(group, fit.unplaced, nodes, held=fit.held)
 
 
-def _together(group: Bundles) -> Bundles:
+def _merged_bundles(group: Bundles) -> Bundles:
     """Returns all bundles as one, which STRICT_PACK requires of a node."""
     labels = {name: value for slot in group.slots for name, value in slot.labels.items()}
     slot = RankSlot(

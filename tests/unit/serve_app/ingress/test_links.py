@@ -213,13 +213,13 @@ def test_a_submission_that_fails_is_a_loss_and_leaves_nothing_behind(fault: Faul
             assert isinstance(error, PeerLost)
             assert "not submitted" in str(error)
             assert tokens == []
-            assert not link.has_taken(_request().submission)
+            assert not link.has_admitted(_request().submission)
             await asyncio.sleep(0.3)
             assert await handle.actor.live() == ()
             handle.fault = lambda _: None
             retry = _request(submission=2)
             assert await _read(link, retry) == (_text(retry), None), "the link is not lost"
-            assert link.has_taken(2)
+            assert link.has_admitted(2)
 
     asyncio.run(run())
 
