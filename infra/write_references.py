@@ -134,7 +134,7 @@ def _metrics() -> str:
         state_page(
             is_ready=True, num_interruptions=0, recovery_s=0.0, is_degraded=False, degraded_s=0.0
         ),
-        belief_page({"a": {"mean": 0.5, "weight": 1.0, "num_live": 0}}, named="a"),
+        belief_page({"a": {"mean": 0.5, "weight": 1.0, "num_live": 0}}, labels="a"),
     ):
         for family in text_string_to_metric_families(page.decode()):
             found.append((family, sorted({n for s in family.samples for n in s.labels})))

@@ -79,14 +79,14 @@ def _event_key() -> SecretStr:
 
 
 def _how_many(config: ServiceConfig) -> dict[str, object]:
-    wanted = config.pipelines
-    if not wanted.is_autoscaled:
-        return {"num_replicas": wanted.min_count}
+    pipelines = config.pipelines
+    if not pipelines.is_autoscaled:
+        return {"num_replicas": pipelines.min_count}
     return {
         "autoscaling_config": {
             # The policy keeps the bounds, which `user_config` may change.
             "min_replicas": 0,
-            "initial_replicas": wanted.min_count,
+            "initial_replicas": pipelines.min_count,
             "max_replicas": _MANY,
             # The policy has delays of its own, and Serve's must not add to them.
             "upscale_delay_s": 0.0,
@@ -98,7 +98,7 @@ def _how_many(config: ServiceConfig) -> dict[str, object]:
                     "app": config.app_name,
                     "router": config.router.name,
                     "namespace": config.router.namespace,
-                    "targets": asdict(wanted.targets),
+                    "targets": asdict(pipelines.targets),
                 },
             },
         }

@@ -37,29 +37,29 @@ class FleetPolicy:
         self._config = RouterConfig(name=router, namespace=namespace)
         self._targets = FleetTargets(**targets)
         self._router: Any = None
-        self._wanted: int | None = None
+        self._size: int | None = None
         """The router's last answer; None before the first."""
         self._answered_s = 0.0
-        self._asked_s = 0.0
+        self._request_s = 0.0
         self._asking: asyncio.Task[None] | None = None
         self._is_silent = False
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Returns the number of pipelines, and no state. `context`: Serve's AutoscalingContext."""
-        now_s, count = time.monotonic(), int(context.target_num_replicas)
+        time_s, count = time.monotonic(), int(context.target_num_replicas)
         is_asking = self._asking is not None and not self._asking.done()
-        if not is_asking and now_s - self._asked_s >= _PERIOD_S:
-            self._asked_s = now_s
+        if not is_asking and time_s - self._request_s >= _PERIOD_S:
+            self._request_s = time_s
             self._asking = asyncio.ensure_future(self._ask(count))
-        if self._wanted is None or now_s - self._answered_s > _SILENCE_S:
+        if self._size is None or time_s - self._answered_s > _SILENCE_S:
             return count, {}
-        return self._wanted, {}
+        return self._size, {}
 
     async def _ask(self, count: int) -> None:
         try:
             if self._router is None:
                 self._router = await asyncio.to_thread(find_router, self._config)
-            self._wanted = await size_of_fleet(
+            self._size = await size_of_fleet(
                 self._router, app=self._app, targets=self._targets, count=count
             )
             self._answered_s = time.monotonic()

@@ -109,10 +109,10 @@ class PlacementConfig(Section):
             "draft.strategy": self.draft.strategy,
             "verify.strategy": self.verify.strategy,
         }
-        given = [f"{name} is {value}" for name, value in others.items() if value is not None]
-        if self.strategy is not None and given:
+        settings = [f"{name} is {value}" for name, value in others.items() if value is not None]
+        if self.strategy is not None and settings:
             raise ValueError(
-                f"strategy is {self.strategy}, which places everything, and {given[0]}: drop "
+                f"strategy is {self.strategy}, which places everything, and {settings[0]}: drop "
                 "strategy, or the keys per stage"
             )
         return self

@@ -104,14 +104,14 @@ def operators_key(secret: str) -> ApiKey:
     return ApiKey(name="operator", sha256=_sum_of(secret.encode()), operator=True)
 
 
-def find_key(keys: Iterable[ApiKey], given: bytes) -> ApiKey | None:
+def find_key(keys: Iterable[ApiKey], secret: bytes) -> ApiKey | None:
     """Returns the key that was given. The time it takes depends on the number of keys alone."""
-    digest = _sum_of(given)
-    found = None
+    digest = _sum_of(secret)
+    match = None
     for key in keys:
         if hmac.compare_digest(key.sha256, digest):
-            found = key
-    return found
+            match = key
+    return match
 
 
 def read_keys(file: Path) -> tuple[ApiKey, ...]:
@@ -154,8 +154,8 @@ class KeyRing:
         else:
             self.reread()
 
-    def find(self, given: bytes) -> ApiKey | None:
-        return find_key(self.keys, given)
+    def find(self, secret: bytes) -> ApiKey | None:
+        return find_key(self.keys, secret)
 
     def reread(self) -> None:
         """Reads the file if it has changed. A wrong one is reported, and the keys stay."""
@@ -164,8 +164,8 @@ class KeyRing:
             self.refused = ""
         except ConfigError as error:
             if self.refused != str(error):
-                said = "keys stay as they were" if self.is_complete else _NONE_KNOWN
-                logger.error("%s: %s", said, error)
+                outcome = "keys stay as they were" if self.is_complete else _NONE_KNOWN
+                logger.error("%s: %s", outcome, error)
             self.refused = str(error)
 
     def _read(self) -> None:
@@ -189,10 +189,10 @@ def _without(operators: ApiKey, keys: tuple[ApiKey, ...], file: Path) -> tuple[A
 
 def _stamp_of(file: Path) -> tuple[int, ...]:
     try:
-        found = os.stat(file)
+        stat = os.stat(file)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}: name a file of keys") from error
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def _sum_of(secret: bytes) -> str:

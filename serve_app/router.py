@@ -79,7 +79,7 @@ class Router:
         """Set at every such change, and then replaced."""
         self._born = uuid4().hex[:8]
         """Tells version numbers of this router from those of an earlier one."""
-        self._named = FirstNames()
+        self._first_names = FirstNames()
         """Workload classes with a label of their own in metrics."""
         self._turned_s = time.monotonic()
         self._saved_s = time.monotonic()
@@ -88,21 +88,21 @@ class Router:
         self._one_save = asyncio.Lock()
         self._recall()
 
-    async def advise(self, news: RouterNews) -> RouterAdvice:
-        """Learns from finished rounds; returns the plans of the requests in `news`."""
+    async def advise(self, update: RouterNews) -> RouterAdvice:
+        """Learns from finished rounds; returns the plans of the requests in `update`."""
         plans = {
             new.request_id: self._book.admit(new.request_id, new.workload, caller=new.caller)
-            for new in news.admitted
+            for new in update.admitted
         }
-        plans |= self._book.observe(news.outcomes)
-        for request_id in news.finished:
+        plans |= self._book.observe(update.outcomes)
+        for request_id in update.finished:
             self._book.finish(request_id)
             plans.pop(request_id, None)
         self._save_sometimes()
         priors_id = f"{self._born}-{self._book.version}"
-        is_news = news.known_priors not in (None, priors_id)
+        is_stale = update.known_priors not in (None, priors_id)
         return RouterAdvice(
-            plans=plans, priors=self._book.priors() if is_news else None, priors_id=priors_id
+            plans=plans, priors=self._book.priors() if is_stale else None, priors_id=priors_id
         )
 
     async def heartbeat(self, report: PipelineReport) -> bool:
@@ -120,7 +120,7 @@ class Router:
     async def pipelines(
         self,
         app: str,
-        known: str,
+        membership_id: str,
         wait_s: float,
         ingress: str = "",
         num_waiting: int = 0,
@@ -128,7 +128,7 @@ class Router:
     ) -> tuple[str, tuple[Listed, ...]]:
         """Returns the latest reports of one service's pipelines, and the number of the membership.
 
-        Waits up to `wait_s` while that number is the `known` one. `num_waiting` requests wait at
+        Waits up to `wait_s` while that number is `membership_id`. `num_waiting` requests wait at
         this ingress for a pipeline; `targets`, from its `user_config`, replace those of the
         application.
         """
@@ -138,7 +138,7 @@ class Router:
                 ingress,
                 IngressReport(num_waiting=num_waiting, targets=targets, heard_s=time.monotonic()),
             )
-        if known == self._membership_id:
+        if membership_id == self._membership_id:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()
@@ -178,8 +178,8 @@ class Router:
     ) -> None:
         """Takes a permit back, and charges the tokens that its request has used."""
         book = self._quota_book(app)
-        now_s = time.monotonic()
-        book.release(caller, permit=permit, ingress=ingress, num_tokens=num_tokens, now_s=now_s)
+        time_s = time.monotonic()
+        book.release(caller, permit=permit, ingress=ingress, num_tokens=num_tokens, now_s=time_s)
 
     async def hold(self, app: str, ingress: str, held: Held) -> None:
         """Takes the permits that are in use at an ingress, in place of those known."""
@@ -204,21 +204,21 @@ class Router:
     async def size_fleet(self, app: str, targets: FleetTargets, count: int) -> int:
         """Returns how many pipelines a service should have from now on; `count` is what it has, and
         stays while no ingress reports."""
-        now_s = time.monotonic()
-        ingress = self._ingresses.latest(app, now_s=now_s)
+        time_s = time.monotonic()
+        ingress = self._ingresses.latest(app, now_s=time_s)
         if ingress is None:  # which targets hold is not known yet
             return count
         targets = ingress.targets or targets
         fleet = self._fleet(app)
         if fleet is None:
-            fleet = self._fleets[app] = Fleet(targets, count=count, now_s=now_s)
+            fleet = self._fleets[app] = Fleet(targets, count=count, now_s=time_s)
         was = fleet.state.decision
         size = fleet.look(
             [listed.report for listed in self._directory.listed(app)],
             targets=targets,
-            num_waiting=self._ingresses.num_waiting(app, now_s=now_s),
+            num_waiting=self._ingresses.num_waiting(app, now_s=time_s),
             count=count,
-            now_s=now_s,
+            now_s=time_s,
         )
         decision = fleet.state.decision
         if decision != was:
@@ -246,12 +246,12 @@ class Router:
         aged = replace(decision, since_s=time.monotonic() - decision.since_s)
         return replace(fleet.state, decision=aged)
 
-    async def promotion(self, in_place_of: str) -> Promotion | None:
+    async def promotion(self, head_key: str) -> Promotion | None:
         """Returns the exit head that replaces the one of this configuration, or None.
 
         It is not kept on disk: pipelines report it with every heartbeat, to a restarted router too.
         """
-        return self._directory.promotion(in_place_of)
+        return self._directory.promotion(head_key)
 
     async def process_info(self) -> ProcessInfo:
         return process_info()
@@ -260,7 +260,7 @@ class Router:
         """Returns the router's state for operators, as plain JSON."""
         live, pools = self._book.live_by_workload(), self._book.pools()
         return {
-            "named": self._named.note(self._book.names()),
+            "named": self._first_names.note(self._book.names()),
             "pinned": self._book.is_pinned,
             "checkpoint": str(self._config.checkpoint) if self._config.checkpoint else None,
             "pipelines": self._directory.describe(),
@@ -346,8 +346,8 @@ class AskRouter:
 
     handle: Any
 
-    async def __call__(self, news: RouterNews) -> RouterAdvice:
-        advice: RouterAdvice = await self.handle.advise.remote(news)
+    async def __call__(self, update: RouterNews) -> RouterAdvice:
+        advice: RouterAdvice = await self.handle.advise.remote(update)
         return advice
 
 
@@ -381,13 +381,11 @@ def find_router(config: RouterConfig) -> Any:
         ) from error
 
 
-async def promotion_of(
-    handle: Any, *, in_place_of: str, timeout_s: float = 10.0
-) -> Promotion | None:
+async def promotion_of(handle: Any, *, head_key: str, timeout_s: float = 10.0) -> Promotion | None:
     """Returns the promoted head that a new pipeline drafts with; None for the configured one."""
     try:
         async with asyncio.timeout(timeout_s):
-            promotion: Promotion | None = await handle.promotion.remote(in_place_of)
+            promotion: Promotion | None = await handle.promotion.remote(head_key)
     except (TimeoutError, ray.exceptions.RayError) as error:
         logger.warning("promoted head unknown, no answer from the router: error=%r", error)
         return None
@@ -400,10 +398,10 @@ async def size_of_fleet(
     """Returns how many pipelines a service should have. Raises EngineError without an answer."""
     try:
         async with asyncio.timeout(timeout_s):
-            wanted: int = await handle.size_fleet.remote(app, targets, count)
+            size: int = await handle.size_fleet.remote(app, targets, count)
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"the router did not size the fleet: {error!r}") from error
-    return wanted
+    return size
 
 
 async def fleet_of(handle: Any, *, app: str, timeout_s: float = 1.0) -> FleetState | None:
@@ -474,7 +472,7 @@ async def pipelines_of(
     handle: Any,
     *,
     app: str,
-    known: str,
+    membership_id: str,
     wait_s: float,
     timeout_s: float = 1.0,
     ingress: str = "",
@@ -482,7 +480,7 @@ async def pipelines_of(
     targets: FleetTargets | None = None,
 ) -> tuple[str, tuple[Listed, ...]]:
     """Returns the directory's reports of a service, and the number of its membership, as soon as
-    it is not the `known` one or `wait_s` is over. Raises EngineError without an answer.
+    it is not `membership_id` or `wait_s` is over. Raises EngineError without an answer.
 
     Tells the router how many requests wait at this ingress while no pipeline is ready, and which
     targets of autoscaling it was given.
@@ -493,7 +491,7 @@ async def pipelines_of(
     try:
         async with asyncio.timeout(wait_s + timeout_s):
             answer = await handle.pipelines.remote(
-                app, known, wait_s, ingress, num_waiting, targets
+                app, membership_id, wait_s, ingress, num_waiting, targets
             )
     except (TimeoutError, ray.exceptions.RayError) as error:
         raise EngineError(f"the router did not list the pipelines: {error!r}") from error
@@ -506,11 +504,11 @@ async def find_peer_pipeline(
     """Returns a ready pipeline that is not excluded; None if there is none, or no answer."""
     try:
         async with asyncio.timeout(timeout_s):
-            found: PipelineReport | None = await handle.choose.remote(app, tuple(excluded))
+            peer: PipelineReport | None = await handle.choose.remote(app, tuple(excluded))
     except (TimeoutError, ray.exceptions.RayError) as error:
         logger.warning("no peer pipeline, no answer from the router: error=%r", error)
         return None
-    return found
+    return peer
 
 
 async def beat(handle: Any, report: PipelineReport, *, timeout_s: float = 1.0) -> bool:

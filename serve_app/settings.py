@@ -42,10 +42,10 @@ def put(tree: Tree, key: str, value: object) -> None:
 
 def is_missing(tree: Tree, key: str) -> bool:
     node: object = tree
-    for part in key.split("."):
-        if not isinstance(node, dict) or node.get(part) is None:
+    for name in key.split("."):
+        if not isinstance(node, dict) or node.get(name) is None:
             return True
-        node = node[part]
+        node = node[name]
     return False
 
 

@@ -57,7 +57,7 @@ class HttpClient:
         except httpx.HTTPError as error:
             raise EngineError(f"no service answers at {self._address}: {error}") from error
         if not answer.is_success:
-            raise EngineError(f"no service answers at {self._address}: {_found(answer)}")
+            raise EngineError(f"no service answers at {self._address}: {_reason_of(answer)}")
         try:
             return str(answer.json()["data"][0]["id"])
         except _SURPRISES as error:
@@ -98,24 +98,24 @@ def _refusal(answer: httpx.Response) -> EesdError:
     if answer.status_code == HTTPStatus.TOO_MANY_REQUESTS:
         return _no_capacity(answer)
     if answer.status_code in _FAULT_OF_THE_REQUEST or _code(answer) == "model_not_found":
-        return RequestError(_said(answer))
-    return EngineError(f"the service does not take the request: {_found(answer)}")
+        return RequestError(_message_of(answer))
+    return EngineError(f"the service does not take the request: {_reason_of(answer)}")
 
 
 def _no_capacity(answer: httpx.Response) -> CapacityError:
-    error = CapacityError(_said(answer))
+    error = CapacityError(_message_of(answer))
     seconds = answer.headers.get("Retry-After", "")
     if seconds.isascii() and seconds.isdigit():  # it may also be a date, from a gateway
         error.retry_after_s = min(float(seconds[:_MAX_DIGITS]), _MAX_RETRY_AFTER_S)
     return error
 
 
-def _found(answer: httpx.Response) -> str:
+def _reason_of(answer: httpx.Response) -> str:
     advice = _ADVICE.get(answer.status_code, "the service's log has the details")
-    return f"HTTP {answer.status_code} ({_said(answer)}); {advice}"
+    return f"HTTP {answer.status_code} ({_message_of(answer)}); {advice}"
 
 
-def _said(answer: httpx.Response) -> str:
+def _message_of(answer: httpx.Response) -> str:
     try:
         return str(answer.json()["error"]["message"])
     except _SURPRISES:

@@ -97,12 +97,12 @@ def _content(line: bytes) -> dict[str, object]:
 
 
 def _custom_id(content: Mapping[str, object]) -> str | None:
-    given = content.get("custom_id", content.get("id"))
-    if given is None:
+    custom_id = content.get("custom_id", content.get("id"))
+    if custom_id is None:
         return None
-    if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
+    if isinstance(custom_id, bool) or not isinstance(custom_id, str | int) or custom_id == "":
         raise RequestError("custom_id has to be a text or a whole number", param="custom_id")
-    return str(given)
+    return str(custom_id)
 
 
 def _batch_body(content: Mapping[str, object]) -> tuple[Kind, Mapping[str, object]]:

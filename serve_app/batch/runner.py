@@ -166,8 +166,8 @@ class _Run:
             async with asyncio.TaskGroup() as workers:
                 for _ in range(self._options.concurrency):
                     workers.create_task(self._answer_some(rows))
-        except* EesdError as several:
-            raise several.exceptions[0] from None
+        except* EesdError as group:
+            raise group.exceptions[0] from None
 
     async def _answer_some(self, rows: Iterator[Row]) -> None:
         """Takes the next row as soon as the last one is done."""
@@ -182,12 +182,12 @@ class _Run:
 
     async def _answered(self, row: Row) -> Json:
         """Returns the whole response; retries what may succeed later."""
-        asked = _body_of(row, self._options)
+        body = _body_of(row, self._options)
         num_attempts = 0
         waited_s = 0.0
         while True:
             try:
-                return await self._answer(row.kind, asked)
+                return await self._answer(row.kind, body)
             except CapacityError as error:
                 pause_s = error.retry_after_s
                 waited_s += pause_s
@@ -212,8 +212,10 @@ class _Run:
         self._bar.set_postfix(tokens=self.num_tokens, failed=self.num_failed, refresh=False)
 
     def _take_failure(self, row: Row, error: Exception) -> None:
-        said = http_error_of(error)
-        self._output.append(_record(row, status=said.status, body=said.body, error=said))
+        http_error = http_error_of(error)
+        self._output.append(
+            _record(row, status=http_error.status, body=http_error.body, error=http_error)
+        )
         self.num_failed += 1
         if not isinstance(error, EngineError) or isinstance(error, PoisonRequest):
             return

@@ -35,7 +35,7 @@ _TEXT_FILES = (
 """Files that, besides the model's shape, decide the token ids of a prompt and the end of a text."""
 
 
-async def run_here(
+async def run_in_process(
     input_file: Path, output_file: Path, *, config: ServiceConfig, options: BatchOptions
 ) -> BatchReport:
     """Runs a batch in this process. Raises ConfigError before any row when something does not
@@ -64,7 +64,7 @@ async def run_here(
         )
 
 
-async def run_there(
+async def run_over_http(
     input_file: Path, output_file: Path, *, url: str, api_key: str | None, options: BatchOptions
 ) -> BatchReport:
     """Runs a batch over a service, which is asked for the model that it lists first where a row

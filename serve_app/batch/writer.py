@@ -51,13 +51,13 @@ class Manifest:
         has_rows = output.exists() and output.stat().st_size > 0
         if has_rows and not force:
             self._refuse_another(text, contents, output=output)
-        wanted = json.dumps(contents, indent=2, sort_keys=True)
-        if text == wanted:
+        new_text = json.dumps(contents, indent=2, sort_keys=True)
+        if text == new_text:
             return
         with _writing(self._file_name):
             self._file.seek(0)
             self._file.truncate()
-            self._file.write(wanted)
+            self._file.write(new_text)
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -67,27 +67,27 @@ class Manifest:
 
     def _refuse_another(self, text: str, contents: Mapping[str, object], *, output: Path) -> None:
         try:
-            found = json.loads(text)
+            manifest = json.loads(text)
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            manifest = None
+        if not isinstance(manifest, dict):
             raise ConfigError(
                 f"{output}: has rows already, and no manifest says how they were made; name "
                 "another output, or use --force to append to them"
             )
-        if found.get("format") != contents.get("format"):
+        if manifest.get("format") != contents.get("format"):
             raise ConfigError(
-                f"{output}: another version of eesd began it (format {found.get('format')!r}, this "
-                f"one has {contents.get('format')!r}), and what decides its texts was recorded in "
-                "another way; name another output, or use --force if the model's folder and the "
-                "options are still the same"
+                f"{output}: another version of eesd began it (format {manifest.get('format')!r}, "
+                f"this one has {contents.get('format')!r}), and what decides its texts was "
+                "recorded in another way; name another output, or use --force if the model's "
+                "folder and the options are still the same"
             )
-        names = sorted(found.keys() | contents.keys())
+        names = sorted(manifest.keys() | contents.keys())
         for name in names:
-            if found.get(name) != contents.get(name):
+            if manifest.get(name) != contents.get(name):
                 raise ConfigError(
-                    f"{output}: its rows were made with {name} {found.get(name)!r}, this run has "
-                    f"{contents.get(name)!r}; name another output, or use --force to mix them"
+                    f"{output}: its rows were made with {name} {manifest.get(name)!r}, this run "
+                    f"has {contents.get(name)!r}; name another output, or use --force to mix them"
                 )
 
 
@@ -121,14 +121,14 @@ class OutputFile:
         """
         self._cut_torn_line()
         records = list(self._records())
-        kept = [entry for entry in records if not _is_worth_another_try(entry[1], digests)]
+        survivors = [entry for entry in records if not _is_worth_another_try(entry[1], digests)]
         if not force:
-            self._refuse_changed((record for _, record in kept), digests)
-        if len(kept) < len(records):
-            self._rewrite(line for line, _ in kept)
+            self._refuse_changed((record for _, record in survivors), digests)
+        if len(survivors) < len(records):
+            self._rewrite(line for line, _ in survivors)
         return Done(
-            ids=frozenset(_id_of(record) for _, record in kept),
-            failed=frozenset(_id_of(record) for _, record in kept if _has_failed(record)),
+            ids=frozenset(_id_of(record) for _, record in survivors),
+            failed=frozenset(_id_of(record) for _, record in survivors if _has_failed(record)),
         )
 
     def append(self, record: Mapping[str, object]) -> None:
@@ -136,8 +136,8 @@ class OutputFile:
         with _writing(self._path):
             self._write(encoded(record) + b"\n")
             self._num_unsynced += 1
-            is_late = time.monotonic() - self._synced_s > _SECONDS_PER_SYNC
-            if is_late or self._num_unsynced >= _LINES_PER_SYNC:
+            is_due = time.monotonic() - self._synced_s > _SECONDS_PER_SYNC
+            if is_due or self._num_unsynced >= _LINES_PER_SYNC:
                 self._sync()
 
     def put_in_order(self, ids: Mapping[str, object]) -> None:

@@ -38,7 +38,7 @@ def batch(
     """Runs a file of requests and writes one answer per line."""
     # torch takes seconds to import.
     from serve_app.batch.runner import BatchOptions
-    from serve_app.batch.start import run_here, run_there
+    from serve_app.batch.start import run_in_process, run_over_http
 
     config = config_of(engine)
     options = BatchOptions(
@@ -51,11 +51,11 @@ def batch(
     )
     files = (input_file, output_file)
     if url is None:
-        run = run_here(*files, config=config, options=options)
+        run = run_in_process(*files, config=config, options=options)
     else:
         _check_that_none_is_ignored(engine)
         key = os.environ.get(config.api_key_env) or None
-        run = run_there(*files, url=url, api_key=key, options=options)
+        run = run_over_http(*files, url=url, api_key=key, options=options)
     report = asyncio.run(run)
     echo(
         f"{report.num_rows} rows: {report.num_skipped} done before, {report.num_completed} "

@@ -40,10 +40,12 @@ class _Benchmarks(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in REMOVED:
             raise ConfigError(f"`eesd bench {args[0]}` was removed: use {REMOVED[args[0]]}")
-        name, command, rest = super().resolve_command(ctx, args)
-        if name == "exact" and any(word.split("=")[0] in ("--random", "--case") for word in rest):
+        name, command, arguments = super().resolve_command(ctx, args)
+        if name == "exact" and any(
+            word.split("=")[0] in ("--random", "--case") for word in arguments
+        ):
             command = self.commands[_FUZZ]
-        return name, command, rest
+        return name, command, arguments
 
 
 def bench() -> None:

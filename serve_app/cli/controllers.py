@@ -98,9 +98,9 @@ def _set_pools(service: RunningService, file: Path | None, *, pins: bool) -> Non
 
 def _rendered(state: Mapping[str, Any]) -> "Iterator[str | Table]":
     default = state["default"]
-    kept = f"kept in {state['checkpoint']}" if state["checkpoint"] else "not kept on disk"
+    storage = f"kept in {state['checkpoint']}" if state["checkpoint"] else "not kept on disk"
     yield f"controller  {default['controller']} unless a request says otherwise"
-    yield f"pools       {'pinned' if state['pinned'] else 'learning'}, {kept}"
+    yield f"pools       {'pinned' if state['pinned'] else 'learning'}, {storage}"
     yield _workloads(state["workloads"])
     for pipeline in state["pipelines"]:
         yield from _pipeline_lines(pipeline)

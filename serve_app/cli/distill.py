@@ -26,13 +26,13 @@ _EXTRA = ("deepspeed", "matplotlib", "pandas", "pyarrow", "tensorboard")
 
 class _Steps(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
+        name, command, arguments = super().resolve_command(ctx, args)
         if name is not None:
             require_extra("distill", *_EXTRA, what="distillation")
             from serve_app.distill.main import step_program
 
             command = get_command(step_program(name))
-        return name, command, rest
+        return name, command, arguments
 
 
 def distill() -> None:

@@ -27,7 +27,7 @@ def drain(name: Name, service: RunningService) -> None:
         drained = connected.drain(name)
     echo(
         f"{drained.pipeline} takes no more requests; {drained.num_migrated} streams continue in "
-        f"other pipelines{_taken_along(drained.migration)}"
+        f"other pipelines{_migration_text(drained.migration)}"
     )
 
 
@@ -55,21 +55,21 @@ def _tables(page: Mapping[str, Any]) -> "Iterator[RenderableType]":
     table = Table(
         "pipeline", "replica pid", "state", "epoch", "live", "KV tokens", "weight", "draining"
     )
-    for each in page["pipelines"]:
+    for pipeline in page["pipelines"]:
         table.add_row(
-            each["pipeline"],
-            str(each["pid"]),
-            each["unavailable"] or "ready",
-            str(each["epoch"]),
-            str(each["num_live"]),
-            _kv_cache(each["kv_cache"]),
-            "not measured" if each["weight"] is None else f"{each['weight']:.1f}",
-            each["draining"] or "no",
+            pipeline["pipeline"],
+            str(pipeline["pid"]),
+            pipeline["unavailable"] or "ready",
+            str(pipeline["epoch"]),
+            str(pipeline["num_live"]),
+            _kv_cache(pipeline["kv_cache"]),
+            "not measured" if pipeline["weight"] is None else f"{pipeline['weight']:.1f}",
+            pipeline["draining"] or "no",
         )
     if page["pipelines"]:
         yield table
-    for each in page["starting"]:
-        yield f"{each['pipeline']}: {each['reason']}"
+    for pipeline in page["starting"]:
+        yield f"{pipeline['pipeline']}: {pipeline['reason']}"
     if page["fleet"] is not None:
         yield _fleet_line(page["fleet"])
     if page["refused_settings"]:
@@ -81,11 +81,11 @@ def _kv_cache(capacity: Mapping[str, Any] | None) -> str:
     if capacity is None:
         return "not sized"
     rank_bytes = capacity["rank_bytes"].values()  # none of a claimed pipeline before a new epoch
-    most = f" ({max(rank_bytes) / 2**20:.0f} MiB a rank)" if rank_bytes else ""
-    return f"{capacity['num_tokens']}{most}"
+    rank_size = f" ({max(rank_bytes) / 2**20:.0f} MiB a rank)" if rank_bytes else ""
+    return f"{capacity['num_tokens']}{rank_size}"
 
 
-def _taken_along(migration: "MigrationReport | None") -> str:
+def _migration_text(migration: "MigrationReport | None") -> str:
     if migration is None:
         return ""
     if migration.how == "recomputed":

@@ -28,7 +28,7 @@ def serve(
     else:
         prepare_for_cluster(shows_logs=shows_logs)
     # The logs of the actors would tear the line.
-    with start_line(sys.stdout, say=echo, is_wanted=not shows_logs) as line:
+    with start_line(sys.stdout, say=echo, shows_progress=not shows_logs) as line:
         line.stage("importing Ray")
         # Ray reads the environment when it is imported.
         from serve_app.operations.serving import run_service

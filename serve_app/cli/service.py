@@ -62,7 +62,7 @@ class RunningService:
         *,
         shape: Mapping[str, type],
         rendered: "Callable[[Any], Iterable[RenderableType]]",
-        part: str | None = None,
+        key: str | None = None,
     ) -> None:
         """Prints a page of the service, or a part of it, as JSON or as `rendered`.
 
@@ -73,14 +73,14 @@ class RunningService:
 
         url = self._url()
         state = _fetched(url, page, shape)
-        found = state if part is None else state[part]
+        content = state if key is None else state[key]
         if self.json:
-            echo_json(found)
+            echo_json(content)
             return
         console = Console()
         try:
-            for each in rendered(found):
-                console.print(each)
+            for renderable in rendered(content):
+                console.print(renderable)
         except KeyError as error:
             raise _not_ours(url, f"no {error} in its answer") from error
 
@@ -103,8 +103,8 @@ def router_named(name: str | None, namespace: str | None) -> "RouterConfig":
     """Returns the router of these names; None is the default."""
     from serve_app.config import RouterConfig
 
-    given = {"name": name, "namespace": namespace}
-    return RouterConfig.model_validate({key: each for key, each in given.items() if each})
+    names = {"name": name, "namespace": namespace}
+    return RouterConfig.model_validate({key: text for key, text in names.items() if text})
 
 
 def service_group(name: str, show: Callable[[RunningService], None], *, description: str) -> Typer:
@@ -147,10 +147,10 @@ def _fetched(
         raise _not_ours(url, f"it has no {page}")
     if not answer.is_success:
         try:
-            said = str(answer.json()["error"]["message"])
+            message = str(answer.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            said = answer.reason_phrase
-        raise EngineError(f"{address}: HTTP {answer.status_code}: {said}")
+            message = answer.reason_phrase
+        raise EngineError(f"{address}: HTTP {answer.status_code}: {message}")
     try:
         state = answer.json()
     except ValueError as error:
@@ -163,9 +163,9 @@ def _fetched(
     return state
 
 
-def _not_ours(url: str, found: str) -> EngineError:
+def _not_ours(url: str, reason: str) -> EngineError:
     return EngineError(
-        f"{url} answers, but is no eesd service of this version ({found}): look at --url or --port"
+        f"{url} answers, but is no eesd service of this version ({reason}): look at --url or --port"
     )
 
 

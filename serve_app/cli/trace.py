@@ -75,9 +75,9 @@ def _show(traces: Sequence[Mapping[str, Any]], *, with_stages: bool) -> None:
     if not traces:
         echo("no requests yet, or none was traced")
     console = Console()
-    for each in reversed(traces):  # the latest one last, where a terminal shows it
-        for part in waterfall(each, with_stages=with_stages, width=console.width):
-            console.print(part)
+    for trace in reversed(traces):  # the latest one last, where a terminal shows it
+        for renderable in waterfall(trace, with_stages=with_stages, width=console.width):
+            console.print(renderable)
 
 
 def _write(file: Path, traces: Sequence[Mapping[str, Any]]) -> None:
@@ -143,12 +143,12 @@ def _bar(start: float, share: float, *, num_chars: int) -> str:
 
 
 def _totals(spans: Sequence[Span]) -> str:
-    found: dict[str, object] = {}
+    totals: dict[str, object] = {}
     for span in spans:
         if span["name"] == _FOLDED:
             break
-        found = {**span["attributes"], **found}
-    return ", ".join(f"{label} {found[key]}" for key, label in _TOTALS if key in found)
+        totals = {**span["attributes"], **totals}
+    return ", ".join(f"{label} {totals[key]}" for key, label in _TOTALS if key in totals)
 
 
 def perfetto_of(traces: Sequence[Mapping[str, Any]]) -> dict[str, object]:

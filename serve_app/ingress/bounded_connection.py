@@ -51,10 +51,10 @@ class BoundedConnection(HttpToolsProtocol):
         """Error to be answered when all requests before it are."""
         self._head = Timer(self.loop)
         self._body = Timer(self.loop)
-        self._part = b""
+        self._chunk = b""
         """Bytes that are being parsed."""
-        self._again: bytes | None = None
-        """Bytes to be parsed next, in place of the rest of `_part`."""
+        self._remainder: bytes | None = None
+        """Bytes to be parsed next, in place of the rest of `_chunk`."""
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -87,11 +87,11 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _received(self, data: bytes) -> None:
         self._has_advanced = False
-        part: bytes | None = data
-        while part is not None:
-            self._part, self._again = part, None
-            super().data_received(part)
-            part = self._again
+        chunk: bytes | None = data
+        while chunk is not None:
+            self._chunk, self._remainder = chunk, None
+            super().data_received(chunk)
+            chunk = self._remainder
         if self._has_advanced or self._is_cut:
             return
         # A part of a head, also of one that waits its turn, or of what follows a chunked body.
@@ -163,7 +163,7 @@ class BoundedConnection(HttpToolsProtocol):
         version = self.parser.get_http_version().encode()
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
         lines += [name + b": " + value for name, value in self.headers if name != _UPGRADE]
-        self._again = b"\r\n".join([*lines, b"", b""]) + self._part[end:]
+        self._remainder = b"\r\n".join([*lines, b"", b""]) + self._chunk[end:]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
 
@@ -172,7 +172,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self._num_head_bytes:
-            self._refuse(TooSlow(part="head", limit_s=HEAD_TIMEOUT_S))
+            self._refuse(TooSlow(section="head", limit_s=HEAD_TIMEOUT_S))
         else:
             self._gentle.close()
 
@@ -187,7 +187,7 @@ class BoundedConnection(HttpToolsProtocol):
         elif pause_s < BODY_PAUSE_S:
             self._body.start(BODY_PAUSE_S - pause_s, self._check_body)
         else:
-            self._refuse(TooSlow(part="body", limit_s=BODY_PAUSE_S))
+            self._refuse(TooSlow(section="body", limit_s=BODY_PAUSE_S))
 
     def _refuse(self, error: Exception) -> None:
         """Answers with an error, once all requests before it are answered, and closes."""
@@ -211,7 +211,7 @@ class BoundedConnection(HttpToolsProtocol):
         cycle.disconnected = True
         cycle.message_event.set()
         if cycle is not self._answering:  # but waits for its turn
-            self.pipeline = deque(each for each in self.pipeline if each[0] is not cycle)
+            self.pipeline = deque(entry for entry in self.pipeline if entry[0] is not cycle)
         elif cycle.response_started:
             self._gentle.close()
         else:

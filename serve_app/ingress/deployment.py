@@ -113,7 +113,7 @@ class Ingress:
         self._state = SharedState(self._shared_health, self.pipelines, self.controllers)
         self._changing: set[asyncio.Future[Any]] = set()
         """Pipelines that are being drained, or undrained."""
-        self._refused = ""
+        self._refusal = ""
         """Reason why `user_config` was not applied; empty if it was."""
         self._keys: KeyRing | None = None
         self._rereading: asyncio.Task[None] | None = None
@@ -125,10 +125,10 @@ class Ingress:
             live = live_config(user_config)
             require_autoscaled(self._config, live)
         except ConfigError as error:
-            self._refused = str(error)
+            self._refusal = str(error)
             logger.error("ignored: %s", error)
             return
-        self._refused = ""
+        self._refusal = ""
         set_log_level(live.log_level)
         self._limits.update(self._limits_of(live.limits or self._config.limits))
         self._load_balancer.targets = None if live.pipelines is None else live.pipelines.targets
@@ -146,7 +146,7 @@ class Ingress:
             router_handle(config)  # no pipeline may be there to start it
         self._load_balancer.start()
         leave_out_torch()
-        api_key = key_of(config, given=self._api_key)
+        api_key = key_of(config, secret=self._api_key)
         require_key(config, has_key=api_key is not None)
         if api_key is not None:
             # A wrong file would end this replica again and again, and the log would not say why.
@@ -219,14 +219,14 @@ class Ingress:
             if await self._is_idle():
                 return None
             reasons = self._load_balancer.unavailable()
-            return await self._with_waiting(_joined(reasons) or str(error))
+            return await self._with_waiting(_reasons_text(reasons) or str(error))
         healthy = [answer for answer in answers if answer.is_healthy]
         if healthy and all(answer.degraded for answer in healthy):
             return Degraded("; ".join(f"pipeline {a.pipeline}: {a.degraded}" for a in healthy))
         if healthy:
             return None
         reasons = {answer.pipeline: answer.reason for answer in answers}
-        return await self._with_waiting(_joined(self._load_balancer.unavailable() | reasons))
+        return await self._with_waiting(_reasons_text(self._load_balancer.unavailable() | reasons))
 
     async def _with_waiting(self, reason: str) -> str:
         """Adds which leases hold the room that a new pipeline waits for."""
@@ -268,7 +268,11 @@ class Ingress:
             pages = ()  # no pipeline is ready
 
         def page() -> bytes:
-            page = merged(pages) + beliefs + joined((each, {}) for each in ingresses.values())
+            page = (
+                merged(pages)
+                + beliefs
+                + joined((ingress_page, {}) for ingress_page in ingresses.values())
+            )
             return page + (b"" if fleet is None else fleet_page(fleet))
 
         return await asyncio.to_thread(page)  # parsing takes tens of milliseconds
@@ -278,8 +282,8 @@ class Ingress:
         try:
             async with asyncio.timeout(_BELIEFS_TIMEOUT_S):
                 described = await self._described()
-                named = UNNAMED_CLASSES.union(described["named"])
-                return belief_page(described["workloads"], named=named)
+                names = UNNAMED_CLASSES.union(described["named"])
+                return belief_page(described["workloads"], labels=names)
         except (TimeoutError, EngineError, RayError) as error:
             logger.info("beliefs unknown: error=%r", error)
             return b""
@@ -351,7 +355,7 @@ class Ingress:
             "pipelines": [asdict(state) for state in states],
             "starting": starting,
             "fleet": None if fleet is None else fleet_as_json(fleet),
-            "refused_settings": self._refused,
+            "refused_settings": self._refusal,
             "refused_keys": "" if self._keys is None else self._keys.refused,
         }
 
@@ -359,14 +363,14 @@ class Ingress:
         return {"traces": await self._traces.read(limit=limit)}
 
     async def trace(self, request_id: str) -> dict[str, object]:
-        found = await self._traces.read(limit=1, request_id=request_id)
-        if not found:
+        traces = await self._traces.read(limit=1, request_id=request_id)
+        if not traces:
             raise HTTPException(404, f"no trace of request {request_id[:128]} is kept")
-        return found[0]
+        return traces[0]
 
     async def controllers(self) -> dict[str, object]:
         """Returns beliefs about acceptance, by class, and the controllers that use them."""
-        parts = await self._client.control(timeout_s=_ANSWER_TIMEOUT_S)
+        reports = await self._client.control(timeout_s=_ANSWER_TIMEOUT_S)
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             router = await self._described()
         speculation = self._config.engine.speculation
@@ -379,15 +383,15 @@ class Ingress:
             "checkpoint": router["checkpoint"],
             "num_live": router["num_live"],
             "workloads": router["workloads"],
-            "pipelines": [_as_json(part) for part in parts],
+            "pipelines": [_as_json(report) for report in reports],
         }
 
 
-def key_of(config: ServiceConfig, *, given: SecretStr | None) -> str | None:
+def key_of(config: ServiceConfig, *, secret: SecretStr | None) -> str | None:
     """Returns the key that clients must send: the one of the deployed application, or else the one
     in this node's environment, which in a cluster may differ from that of `eesd serve`."""
-    if given is not None:
-        return given.get_secret_value()
+    if secret is not None:
+        return secret.get_secret_value()
     return os.environ.get(config.api_key_env) or None
 
 
@@ -397,16 +401,16 @@ def _pace_of(config: StreamsConfig) -> Pace | None:
     return Pace(interval_s=config.interval_s, tokens_per_event=config.tokens_per_event)
 
 
-def _joined(reasons: Mapping[str, str]) -> str:
+def _reasons_text(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"pipeline {name}: {reason}" for name, reason in reasons.items())
 
 
-def _as_json(part: PipelineControl) -> dict[str, object]:
-    control = part.control
+def _as_json(report: PipelineControl) -> dict[str, object]:
+    control = report.control
     counts = zip_longest(control.drafted_by_position, control.accepted_by_position, fillvalue=0)
     return {
-        "pipeline": part.pipeline,
-        "num_live": part.num_live,
+        "pipeline": report.pipeline,
+        "num_live": report.num_live,
         "head": None if control.head is None else asdict(control.head),
         "calibration": control.calibration,
         "cost": control.cost,

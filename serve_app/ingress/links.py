@@ -76,7 +76,7 @@ class Link:
                 cancel = self._address.cancel.remote
                 Context().run(cancel, request.request_id, request.submission)
 
-    def has_taken(self, submission: int) -> bool:
+    def has_admitted(self, submission: int) -> bool:
         """Returns whether the process has confirmed a submission; asked once, after its stream."""
         if submission not in self._unconfirmed:
             return True
@@ -110,13 +110,13 @@ class Link:
     async def _read(self) -> None:
         """Reads until the link is lost. A failed call is repeated: its batch is sent again."""
         loop = asyncio.get_running_loop()
-        heard_s = loop.time()
+        last_answer_s = loop.time()
         while self._lost is None:
             try:
                 async with asyncio.timeout(self._silence_s):
                     delivery: Delivery = await self._address.take.remote(self._client, self._last)
             except (TimeoutError, ActorUnavailableError) as error:
-                if loop.time() - heard_s > self._silence_s:
+                if loop.time() - last_answer_s > self._silence_s:
                     self.fail(f"no answer within {self._silence_s:g} s: {error!r}")
                 await asyncio.sleep(_RETRY_S)
             except PROCESS_LOST as error:
@@ -126,7 +126,7 @@ class Link:
                 logger.exception("link broke: pipeline=%s", self.pipeline)
                 self.fail(repr(error))
             else:
-                heard_s = loop.time()
+                last_answer_s = loop.time()
                 self._take(delivery)
 
     def _take(self, delivery: Delivery) -> None:

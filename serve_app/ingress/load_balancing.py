@@ -74,7 +74,7 @@ class LoadBalancer:
         """Returns the permits in use at this ingress, for the router."""
         self.router: Any = None
         """None while it is silent."""
-        self._told_s = 0.0
+        self._last_report_s = 0.0
 
     def start(self) -> None:
         """Starts to ask the router; needs a running event loop."""
@@ -103,10 +103,10 @@ class LoadBalancer:
         if not self._chooser.addresses():  # this ingress has just started
             await self.news(timeout_s=_ASK_S)
         addresses = self._chooser.addresses()
-        asked = [_num_kept(address, request_id) for address in addresses.values()]
-        answers = zip(await asyncio.gather(*asked), addresses, strict=True)
-        found = [(num_kept, name) for num_kept, name in answers if num_kept is not None]
-        pipeline = max(found)[1] if found else None
+        calls = [_num_kept(address, request_id) for address in addresses.values()]
+        answers = zip(await asyncio.gather(*calls), addresses, strict=True)
+        holders = [(num_tokens, name) for num_tokens, name in answers if num_tokens is not None]
+        pipeline = max(holders)[1] if holders else None
         logger.info("stream resumed: request=%s kept_by=%s", request_id, pipeline or "none")
         return pipeline
 
@@ -144,7 +144,7 @@ class LoadBalancer:
     @property
     def num_usable(self) -> int:
         """Pipelines that take requests, by the latest answer."""
-        return sum(bool(each["is_usable"]) for each in self._chooser.describe())
+        return sum(bool(pipeline["is_usable"]) for pipeline in self._chooser.describe())
 
     def page(self) -> bytes:
         """Returns the counters as Prometheus text."""
@@ -152,15 +152,15 @@ class LoadBalancer:
 
     async def _poll(self) -> None:
         router: Any = None
-        known = ""
+        membership_id = ""
         while True:
             try:
                 if router is None:
                     router = await asyncio.to_thread(find_router, self._config.router)
-                known, listed = await pipelines_of(
+                membership_id, listed = await pipelines_of(
                     router,
                     app=self._config.app_name,
-                    known=known,
+                    membership_id=membership_id,
                     wait_s=_POLL_S,
                     ingress=self._ingress,
                     num_waiting=self.num_waiting,
@@ -183,10 +183,10 @@ class LoadBalancer:
 
     def _tell(self, router: Any) -> None:
         """Sends the metrics and permits of this ingress, without waiting for an answer."""
-        now_s = time.monotonic()
+        time_s = time.monotonic()
         # A permit that is not told of in time is taken back.
-        if now_s - self._told_s >= min(_TELL_S, self._config.router.expiry_s / 3):
-            self._told_s = now_s
+        if time_s - self._last_report_s >= min(_TELL_S, self._config.router.expiry_s / 3):
+            self._last_report_s = time_s
             page = self.page_of_ingress()
             router.note_page.remote(self._config.app_name, self._ingress, page)
             router.hold.remote(self._config.app_name, self._ingress, self.permits_held())
@@ -209,10 +209,10 @@ class LoadBalancer:
 async def _num_kept(address: Any, request_id: RequestId) -> int | None:
     try:
         async with asyncio.timeout(_KEPT_S):
-            num_kept: int | None = await address.num_kept.remote(request_id)
+            num_tokens: int | None = await address.num_kept.remote(request_id)
     except (TimeoutError, RayError):
         return None
-    return num_kept
+    return num_tokens
 
 
 class Counts:

@@ -66,10 +66,10 @@ class SharedState:
         }
 
 
-async def _or_error(part: Part) -> Json:
+async def _or_error(fetch: Part) -> Json:
     """Returns what can be known: a part of the service may be away."""
     try:
-        return await part()
+        return await fetch()
     except (EngineError, RayError, TimeoutError) as error:
         return {"error": str(error) or "no answer in time"}
 

@@ -25,7 +25,7 @@ from serve_app.ingress.replicas import of_all, of_named
 from serve_app.ingress.retry import Attempts
 from serve_app.pipeline.deployment import Health, MetricsPage, PipelineControl, PipelineState
 
-_REST_S = 2.0
+_GRACE_S = 2.0
 """Time that the other pipelines have left after the first answer to a health check."""
 
 
@@ -67,9 +67,9 @@ class ServiceClient:
             ) as route:
                 choice = await self._chosen(attempts)
                 route.set_attribute(names.PIPELINE, choice.pipeline)
-            async with aclosing(self._attempt(attempts, choice)) as parts:
+            async with aclosing(self._attempt(attempts, choice)) as batches:
                 try:
-                    async for emissions in parts:
+                    async for emissions in batches:
                         for emission in emissions:
                             yield emission
                         if emissions[-1].finish_reason is not None:
@@ -90,7 +90,7 @@ class ServiceClient:
 
     async def health(self, *, timeout_s: float) -> tuple[Health, ...]:
         """Returns the health of the pipelines that answer. Raises EngineError if none does."""
-        return await self._of_all("health", timeout_s=timeout_s, rest_s=_REST_S)
+        return await self._of_all("health", timeout_s=timeout_s, grace_s=_GRACE_S)
 
     async def states(self, *, timeout_s: float) -> tuple[PipelineState, ...]:
         return await self._of_all("state", timeout_s=timeout_s)
@@ -105,8 +105,8 @@ class ServiceClient:
 
     async def rounds(self, *, timeout_s: float) -> tuple[RoundStats, ...]:
         """Returns every pipeline's latest rounds."""
-        parts = await self._of_all("rounds", timeout_s=timeout_s)
-        return tuple(stats for part in parts for stats in part)
+        answers = await self._of_all("rounds", timeout_s=timeout_s)
+        return tuple(stats for answer in answers for stats in answer)
 
     async def change(self, method: str, pipeline: str, *, timeout_s: float) -> Any:
         """Returns what the pipeline of this name answers; None if there is none."""
@@ -159,14 +159,14 @@ class ServiceClient:
                 async for item in items:
                     if isinstance(item, EesdError):
                         raise item
-                    yield attempts.heard(item)
+                    yield attempts.received(item)
         finally:
-            was_taken = link.has_taken(request.submission)
+            was_admitted = link.has_admitted(request.submission)
             if link.is_lost:  # else the process lives, and no crash of it was this request's
-                attempts.lost(choice.leader, was_taken=was_taken)
+                attempts.lost(choice.leader, was_admitted=was_admitted)
             self._load_balancer.ended(choice.pipeline, attempts)
 
     async def _of_all(
-        self, method: str, *, timeout_s: float, rest_s: float | None = None
+        self, method: str, *, timeout_s: float, grace_s: float | None = None
     ) -> tuple[Any, ...]:
-        return await of_all(self._pipelines, method, timeout_s=timeout_s, rest_s=rest_s)
+        return await of_all(self._pipelines, method, timeout_s=timeout_s, grace_s=grace_s)

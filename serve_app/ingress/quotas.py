@@ -34,14 +34,14 @@ class GlobalQuotas:
 
     async def acquire(self, key: ApiKey, permit: str) -> Standing:
         quota = _quota_of(key)
-        mine = self._book.acquire(
+        standing = self._book.acquire(
             key.name, quota, permit=permit, ingress=self._ingress, now_s=time.monotonic()
         )
         router = self._router()
-        if mine.refused or router is None:
-            return mine
+        if standing.refused or router is None:
+            return standing
         try:
-            everyones = await self._asked(
+            everyones = await self._answer_of(
                 acquired(
                     router,
                     app=self._app,
@@ -57,7 +57,7 @@ class GlobalQuotas:
             raise
         if everyones is not None and everyones.refused:
             self._return(key.name, permit, num_tokens=0)
-        return everyones or mine
+        return everyones or standing
 
     async def reserve(self, permit: Permit, num_tokens: int) -> Standing:
         """Reserves so many tokens for a request, in place of those reserved for it before; a
@@ -65,10 +65,10 @@ class GlobalQuotas:
         if permit.key.tokens_per_minute is None:
             return Standing()
         quota = _quota_of(permit.key)
-        mine = self._reserve(permit, quota, num_tokens)
+        standing = self._reserve(permit, quota, num_tokens)
         router = self._router()
-        if not mine.refused and router is not None:
-            everyones = await self._asked(
+        if not standing.refused and router is not None:
+            everyones = await self._answer_of(
                 reserved(
                     router,
                     app=self._app,
@@ -82,10 +82,10 @@ class GlobalQuotas:
             )
             if everyones is not None and everyones.refused:
                 self._reserve(permit, Quota(), permit.num_reserved)
-            mine = everyones or mine
-        if not mine.refused:
+            standing = everyones or standing
+        if not standing.refused:
             permit.num_reserved = num_tokens
-        return mine
+        return standing
 
     def release(self, permit: Permit) -> None:
         """Does not wait for the router: it is told all permits in use every two seconds."""
@@ -95,7 +95,7 @@ class GlobalQuotas:
         if router is not None:
             router.release.remote(self._app, name, permit.name, self._ingress, used)
 
-    async def _asked(self, asking: Awaitable[Standing]) -> Standing | None:
+    async def _answer_of(self, asking: Awaitable[Standing]) -> Standing | None:
         """Returns the router's answer; None without one."""
         try:
             return await asking

@@ -13,14 +13,14 @@ from eesd_dist.workers.process import PROCESS_LOST
 
 
 async def of_all(
-    pipelines: Any, method: str, *args: object, timeout_s: float, rest_s: float | None = None
+    pipelines: Any, method: str, *args: object, timeout_s: float, grace_s: float | None = None
 ) -> tuple[Any, ...]:
     """Calls a method of every replica. Returns the answers that come in time; after the first one
-    the others have `rest_s`. Raises EngineError if there is none."""
+    the others have `grace_s`. Raises EngineError if there is none."""
     deadline_s = time.monotonic() + timeout_s
     try:
         calls = await _called(pipelines, method, *args, timeout_s=timeout_s)
-        answers = await answered(calls, timeout_s=deadline_s - time.monotonic(), rest_s=rest_s)
+        answers = await answered(calls, timeout_s=deadline_s - time.monotonic(), grace_s=grace_s)
     except TimeoutError as error:
         raise EngineError(f"no pipeline has answered within {timeout_s:g} s") from error
     except (ray.exceptions.RayError, RayServeException) as error:
@@ -62,11 +62,11 @@ async def _called(
 
 
 async def answered(
-    calls: Sequence[Awaitable[Any]], *, timeout_s: float, rest_s: float | None = None
+    calls: Sequence[Awaitable[Any]], *, timeout_s: float, grace_s: float | None = None
 ) -> tuple[Any, ...]:
     """Returns what the calls answer in time, exceptions included.
 
-    After the first answer the other calls have `rest_s`; None: all the time left. Raises
+    After the first answer the other calls have `grace_s`; None: all the time left. Raises
     TimeoutError if there is none.
     """
     loop = asyncio.get_running_loop()
@@ -78,8 +78,8 @@ async def answered(
             done, silent = await asyncio.wait(
                 silent, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
             )
-            if rest_s is not None and any(map(_has_answer, done)):
-                deadline_s = min(deadline_s, loop.time() + rest_s)
+            if grace_s is not None and any(map(_has_answer, done)):
+                deadline_s = min(deadline_s, loop.time() + grace_s)
     finally:
         for task in silent:
             task.cancel()

@@ -46,7 +46,7 @@ class Attempts:
         self._lost_with: dict[str, bool] = {}
         """The processes that died under attempts since its last token, and whether it was a
         suspect there."""
-        self._blamed: set[str] = set()
+        self._culprits: set[str] = set()
         """The processes that count already: until an ingress hears of a death, it may choose the
         process again."""
         self._was_suspect = False
@@ -84,7 +84,7 @@ class Attempts:
         self._was_suspect = is_suspect
         return replace(self._request, submission=submission, is_suspect=is_suspect)
 
-    def heard(self, emissions: tuple[Emission, ...]) -> tuple[Emission, ...]:
+    def received(self, emissions: tuple[Emission, ...]) -> tuple[Emission, ...]:
         """Adds emissions to the request; returns them as the client sees them.
 
         A later attempt counts cached prompt tokens and queue time differently: they are dropped.
@@ -132,19 +132,19 @@ class Attempts:
             return 0.0
         return min(_FIRST_PAUSE_S * 2.0 ** (self._num_failures - 1), _MAX_PAUSE_S)
 
-    def lost(self, leader: str, *, was_taken: bool) -> None:
+    def lost(self, leader: str, *, was_admitted: bool) -> None:
         """Notes the process that died under the last attempt. One that has not taken the request
         may have died before, with others in it."""
-        if leader not in self._blamed:
-            self._lost_with.setdefault(leader, self._was_suspect and was_taken)
+        if leader not in self._culprits:
+            self._lost_with.setdefault(leader, self._was_suspect and was_admitted)
 
     def blame(self, crashed: Collection[str]) -> None:
         """Counts a lost attempt if its process, as its pipeline has found out since, died of its
         own fault. Raises PoisonRequest."""
         for leader in self._lost_with.keys() & set(crashed):
-            was_alone = self._lost_with.pop(leader)
-            self._blamed.add(leader)
-            self._crashed(EngineCrashed(str(self.last_error), was_alone=was_alone))
+            is_attributable = self._lost_with.pop(leader)
+            self._culprits.add(leader)
+            self._crashed(EngineCrashed(str(self.last_error), was_alone=is_attributable))
 
     def _crashed(self, error: EngineCrashed) -> None:
         crashes = self._request.crashes + 1

@@ -33,14 +33,16 @@ class Shared(Generic[T]):
 
     async def __call__(self) -> T:
         if self._making is None or self._is_old(self._making):
-            self._making = asyncio.get_running_loop().create_task(self._made(), context=Context())
+            self._making = asyncio.get_running_loop().create_task(
+                self._compute(), context=Context()
+            )
             self._making.add_done_callback(_retrieve)
         return await asyncio.shield(self._making)
 
     def _is_old(self, making: asyncio.Task[T]) -> bool:
         return making.done() and self._clock() - self._ended_s >= self._period_s
 
-    async def _made(self) -> T:
+    async def _compute(self) -> T:
         try:
             return await self._make()
         finally:

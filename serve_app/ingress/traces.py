@@ -14,7 +14,7 @@ from eesd_dist.telemetry.tracing import Tracing
 from serve_app.ingress.replicas import of_all
 
 _ANSWER_TIMEOUT_S = 5.0
-_REST_S = 1.0
+_GRACE_S = 1.0
 """Time that the others have left after the first answer: a trace without them is worth showing."""
 
 
@@ -32,8 +32,8 @@ class Traces:
         if not self._own.is_on:
             return []
         spans = list(self._own.spans()) + await _spans_of(self._ingresses())
-        found = traces_of(spans, request_id=request_id)[:limit]
-        trace_ids = _trace_ids(found)
+        traces = traces_of(spans, request_id=request_id)[:limit]
+        trace_ids = _trace_ids(traces)
         if trace_ids:
             spans += await _spans_of(self._pipelines, trace_ids)
         return traces_of(spans, request_id=request_id)[:limit]
@@ -46,9 +46,9 @@ def _trace_ids(traces: Sequence[Json]) -> tuple[str, ...]:
 
 async def _spans_of(deployment: Any, *args: object) -> list[SpanRecord]:
     """Returns the spans of all replicas that answer."""
-    parts: tuple[tuple[SpanRecord, ...], ...] = ()
+    answers: tuple[tuple[SpanRecord, ...], ...] = ()
     with suppress(EngineError):  # none answers
-        parts = await of_all(
-            deployment, "spans", *args, timeout_s=_ANSWER_TIMEOUT_S, rest_s=_REST_S
+        answers = await of_all(
+            deployment, "spans", *args, timeout_s=_ANSWER_TIMEOUT_S, grace_s=_GRACE_S
         )
-    return [span for part in parts for span in part]
+    return [span for answer in answers for span in answer]

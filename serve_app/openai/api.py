@@ -200,7 +200,7 @@ async def _answered_as_response(
         return _json(response_of(await service.whole(prepared), prepared, fields))
 
     events = response_events(service.events(prepared), prepared, fields)
-    return await _sent(service, prepared, request, body=body, events=events)
+    return await _response(service, prepared, request, body=body, events=events)
 
 
 async def _answered(
@@ -212,7 +212,7 @@ async def _answered(
         return Response(await service.body(prepared), media_type="application/json")
 
     events = service.events(prepared)
-    return await _sent(service, prepared, request, body=body, events=events)
+    return await _response(service, prepared, request, body=body, events=events)
 
 
 async def _prepared(
@@ -238,7 +238,7 @@ async def _prepared(
     return prepared
 
 
-async def _sent(
+async def _response(
     service: Service,
     prepared: Prepared,
     request: HttpRequest,

@@ -65,10 +65,10 @@ def charge(
     its own fault; and nothing if the service has refused or failed it.
     """
     permit = prepared.permit
-    has_begun = any(tally.rounds for tally in tallies)
-    if permit is not None and (has_begun or _is_of_the_client(error)):
+    has_rounds = any(tally.rounds for tally in tallies)
+    if permit is not None and (has_rounds or _is_of_the_client(error)):
         permit.num_prompt_tokens += prepared.num_prompt_tokens
-        permit.num_generated_tokens += sum(t.num_tokens + t.num_ahead for t in tallies)
+        permit.num_generated_tokens += sum(t.num_tokens + t.num_buffered for t in tallies)
 
 
 def _is_of_the_client(error: BaseException | None) -> bool:

@@ -41,9 +41,9 @@ _NESTED_FIELDS = frozenset(
 
 
 class UnknownModel(RequestError):
-    def __init__(self, *, asked: str, served: str) -> None:
+    def __init__(self, *, name: str, served: str) -> None:
         super().__init__(
-            f"the model '{asked[:_ECHOED_CHARS]}' is not served here: use '{served}' (GET "
+            f"the model '{name[:_ECHOED_CHARS]}' is not served here: use '{served}' (GET "
             "/v1/models lists it)",
             param="model",
         )
@@ -130,9 +130,9 @@ class HeadTooLarge(RequestError):
 
 
 class TooSlow(RequestError):
-    def __init__(self, *, part: str, limit_s: float) -> None:
+    def __init__(self, *, section: str, limit_s: float) -> None:
         super().__init__(
-            f"the {part} had not arrived after {limit_s:g} s: send the request in one piece"
+            f"the {section} had not arrived after {limit_s:g} s: send the request in one piece"
         )
 
 
@@ -214,12 +214,12 @@ class HttpError:
 
     @property
     def headers(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        headers: dict[str, str] = {}
         if self.retry_after_s is not None:
-            found["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.allow is not None:
-            found["Allow"] = self.allow
-        return found
+            headers["Allow"] = self.allow
+        return headers
 
 
 def http_error_of(error: Exception) -> HttpError:
@@ -238,7 +238,7 @@ def http_error_of(error: Exception) -> HttpError:
         )
     if row.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         logger.warning("request failed: %s", error)
-    message, param = _said(error)
+    message, param = _message_of(error)
     return HttpError(
         status=row.status,
         message=message,
@@ -251,7 +251,7 @@ def http_error_of(error: Exception) -> HttpError:
 
 def http_error_of_fields(errors: Sequence[Mapping[str, object]]) -> HttpError:
     """Converts what pydantic found wrong with a body."""
-    message, param = _said_of_fields(errors)
+    message, param = _message_of_fields(errors)
     return HttpError(status=400, message=message, type=_INVALID, param=param)
 
 
@@ -261,13 +261,13 @@ def _unwrapped(error: Exception) -> Exception:
     return cause if isinstance(cause, EesdError) else error
 
 
-def _said(error: Exception) -> tuple[str, str | None]:
+def _message_of(error: Exception) -> tuple[str, str | None]:
     if isinstance(error, ValidationError):
-        return _said_of_fields([dict(entry) for entry in error.errors(include_url=False)])
+        return _message_of_fields([dict(entry) for entry in error.errors(include_url=False)])
     return str(error), error.param if isinstance(error, RequestError) else None
 
 
-def _said_of_fields(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
+def _message_of_fields(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
     """Returns all that is wrong with the first field (a union fails once per branch), and its
     name."""
     kind = str(errors[0]["type"])
@@ -277,12 +277,12 @@ def _said_of_fields(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | 
     if param is None and kind != "value_error":
         return "the body has to be a JSON object, sent as Content-Type: application/json", None
     reasons = dict.fromkeys(str(e["msg"]) for e in errors if _param_of(e["loc"]) == param)
-    said = ", or ".join(reasons)
+    message = ", or ".join(reasons)
     value = errors[0].get("input")
     if kind == "literal_error" and isinstance(value, str):
         replacement = replacement_of(f"{param}: {value}")
-        said += "" if replacement is None else f"; {replacement}"
-    return (f"{param}: {said}" if param else said), param
+        message += "" if replacement is None else f"; {replacement}"
+    return (f"{param}: {message}" if param else message), param
 
 
 def _param_of(location: object) -> str | None:

@@ -86,7 +86,7 @@ class EventIds:
     ) -> None:
         self._origin = origin.packed()
         self._secret = _secret(self._origin, key=key, digest=digest)
-        self._positions = [value for each in shown for value in _position(each)]
+        self._positions = [value for choice in shown for value in _position(choice)]
         self._layout = struct.Struct(f"<{len(self._positions)}I")
 
     def after(self, index: int, shown: Shown) -> bytes:
@@ -115,16 +115,16 @@ def opened(
     """Returns what an id holds. Raises WrongEventId unless this service has made it with this key
     for a request with this digest."""
     num_positions = num_choices * _POSITION_BYTES
-    raw = _decoded(event_id, most_bytes=_num_bytes(MAX_ID_CHARS, num_choices))
+    raw = _decoded(event_id, max_bytes=_num_bytes(MAX_ID_CHARS, num_choices))
     if len(raw) < _ORIGIN.size or len(raw) != _num_bytes(raw[1], num_choices):
         raise WrongEventId
-    origin, mac = raw[: -_MAC_BYTES - num_positions], raw[-_MAC_BYTES:]
-    positions = raw[len(origin) : -_MAC_BYTES]
-    expected = _mac(_secret(origin, key=key, digest=digest), positions)
-    version, _, nonce, seed, created_unix_s = _ORIGIN.unpack_from(origin)
+    packed, mac = raw[: -_MAC_BYTES - num_positions], raw[-_MAC_BYTES:]
+    positions = raw[len(packed) : -_MAC_BYTES]
+    expected = _mac(_secret(packed, key=key, digest=digest), positions)
+    version, _, nonce, seed, created_unix_s = _ORIGIN.unpack_from(packed)
     if not hmac.compare_digest(mac, expected) or version != _VERSION:
         raise WrongEventId
-    name = origin[_ORIGIN.size :]
+    name = packed[_ORIGIN.size :]
     if name and not _REQUEST_ID.fullmatch(name):
         raise WrongEventId
     request_id = name.decode("ascii")
@@ -133,8 +133,8 @@ def opened(
         Shown(tokens & ~_OVER, chars, bool(tokens & _OVER))
         for tokens, chars in zip(values[::2], values[1::2], strict=True)
     )
-    found = Origin(seed=seed, nonce=nonce, created_unix_s=created_unix_s, request_id=request_id)
-    return found, shown
+    origin = Origin(seed=seed, nonce=nonce, created_unix_s=created_unix_s, request_id=request_id)
+    return origin, shown
 
 
 def digest_of(fields: BaseModel, *, kind: Literal["chat", "completion"], model: str) -> bytes:
@@ -168,9 +168,9 @@ def _encoded(raw: bytes) -> bytes:
     return binascii.b2a_base64(raw, newline=False).translate(_TO_URL_SAFE).rstrip(b"=")
 
 
-def _decoded(event_id: str, *, most_bytes: int) -> bytes:
+def _decoded(event_id: str, *, max_bytes: int) -> bytes:
     """Raises WrongEventId for all but the one spelling that `_encoded` gives."""
-    if len(event_id) > -(-most_bytes * 4 // 3) or not event_id.isascii():
+    if len(event_id) > -(-max_bytes * 4 // 3) or not event_id.isascii():
         raise WrongEventId
     padded = event_id.replace("-", "+").replace("_", "/") + "=" * (-len(event_id) % 4)
     try:

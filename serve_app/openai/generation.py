@@ -36,14 +36,14 @@ class Delta:
     """The addition of one or more rounds of one choice to the answer."""
 
     index: int
-    added: TextDelta
+    text_delta: TextDelta
     rounds: tuple[Emission, ...]
     """The rounds of which it has the first token."""
     at_s: float
     """Earliest time at which it may be sent, on the monotonic clock."""
     text_s: float = 0.0
     """Time that it took to make text of its tokens."""
-    num_ahead: int = 0
+    num_buffered: int = 0
     """Tokens that were made and are sent later."""
 
 
@@ -52,7 +52,7 @@ class ChoiceTally:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.num_ahead = 0
+        self.num_buffered = 0
         """Tokens that were made and not sent yet."""
         self.num_cached = 0
         self.num_interruptions = 0
@@ -71,10 +71,10 @@ class ChoiceTally:
         for emission in delta.rounds:
             self._add_round(emission)
         self.text_s += delta.text_s
-        self.num_ahead = delta.num_ahead
-        if delta.added.finish_reason is not None:
-            self.finish_reason = FinishReason(delta.added.finish_reason)
-        if delta.added.tokens:
+        self.num_buffered = delta.num_buffered
+        if delta.text_delta.finish_reason is not None:
+            self.finish_reason = FinishReason(delta.text_delta.finish_reason)
+        if delta.text_delta.tokens:
             self._take_time(delta)
 
     def _add_round(self, emission: Emission) -> None:
@@ -87,11 +87,11 @@ class ChoiceTally:
             self.queue_s = emission.queue_s
 
     def _take_time(self, delta: Delta) -> None:
-        self.num_tokens += len(delta.added.tokens)
+        self.num_tokens += len(delta.text_delta.tokens)
         if self.last_s is None:
             self.first_s = delta.at_s
         else:
-            self.inter_token_s.append((delta.at_s - self.last_s) / len(delta.added.tokens))
+            self.inter_token_s.append((delta.at_s - self.last_s) / len(delta.text_delta.tokens))
         self.last_s = delta.at_s
 
 
@@ -120,14 +120,14 @@ async def generate(
             _check(emission)
             ended_itself = emission.finish_reason is not None
             rounds: tuple[Emission, ...] = (emission,)
-            for part in _tokens_of(emission) if by_token else rounds:
+            for fragment in _tokens_of(emission) if by_token else rounds:
                 arrived_s = time.monotonic()
-                added = text.take(part)
+                text_delta = text.take(fragment)
                 if options.drops_tokens:
-                    added = _NOTHING
-                now_s = time.monotonic()
-                yield Delta(choice.index, added, rounds, now_s, text_s=now_s - arrived_s)
-                if added.finish_reason is not None:
+                    text_delta = _NOTHING
+                ready_s = time.monotonic()
+                yield Delta(choice.index, text_delta, rounds, ready_s, text_s=ready_s - arrived_s)
+                if text_delta.finish_reason is not None:
                     return
                 rounds = ()
         raise EngineError("the engine ended a stream without a finish reason")

@@ -57,12 +57,12 @@ class GrammarQueue:
         """Raises CapacityError if the queue is full and this caller has its share of it; the queue
         may reach twice its size, since a caller gets its share of a full queue too."""
         num_callers = len(self._waiting.keys() | {caller})
-        num_mine = len(self._waiting.get(caller, ()))
+        num_own = len(self._waiting.get(caller, ()))
         share = max(1, _MAX_WAITING // num_callers)
         is_full = self._num_waiting >= _MAX_WAITING
-        if (is_full and num_mine >= share) or self._num_waiting >= 2 * _MAX_WAITING:
+        if (is_full and num_own >= share) or self._num_waiting >= 2 * _MAX_WAITING:
             raise CapacityError(
-                f"{num_mine} new grammars of this caller wait to be compiled, of "
+                f"{num_own} new grammars of this caller wait to be compiled, of "
                 f"{self._num_waiting} in all: try again, or use grammars that were compiled before"
             )
 

@@ -30,8 +30,8 @@ class Limits:
     """True if unknown fields are refused."""
 
     def update(self, other: "Limits") -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(other, each.name))
+        for field in fields(self):
+            setattr(self, field.name, getattr(other, field.name))
 
 
 def limits_of(config: LimitsConfig, *, max_model_len: int, max_running: int) -> Limits:

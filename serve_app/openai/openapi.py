@@ -137,8 +137,8 @@ def describe_truly(app: FastAPI, *, has_key: bool) -> None:
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         if "Error" in schemas:  # made before
             return document
-        for made_up in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(made_up, None)
+        for schema_name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(schema_name, None)
         schemas["Error"] = _ERROR
         if has_key:
             scheme = {"type": "http", "scheme": "bearer"}
@@ -177,22 +177,22 @@ def _success(path: str) -> Json:
 
 
 def _failures(operation: Json, path: str, *, needs_key: bool) -> list[int]:
-    found = set(_ALWAYS)
+    statuses = set(_ALWAYS)
     if needs_key:  # 503: the file of keys was wrong when this ingress started
-        found |= {int(HTTPStatus.UNAUTHORIZED), int(HTTPStatus.SERVICE_UNAVAILABLE)}
+        statuses |= {int(HTTPStatus.UNAUTHORIZED), int(HTTPStatus.SERVICE_UNAVAILABLE)}
     if "requestBody" in operation:
-        found |= _OF_BODIES
+        statuses |= _OF_BODIES
     if path in _GENERATION:
-        found |= _OF_GENERATION
+        statuses |= _OF_GENERATION
     if needs_key and path.startswith(OPERATORS):
-        found.add(int(HTTPStatus.FORBIDDEN))
+        statuses.add(int(HTTPStatus.FORBIDDEN))
     if path in ("/v1/models/{name}", f"{OPERATORS}traces/{{request_id}}"):
-        found.add(int(HTTPStatus.NOT_FOUND))
+        statuses.add(int(HTTPStatus.NOT_FOUND))
     if path in _CHANGES:
-        found |= _OF_CHANGES
+        statuses |= _OF_CHANGES
     if path in ("/health", "/ready", "/metrics") or path.startswith(OPERATORS):
-        found.add(int(HTTPStatus.SERVICE_UNAVAILABLE))
-    return sorted(found)
+        statuses.add(int(HTTPStatus.SERVICE_UNAVAILABLE))
+    return sorted(statuses)
 
 
 def _failure(status: int) -> Json:

@@ -34,21 +34,21 @@ async def paced(
 
     An error of the source is raised behind the tokens that came before it.
     """
-    made = _Made()
-    reading = asyncio.create_task(made.read(deltas))
+    buffer = _Buffer()
+    reading = asyncio.create_task(buffer.read(deltas))
     try:
-        while num_shown > 0 and (delta := await made.next()) is not None:
-            num_shown -= len(delta.added.tokens)
+        while num_shown > 0 and (delta := await buffer.next()) is not None:
+            num_shown -= len(delta.text_delta.tokens)
             yield delta
-        if not await made.has_begun():
+        if not await buffer.wait_for_first():
             return
         async for _ in _ticks(pace.interval_s):
-            if made.num_tokens >= pace.tokens_per_event or made.is_over:
-                chunk = made.take(pace.tokens_per_event)
+            if buffer.num_tokens >= pace.tokens_per_event or buffer.is_over:
+                chunk = buffer.take(pace.tokens_per_event)
                 if chunk is None:
                     return
                 yield chunk
-                if chunk.added.finish_reason is not None:
+                if chunk.text_delta.finish_reason is not None:
                     return
     finally:
         reading.cancel()
@@ -65,7 +65,7 @@ async def _ticks(interval_s: float) -> AsyncGenerator[None, None]:
         yield
 
 
-class _Made:
+class _Buffer:
     """The deltas of one text that an engine has made and that were not sent yet."""
 
     def __init__(self) -> None:
@@ -80,14 +80,14 @@ class _Made:
             async with aclosing(deltas):
                 async for delta in deltas:
                     self._deltas.append(delta)
-                    self.num_tokens += len(delta.added.tokens)
+                    self.num_tokens += len(delta.text_delta.tokens)
                     self._arrived.set()
         except Exception as error:  # raised again behind what came before it
             self._error = error
         self.is_over = True
         self._arrived.set()
 
-    async def has_begun(self) -> bool:
+    async def wait_for_first(self) -> bool:
         """Waits for the first delta; returns False if there is none. Raises the source's error."""
         await self._arrived.wait()
         if not self._deltas and self._error is not None:
@@ -96,42 +96,42 @@ class _Made:
 
     async def next(self) -> Delta | None:
         """Returns the next delta as soon as it is there; None behind the last one."""
-        if not await self.has_begun():
+        if not await self.wait_for_first():
             return None
         return self.take(1)
 
     def take(self, num_tokens: int) -> Delta | None:
         """Returns the next deltas with so many tokens as one; None if there is none. Raises the
         source's error behind the last one."""
-        taken: list[Delta] = []
+        batch: list[Delta] = []
         num_left = num_tokens
-        while self._deltas and len(self._deltas[0].added.tokens) <= num_left:
-            taken.append(self._deltas.popleft())
-            num_left -= len(taken[-1].added.tokens)
+        while self._deltas and len(self._deltas[0].text_delta.tokens) <= num_left:
+            batch.append(self._deltas.popleft())
+            num_left -= len(batch[-1].text_delta.tokens)
         self.num_tokens -= num_tokens - num_left
         if not self._deltas and not self.is_over:
             self._arrived.clear()
-        if taken:
-            return _together(taken, num_ahead=self.num_tokens)
+        if batch:
+            return _merged(batch, num_buffered=self.num_tokens)
         if self._error is not None:
             raise self._error
         return None
 
 
-def _together(deltas: list[Delta], *, num_ahead: int) -> Delta:
-    added = [delta.added for delta in deltas]
+def _merged(deltas: list[Delta], *, num_buffered: int) -> Delta:
+    text_deltas = [delta.text_delta for delta in deltas]
     return Delta(
         index=deltas[0].index,
-        added=TextDelta(
-            text="".join(each.text for each in added),
-            pieces=tuple(piece for each in added for piece in each.pieces),
-            tokens=tuple(token for each in added for token in each.tokens),
-            logprobs=tuple(entry for each in added for entry in each.logprobs),
-            finish_reason=added[-1].finish_reason,
-            stop_reason=added[-1].stop_reason,
+        text_delta=TextDelta(
+            text="".join(delta.text for delta in text_deltas),
+            pieces=tuple(token_text for delta in text_deltas for token_text in delta.pieces),
+            tokens=tuple(token for delta in text_deltas for token in delta.tokens),
+            logprobs=tuple(entry for delta in text_deltas for entry in delta.logprobs),
+            finish_reason=text_deltas[-1].finish_reason,
+            stop_reason=text_deltas[-1].stop_reason,
         ),
         rounds=tuple(emission for delta in deltas for emission in delta.rounds),
         at_s=time.monotonic(),
         text_s=sum(delta.text_s for delta in deltas),
-        num_ahead=num_ahead,
+        num_buffered=num_buffered,
     )

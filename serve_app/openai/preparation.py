@@ -196,8 +196,10 @@ class Preparation:
         self._codec = codec
         self._grammars = GrammarCompiler(lambda: codec, probe=GrammarProbe().check)
         self._tool_format = format_of(codec.tool_template)
-        mark = None if self._tool_format is None else self._special_id(self._tool_format.mark)
-        self._marks = frozenset[TokenId]() if mark is None else frozenset({mark})
+        marker_id = (
+            None if self._tool_format is None else self._special_id(self._tool_format.marker)
+        )
+        self._marks = frozenset[TokenId]() if marker_id is None else frozenset({marker_id})
         self._model_name = model_name
         self._max_positions = max_model_len
         self._kv_tokens = kv_tokens
@@ -290,19 +292,19 @@ class Preparation:
         if fields.top_logprobs is not None and not fields.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         tool_use = self._tool_use(fields)
-        told = {} if tool_use is None else {"tools": list(tool_use.tools)}
+        tool_options = {} if tool_use is None else {"tools": list(tool_use.tools)}
         prompt = self._codec.encode_chat(
-            conversation_of(fields.messages), **chat_options(fields), **told
+            conversation_of(fields.messages), **chat_options(fields), **tool_options
         )
         self._check_length(prompt, param="messages")
-        asked = fields.max_completion_tokens or fields.max_tokens
-        rest = self.max_model_len - len(prompt)
+        max_tokens = fields.max_completion_tokens or fields.max_tokens
+        room = self.max_model_len - len(prompt)
         return self._prepared(
             fields,
             kind="chat",
             start=start,
             prompts=(prompt,),
-            max_tokens=[self._checked_limit(asked, prompt, default=rest)],
+            max_tokens=[self._checked_limit(max_tokens, prompt, default=room)],
             echoed=[""],
             top_logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
             prompt_logprobs=fields.prompt_logprobs,
@@ -313,15 +315,15 @@ class Preparation:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self._model_name:
-            raise UnknownModel(asked=name, served=self._model_name)
+            raise UnknownModel(name=name, served=self._model_name)
 
     def _check(self, fields: GenerationFields) -> None:
         self.check_model(fields.model)
-        if refused := unsupported(fields):
+        if field := unsupported(fields):
             raise RequestError(
-                f"{refused}: this value would change the answer and is not supported here; "
+                f"{field}: this value would change the answer and is not supported here; "
                 "leave the field out",
-                param=refused,
+                param=field,
             )
         if fields.prompt_logprobs is not None and fields.stream:
             raise RequestError(
@@ -442,15 +444,15 @@ class Preparation:
             error.param = param
             raise error
 
-    def _checked_limit(self, asked: int | None, prompt: Prompt, *, default: int) -> int:
+    def _checked_limit(self, max_tokens: int | None, prompt: Prompt, *, default: int) -> int:
         room = self.max_model_len - len(prompt)
-        if asked is not None and asked > room:
+        if max_tokens is not None and max_tokens > room:
             raise RequestError(
-                f"max_tokens is {asked}, but the prompt's {len(prompt)} tokens leave {room} of "
-                f"the model's {self.max_model_len}: ask for at most {room}",
+                f"max_tokens is {max_tokens}, but the prompt's {len(prompt)} tokens leave {room} "
+                f"of the model's {self.max_model_len}: ask for at most {room}",
                 param="max_tokens",
             )
-        return min(default if asked is None else asked, room)
+        return min(default if max_tokens is None else max_tokens, room)
 
     def _echoed(self, fields: CompletionFields, prompt: str | Sequence[int]) -> str:
         if not fields.echo:
@@ -474,7 +476,7 @@ class Preparation:
         workload: str | None,
         tool_use: ToolUse | None = None,
     ) -> Prepared:
-        asked = self._asked_grammar(fields, tool_use)
+        constraint = self._constraint(fields, tool_use)
         caller = ANYONE if start.permit is None else start.permit.key
         nonce = start.origin.nonce.hex()
         request_id = fields.request_id or start.origin.request_id or nonce
@@ -486,7 +488,7 @@ class Preparation:
             max_tokens=min(max_tokens),
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
-            grammar=None if asked is None else asked.grammar,
+            grammar=None if constraint is None else constraint.grammar,
         )
         choices = [
             Choice(
@@ -499,7 +501,7 @@ class Preparation:
                         sampling, seed=choice_seed(seed, i), max_tokens=max(max_tokens[j], 1)
                     ),
                     speculation=fields.speculation.params,
-                    workload=self._workload(fields, kind=kind, named=workload),
+                    workload=self._workload(fields, kind=kind, workload=workload),
                     traceparent=traceparent,
                     resume_window_s=0.0 if start.digest is None else self._resume_window_s,
                     resumption=start.resumption,
@@ -512,8 +514,8 @@ class Preparation:
             for j, prompt in enumerate(prompts)
             for i in range(fields.n)
         ]
-        if asked is not None:
-            with naming(asked.param):
+        if constraint is not None:
+            with naming(constraint.param):
                 self._grammars.require_end(sampling.stop_token_ids)
         num_extras = sum(_num_extras(choice.request, fields) for choice in choices)
         self._check_extras(num_extras)
@@ -543,7 +545,7 @@ class Preparation:
             prompt_logprobs=fields.prompt_logprobs,
             return_token_ids=fields.return_token_ids,
             return_token_origins=fields.return_token_origins,
-            warnings=_warnings(fields, asked),
+            warnings=_warnings(fields, constraint),
             shown=start.shown,
             permit=start.permit,
             states_length=fields.states_length,
@@ -556,29 +558,33 @@ class Preparation:
         Raises RequestError for one that cannot be used.
         """
         tool_use = self._tool_use(fields) if isinstance(fields, ChatFields) else None
-        asked = self._asked_grammar(fields, tool_use)
-        return None if asked is None or self._grammars.is_valid(asked.grammar) else asked
+        constraint = self._constraint(fields, tool_use)
+        return (
+            None
+            if constraint is None or self._grammars.is_valid(constraint.grammar)
+            else constraint
+        )
 
-    def compile_grammar(self, asked: AskedGrammar) -> None:
+    def compile_grammar(self, constraint: AskedGrammar) -> None:
         """Compiles a grammar, which takes up to some seconds; pipelines compile what passes.
 
         Raises RequestError for one that cannot be used.
         """
-        with naming(asked.param):
-            self._grammars.check(asked.grammar)
+        with naming(constraint.param):
+            self._grammars.check(constraint.grammar)
 
-    def _asked_grammar(
+    def _constraint(
         self, fields: GenerationFields, tool_use: ToolUse | None
     ) -> AskedGrammar | None:
-        asked = asked_grammar(fields)
-        if asked is None or tool_use is None:
+        constraint = asked_grammar(fields)
+        if constraint is None or tool_use is None:
             forced = None if tool_use is None else tool_use.grammar
             notes = () if tool_use is None else tool_use.notes
-            return asked if forced is None else AskedGrammar("tools", forced, notes)
+            return constraint if forced is None else AskedGrammar("tools", forced, notes)
         raise RequestError(
-            f"found {asked.param} and tools, expected one of them: leave one out, or set "
+            f"found {constraint.param} and tools, expected one of them: leave one out, or set "
             "tool_choice to none",
-            param=asked.param,
+            param=constraint.param,
         )
 
     def _tool_use(self, fields: ChatFields) -> ToolUse | None:
@@ -587,12 +593,12 @@ class Preparation:
     def _special_id(self, text: str) -> TokenId | None:
         """Returns the special token that a text is; None where it is written as text."""
         tokens = self._codec.encode(text, add_special_tokens=False)
-        is_one = len(tokens) == 1 and tokens[0] in self._codec.special_token_ids
-        return tokens[0] if is_one else None
+        is_special = len(tokens) == 1 and tokens[0] in self._codec.special_token_ids
+        return tokens[0] if is_special else None
 
-    def _workload(self, fields: GenerationFields, *, kind: Kind, named: str | None) -> str:
+    def _workload(self, fields: GenerationFields, *, kind: Kind, workload: str | None) -> str:
         return workload_of(
-            fields.speculation.workload or named,
+            fields.speculation.workload or workload,
             kind=kind,
             temperature=fields.temperature,
             by_temperature=self._workloads_by_temperature,
@@ -605,20 +611,20 @@ class Preparation:
         return f"{permit.key.name}\n{salt}"  # a name has no line break
 
     def _draft_ceiling(self, fields: GenerationFields) -> int | None:
-        asked = fields.speculation
-        if asked.mode == "off":
+        speculation = fields.speculation
+        if speculation.mode == "off":
             return None
-        if asked.max_draft_tokens is None:
+        if speculation.max_draft_tokens is None:
             return self._max_draft_tokens
-        return min(asked.max_draft_tokens, self._max_draft_tokens)
+        return min(speculation.max_draft_tokens, self._max_draft_tokens)
 
 
-def _warnings(fields: GenerationFields, asked: AskedGrammar | None) -> tuple[str, ...]:
+def _warnings(fields: GenerationFields, constraint: AskedGrammar | None) -> tuple[str, ...]:
     unknown = (
         f"the field {name[:_LISTED_CHARS]!r} is not known and was ignored"
         for name in ignored(fields)
     )
-    return (*unknown, *(() if asked is None else asked.notes))[:_MAX_WARNINGS]
+    return (*unknown, *(() if constraint is None else constraint.notes))[:_MAX_WARNINGS]
 
 
 def _num_extras(request: Request, fields: GenerationFields) -> int:
@@ -634,7 +640,7 @@ def _num_extras(request: Request, fields: GenerationFields) -> int:
 
 def _more(first: int | None, second: int | None) -> int | None:
     """Returns the larger of two numbers of alternatives; None where both are."""
-    return max((each for each in (first, second) if each is not None), default=None)
+    return max((count for count in (first, second) if count is not None), default=None)
 
 
 def _response_id(kind: Kind, name: str) -> str:

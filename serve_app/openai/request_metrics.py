@@ -75,12 +75,12 @@ def num_cached_tokens(prepared: Prepared, tallies: Sequence[ChoiceTally]) -> int
     """Sums, over prompts, the tokens that were cached before any choice of the prompt ran."""
     cached: dict[int, int] = {}
     for choice, tally in zip(prepared.choices, tallies, strict=True):
-        known = cached.get(choice.prompt_index, tally.num_cached)
-        cached[choice.prompt_index] = min(known, tally.num_cached)
+        num_cached = cached.get(choice.prompt_index, tally.num_cached)
+        cached[choice.prompt_index] = min(num_cached, tally.num_cached)
     return sum(cached.values())
 
 
-def asked_attributes(prepared: Prepared, *, controller: str) -> Attributes:
+def request_attributes(prepared: Prepared, *, controller: str) -> Attributes:
     """`controller`: the service's default."""
     request = prepared.choices[0].request
     attributes: Attributes = {

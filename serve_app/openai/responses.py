@@ -192,14 +192,14 @@ class _GrowingChoice:
     def add(self, delta: Delta) -> None:
         if self._prompt_logprobs is None and delta.rounds:
             self._prompt_logprobs = delta.rounds[0].prompt_logprobs
-        self._text += delta.added.text
-        self._tokens += delta.added.tokens
+        self._text += delta.text_delta.text
+        self._tokens += delta.text_delta.tokens
         if self._wants_origins:
             self._take_origins(delta)
         if self._wants_logprobs:
             self._take_logprobs(delta)
-        self._finish_reason = delta.added.finish_reason
-        self._stop_reason = delta.added.stop_reason
+        self._finish_reason = delta.text_delta.finish_reason
+        self._stop_reason = delta.text_delta.stop_reason
 
     @property
     def num_chars(self) -> int:
@@ -229,14 +229,14 @@ class _GrowingChoice:
         """Returns the prompt's tokens, the first without a log-probability."""
         decoder, num_chars, num_stripped = StreamDecoder(self._codec), 0, 0
         entries: list[_Entry] = []
-        known = (None, *(self._prompt_logprobs or ()))
-        for token, logprobs in zip(self._prompt, known, strict=True):
+        prompt_logprobs = (None, *(self._prompt_logprobs or ()))
+        for token, logprobs in zip(self._prompt, prompt_logprobs, strict=True):
             offset = max(num_chars - num_stripped, 0)
             entries.append(_Entry(token, logprobs, min(offset, len(self._echoed))))
-            piece = decoder.feed_one(token)
-            if num_chars == 0 and piece.startswith(" ") and not self._echoed.startswith(" "):
+            token_text = decoder.feed_one(token)
+            if num_chars == 0 and token_text.startswith(" ") and not self._echoed.startswith(" "):
                 num_stripped = 1  # some tokenizers put a blank before a text
-            num_chars += len(piece)
+            num_chars += len(token_text)
         return entries
 
     @property
@@ -248,21 +248,21 @@ class _GrowingChoice:
 
         Log-probabilities of text that is held back go into the next chunk; those of an echoed
         prompt, which are not known before the first token, into the first."""
-        text = self._unshown_text(delta.added.text)
-        if self._was_over or (not text and delta.added.finish_reason is None):
+        text = self._unshown_text(delta.text_delta.text)
+        if self._was_over or (not text and delta.text_delta.finish_reason is None):
             return None
         message = self._message_delta(text)
         if message is None:
             return None
-        rest = self._rest(self._num_shown, has_calls=self._has_calls)
+        fields = self._common_fields(self._num_shown, has_calls=self._has_calls)
         if self._echoes_logprobs and self._num_shown == 0:
-            rest["logprobs"] = self._shape.of_text([*self._prompt_entries(), *self._entries])
+            fields["logprobs"] = self._shape.of_text([*self._prompt_entries(), *self._entries])
         self._num_shown = len(self._tokens)
         self._entries.clear()
         self._steps.clear()
         if self._is_chat:
-            return {"index": self._index, "delta": message, **rest}
-        return {"index": self._index, "text": text, **rest}
+            return {"index": self._index, "delta": message, **fields}
+        return {"index": self._index, "text": text, **fields}
 
     def _message_delta(self, text: str) -> Json | None:
         """Returns what this text adds to a message; None while all of it may become a call."""
@@ -272,9 +272,9 @@ class _GrowingChoice:
         if self._finish_reason is not None:
             parsed.append(self._parser.finish())
         delta: Json = {}
-        if content := "".join(each.content for each in parsed):
+        if content := "".join(chunk.content for chunk in parsed):
             delta["content"] = content
-        if calls := [_call_delta(call) for each in parsed for call in each.calls]:
+        if calls := [_call_delta(call) for chunk in parsed for call in chunk.calls]:
             delta["tool_calls"] = calls
         return delta if delta or self._finish_reason is not None else None
 
@@ -287,7 +287,7 @@ class _GrowingChoice:
         if use is None:
             return None
         return ToolCallParser(
-            use.form, names=use.names, seed=self._call_seed, most_calls=use.most_calls
+            use.form, names=use.names, seed=self._call_seed, max_calls=use.max_calls
         )
 
     def _unshown_text(self, text: str) -> str:
@@ -300,7 +300,7 @@ class _GrowingChoice:
 
     def whole(self) -> Json:
         if not self._is_chat:
-            choice = {"index": self._index, "text": self._text, **self._rest(0)}
+            choice = {"index": self._index, "text": self._text, **self._common_fields(0)}
             if self._echoes_logprobs:
                 entries = [*self._prompt_entries(), *self._entries]
                 choice["logprobs"] = self._shape.of_text(entries)
@@ -308,7 +308,11 @@ class _GrowingChoice:
                 choice["prompt_logprobs"] = self.prompt_logprobs()
             return choice
         message, has_calls = self._message()
-        return {"index": self._index, "message": message, **self._rest(0, has_calls=has_calls)}
+        return {
+            "index": self._index,
+            "message": message,
+            **self._common_fields(0, has_calls=has_calls),
+        }
 
     def _message(self) -> tuple[Json, bool]:
         """Returns the whole message, and whether it has calls."""
@@ -318,37 +322,37 @@ class _GrowingChoice:
             return message, False
         parsed = (parser.feed(self._text), parser.finish())
         calls: dict[int, Json] = {}
-        for delta in (call for each in parsed for call in each.calls):
+        for delta in (call for chunk in parsed for call in chunk.calls):
             call = calls.setdefault(delta.index, {"id": delta.id, "type": "function"})
             before = cast("dict[str, str]", call.get("function", {"name": "", "arguments": ""}))
             call["function"] = {
                 "name": delta.name or before["name"],
                 "arguments": before["arguments"] + delta.arguments,
             }
-        content = "".join(each.content for each in parsed)
+        content = "".join(chunk.content for chunk in parsed)
         message["content"] = content or (None if calls else "")
         if calls:
             message["tool_calls"] = list(calls.values())
         return message, bool(calls)
 
-    def _rest(self, start: int, *, has_calls: bool = False) -> Json:
+    def _common_fields(self, start: int, *, has_calls: bool = False) -> Json:
         finish_reason: str | None = self._finish_reason
         if has_calls and finish_reason == "stop":
             finish_reason = "tool_calls"
-        rest: Json = {
+        fields: Json = {
             "logprobs": self._logprobs(len(self._tokens) - start),
             "finish_reason": finish_reason,
             "stop_reason": self._stop_reason,
         }
         if self._wants_ids:
-            rest["token_ids"] = self._tokens[start:]
-            rest |= {"prompt_token_ids": list(self._prompt)} if start == 0 else {}
+            fields["token_ids"] = self._tokens[start:]
+            fields |= {"prompt_token_ids": list(self._prompt)} if start == 0 else {}
         if self._wants_origins:
-            rest["token_origins"] = self._origins[start : len(self._tokens)]
-            rest["token_texts"] = self._pieces[start:]
-            rest["per_step_drafted"] = [num_drafted for num_drafted, _ in self._steps]
-            rest["per_step_accepted"] = [num_accepted for _, num_accepted in self._steps]
-        return rest
+            fields["token_origins"] = self._origins[start : len(self._tokens)]
+            fields["token_texts"] = self._pieces[start:]
+            fields["per_step_drafted"] = [num_drafted for num_drafted, _ in self._steps]
+            fields["per_step_accepted"] = [num_accepted for _, num_accepted in self._steps]
+        return fields
 
     def _logprobs(self, num_last: int) -> Json | None:
         """Returns the log-probabilities of so many last tokens."""
@@ -358,7 +362,7 @@ class _GrowingChoice:
         return self._shape.of_chat(entries) if self._is_chat else self._shape.of_text(entries)
 
     def _take_origins(self, delta: Delta) -> None:
-        self._pieces += delta.added.pieces
+        self._pieces += delta.text_delta.pieces
         for emission in delta.rounds:
             self._origins += _origins(emission)
             # Before a resumed stream continues, it makes again what was sent.
@@ -366,13 +370,13 @@ class _GrowingChoice:
                 self._steps.append((emission.num_drafted, emission.num_accepted))
 
     def _take_logprobs(self, delta: Delta) -> None:
-        for token, piece, logprobs in zip(
-            delta.added.tokens, delta.added.pieces, delta.added.logprobs, strict=True
+        for token, token_text, logprobs in zip(
+            delta.text_delta.tokens, delta.text_delta.pieces, delta.text_delta.logprobs, strict=True
         ):
             offset = len(self._echoed) + self._num_chars
-            is_text = bool(piece) or token not in self._hidden
+            is_text = bool(token_text) or token not in self._hidden
             self._entries.append(_Entry(token, logprobs, offset, is_text=is_text))
-            self._num_chars += len(piece)
+            self._num_chars += len(token_text)
 
 
 def _call_delta(call: CallDelta) -> Json:
@@ -431,16 +435,16 @@ class _Logprobs:
         of a token that is not among them is not known."""
         if entry.logprobs is None:
             return None
-        found: Json = {}
+        alternatives: Json = {}
         pairs = [*entry.logprobs.top[:num_top], (entry.token, entry.logprobs.logprob)]
         for rank, (token, logprob) in enumerate(pairs, start=1):
-            if str(token) not in found:
-                found[str(token)] = {
+            if str(token) not in alternatives:
+                alternatives[str(token)] = {
                     "logprob": _finite(logprob),
                     "rank": rank if rank <= num_top else None,
                     "decoded_token": self._text(token),
                 }
-        return found
+        return alternatives
 
     def _chat_entry(self, entry: _Entry) -> Json:
         assert entry.logprobs is not None, "chats have no echo"

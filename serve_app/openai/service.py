@@ -28,7 +28,7 @@ from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.permits import Quotas
 from serve_app.openai.pacing import Pace, paced
 from serve_app.openai.preparation import Choice, Preparation, Prepared
-from serve_app.openai.request_metrics import asked_attributes, total_attributes
+from serve_app.openai.request_metrics import request_attributes, total_attributes
 from serve_app.openai.responses import Answer, Event, Json
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.sse import encoded, encoded_in_parts
@@ -127,11 +127,11 @@ class Service:
 
     async def _compile_grammar(self, fields: CompletionFields | ChatFields, *, caller: str) -> None:
         """Compiles the grammar of a request, unless it was compiled before."""
-        asked = await self._grammar_threads.run(
+        constraint = await self._grammar_threads.run(
             partial(self._preparation.new_grammar, fields), size=_SLOW
         )
-        if asked is not None:
-            compile_ = partial(self._preparation.compile_grammar, asked)
+        if constraint is not None:
+            compile_ = partial(self._preparation.compile_grammar, constraint)
             await self._grammars.run(compile_, caller=caller)
 
     def retry_after_s(self) -> float:
@@ -182,9 +182,9 @@ class Service:
         try:
             with self._span(prepared) as span:
                 sources = self._sources(prepared, traceparent_of(span))
-                together = merged(sources, at_once=self._max_choices_at_once)
+                stream = merged(sources, at_once=self._max_choices_at_once)
                 try:
-                    async with aclosing(self._in_time(prepared, together)) as deltas:
+                    async with aclosing(self._in_time(prepared, stream)) as deltas:
                         async for delta in deltas:
                             tallies[delta.index].add(delta)
                             yield delta
@@ -197,7 +197,7 @@ class Service:
         finally:
             # Those without a token say nothing about how fast others end.
             num_served = sum(tally.num_tokens > 0 for tally in tallies)
-            self._throughput.ended(num_served, num_refused=len(tallies) - num_served)
+            self._throughput.ended(num_served, num_empty=len(tallies) - num_served)
             charge(prepared, tallies, error=error)
             self._report(prepared, tallies)
 
@@ -226,7 +226,7 @@ class Service:
         self, prepared: Prepared, traceparent: str | None
     ) -> list[AsyncGenerator[Delta, None]]:
         """Returns what generates each choice that has to run."""
-        running = [each for each in prepared.choices if prepared.has_to_run(each)]
+        running = [choice for choice in prepared.choices if prepared.has_to_run(choice)]
         return [
             self._source(
                 choice, prepared, traceparent, is_continued=number >= self._max_choices_at_once
@@ -259,13 +259,13 @@ class Service:
             traceparent=request.traceparent,
             sampling=request.sampling,
             stream=prepared.stream,
-            attributes=asked_attributes(prepared, controller=self._controller),
+            attributes=request_attributes(prepared, controller=self._controller),
         )
 
     def _report(self, prepared: Prepared, tallies: Sequence[ChoiceTally]) -> None:
         if self._observe_request is None:
             return
-        now_s = time.monotonic()
+        end_s = time.monotonic()
         for choice, tally in zip(prepared.choices, tallies, strict=True):
             if not prepared.has_to_run(choice):
                 continue
@@ -274,7 +274,7 @@ class Service:
                     num_prompt_tokens=len(choice.request.prompt),
                     finish_reason=tally.finish_reason,
                     queue_s=tally.queue_s or 0.0,
-                    e2e_s=now_s - prepared.arrived_s,
+                    e2e_s=end_s - prepared.arrived_s,
                     time_to_first_token_s=(
                         None if tally.first_s is None else tally.first_s - prepared.arrived_s
                     ),
@@ -306,7 +306,9 @@ def size_of_chat(messages: Sequence[Message], options: Mapping[str, object]) -> 
 
 
 def _size_of_content(content: str | Sequence[ContentPart]) -> int:
-    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+    return (
+        len(content) if isinstance(content, str) else sum(len(segment.text) for segment in content)
+    )
 
 
 def _size_of_json(value: object) -> int:

@@ -34,7 +34,7 @@ KEEP_ALIVE_S = 10.0
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
-_LINE_BREAKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
+_LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 """Line breaks of Unicode that JSON leaves as they are, and clients split lines at."""
 
 
@@ -52,12 +52,12 @@ call that it makes."""
 def encoded(content: object) -> bytes:
     """Returns JSON of one line in UTF-8; half surrogates from the input stay escaped."""
     text = json.dumps(
-        content, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_made
+        content, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain_list
     )
     return text.translate(_LINE_BREAKS).encode("utf-8", errors="backslashreplace")
 
 
-def _made(value: object) -> list[object]:
+def _plain_list(value: object) -> list[object]:
     if isinstance(value, Listed):
         return value[:]
     raise TypeError(f"{value!r} is not JSON")
@@ -128,28 +128,28 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(EventSourceResponse):
     """Sends events until they end or the client leaves, and closes their source either way."""
 
-    def __init__(self, first: Event, rest: Events) -> None:
+    def __init__(self, first: Event, events: Events) -> None:
         """`first` is known before the stream begins: earlier errors get an HTTP status instead."""
         super().__init__(
-            _events(first, rest),
+            _events(first, events),
             headers={"Cache-Control": "no-cache"},
             sep="\n",
             ping=KEEP_ALIVE_S,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
         )
-        self._rest = rest
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._rest.aclose()
+            await self._events.aclose()
 
 
-async def _events(first: Event, rest: Events) -> AsyncGenerator[bytes, None]:
+async def _events(first: Event, events: Events) -> AsyncGenerator[bytes, None]:
     yield written(first)
     try:
-        async for event in rest:
+        async for event in events:
             yield written(event)
     except Exception as error:  # the status is sent already: the stream carries the error
         yield written(Event(http_error_of(error).body))

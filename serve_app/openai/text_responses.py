@@ -29,15 +29,15 @@ async def response_events(
     number = 0
     async with aclosing(chunks):
         try:
-            async for event in _named(chunks, prepared, fields):
+            async for event in _payloads(chunks, prepared, fields):
                 yield _numbered(event, number)
                 number += 1
         except Exception as error:
             if number == 0:  # it gets a status of its own
                 raise
-            said = http_error_of(error)
-            content = {"message": said.message, "code": said.code or said.type}
-            yield _numbered({"type": "error", **content, "param": said.param}, number)
+            http_error = http_error_of(error)
+            content = {"message": http_error.message, "code": http_error.code or http_error.type}
+            yield _numbered({"type": "error", **content, "param": http_error.param}, number)
 
 
 def _numbered(content: Json, number: int) -> Event:
@@ -45,28 +45,28 @@ def _numbered(content: Json, number: int) -> Event:
     return Event(content | {"sequence_number": number}, name=name.encode("ascii"))
 
 
-async def _named(
+async def _payloads(
     chunks: AsyncGenerator[Event, None], prepared: Prepared, fields: ResponsesFields
 ) -> AsyncGenerator[Json, None]:
     item_id, text, finish_reason = f"msg_{prepared.request_id}", "", None
-    place: Json = {"item_id": item_id, "output_index": 0, "content_index": 0}
+    location: Json = {"item_id": item_id, "output_index": 0, "content_index": 0}
     is_first = True
     async for chunk in chunks:
         content: Mapping[str, Any] = chunk.content or {}
         if is_first:
             is_first = False
-            begun = _object(prepared, fields, status="in_progress", output=[])
+            response = _object(prepared, fields, status="in_progress", output=[])
             item = _item(item_id, status="in_progress", content=[])
-            yield {"type": "response.created", "response": begun}
-            yield {"type": "response.in_progress", "response": begun}
+            yield {"type": "response.created", "response": response}
+            yield {"type": "response.in_progress", "response": response}
             yield {"type": "response.output_item.added", "output_index": 0, "item": item}
-            yield {"type": "response.content_part.added", **place, "part": _part("")}
+            yield {"type": "response.content_part.added", **location, "part": _content_part("")}
         for choice in content.get("choices", ()):
             if delta := choice["delta"].get("content"):
                 text += delta
                 yield {
                     "type": "response.output_text.delta",
-                    **place,
+                    **location,
                     "delta": delta,
                     "logprobs": [],
                 }
@@ -76,8 +76,8 @@ async def _named(
         whole = _ended(prepared, fields, text=text, finish_reason=finish_reason)
         whole |= {"usage": _usage(content["usage"]), "metrics": content["metrics"]}
         (item,) = whole["output"]
-        yield {"type": "response.output_text.done", **place, "text": text, "logprobs": []}
-        yield {"type": "response.content_part.done", **place, "part": _part(text)}
+        yield {"type": "response.output_text.done", **location, "text": text, "logprobs": []}
+        yield {"type": "response.content_part.done", **location, "part": _content_part(text)}
         yield {"type": "response.output_item.done", "output_index": 0, "item": item}
         yield {"type": f"response.{whole['status']}", "response": whole}
 
@@ -86,7 +86,7 @@ def _ended(
     prepared: Prepared, fields: ResponsesFields, *, text: str, finish_reason: str | None
 ) -> Json:
     status = "incomplete" if finish_reason == "length" else "completed"
-    item = _item(f"msg_{prepared.request_id}", status=status, content=[_part(text)])
+    item = _item(f"msg_{prepared.request_id}", status=status, content=[_content_part(text)])
     whole = _object(prepared, fields, status=status, output=[item])
     if status == "incomplete":
         whole["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -136,7 +136,7 @@ def _item(item_id: str, *, status: str, content: list[Json]) -> Json:
     }
 
 
-def _part(text: str) -> Json:
+def _content_part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 

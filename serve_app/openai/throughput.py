@@ -21,9 +21,9 @@ class Throughput:
     def started(self, num_choices: int) -> None:
         self.num_live += num_choices
 
-    def ended(self, num_choices: int, *, num_refused: int = 0) -> None:
-        """Counts choices that are not live any more; `num_refused` of them have got no token."""
-        self.num_live -= num_choices + num_refused
+    def ended(self, num_choices: int, *, num_empty: int = 0) -> None:
+        """Counts choices that are not live any more; `num_empty` of them have got no token."""
+        self.num_live -= num_choices + num_empty
         self._ended_s.extend([self._clock()] * num_choices)
         self._forget()
 

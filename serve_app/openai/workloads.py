@@ -29,15 +29,15 @@ UNNAMED_CLASSES = frozenset(
 
 
 def workload_of(
-    named: str | None,
+    name: str | None,
     *,
     kind: Literal["chat", "completion"],
     temperature: float,
     by_temperature: bool,
 ) -> str:
-    """Returns `named`, or without it e.g. `chat/t0`."""
-    if named is not None:
-        return named
+    """Returns the name, or without one e.g. `chat/t0`."""
+    if name is not None:
+        return name
     return f"{kind}/{_band(temperature)}" if by_temperature else kind
 
 

@@ -45,8 +45,8 @@ class ServiceConnection:
 
     def priors(self) -> Mapping[str, object]:
         """Returns all pools, in the form that `set_priors` takes."""
-        found: Mapping[str, object] = self._ask("priors")
-        return found
+        priors: Mapping[str, object] = self._ask("priors")
+        return priors
 
     def set_priors(self, snapshot: Mapping[str, object]) -> int:
         """Replaces the pools; returns the number of classes. Raises ConfigError for an invalid

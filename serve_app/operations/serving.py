@@ -36,7 +36,7 @@ from serve_app.config import RouterConfig, ServiceConfig, require_key
 from serve_app.keys import KeyRing, operators_key
 from serve_app.operations.start_line import StartLine, shown_of
 from serve_app.operations.waiting import ChangedReason
-from serve_app.pipeline.assembly import require_room_here
+from serve_app.pipeline.assembly import require_local_room
 from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.router import find_router, pipelines_of, router_handle
 from serve_app.session.local_ray import connected_ray, local_ray, service_ray
@@ -104,7 +104,9 @@ def run_service(
     stopping.listen()
     try:
         with ray_errors_in_a_line(), _hidden_key(config) as api_key:
-            serve_ = _serve_here if address is None else partial(_serve_on_cluster, address=address)
+            serve_ = (
+                _serve_locally if address is None else partial(_serve_on_cluster, address=address)
+            )
             serve_(config, stopping, api_key=api_key, shows_logs=shows_logs, line=line)
     except SystemExit:  # Ray's own handler answers a signal while Ray starts
         logger.info("stopped while starting")
@@ -135,11 +137,11 @@ def stop_service(address: str, *, app_name: str, router: RouterConfig) -> None:
     """Removes the service from the cluster. Raises ConfigError if it is not there."""
     with connected_ray(address, shows_logs=False), ray_errors_in_a_line():
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        found = sorted(serve.status().applications)
-        if app_name not in found:
+        applications = sorted(serve.status().applications)
+        if app_name not in applications:
             raise ConfigError(
                 f"no application {app_name!r} in the cluster at {address}, which has "
-                f"{', '.join(found) or 'none'}: name it with --app"
+                f"{', '.join(applications) or 'none'}: name it with --app"
             )
         _flush(app_name)
         remove_application(app_name, router)
@@ -152,7 +154,7 @@ def remove_application(app_name: str, router: RouterConfig) -> None:
         ray.kill(ray.get_actor(router.name, namespace=router.namespace))
 
 
-def _serve_here(
+def _serve_locally(
     config: ServiceConfig,
     stopping: Stopping,
     *,
@@ -170,7 +172,7 @@ def _serve_here(
     with service_ray(config, shows_logs=shows_logs, logs=logs):
         stopping.listen()
         line.stage("starting Serve")
-        require_room_here(config)
+        require_local_room(config)
         router_handle(config)  # starts while Serve does, instead of when a pipeline asks for it
         url = _start_serve(config, updates=False)
         watch = _ray_watch(say, patience_s=config.recovery.drain_s)
@@ -345,8 +347,8 @@ class WaitingLine:
     async def _look(self) -> None:
         config = self._config
         app, router = config.app_name, find_router(config.router)
-        _, listed = await pipelines_of(router, app=app, known="", wait_s=0.0)
-        reports = [each.report for each in listed]
+        _, listed = await pipelines_of(router, app=app, membership_id="", wait_s=0.0)
+        reports = [pipeline.report for pipeline in listed]
         leases = await waiting_for_room(app, namespace=config.router.namespace)
         self._line.show(shown_of(reports, compiles=is_compiling()))
         reasons = [
@@ -463,11 +465,11 @@ def _stay(config: ServiceConfig, stopping: Stopping, *, watch: RayWatch, say: Sa
 def _status_of(app_name: str) -> ApplicationStatus | None:
     """Returns DELETING also for an application that is gone; None if Serve does not answer."""
     try:
-        found = serve.status().applications.get(app_name) if is_serve_running() else None
+        application = serve.status().applications.get(app_name) if is_serve_running() else None
     except Exception as error:  # Serve's controller is being replaced, or Ray is gone
         logger.info("no answer from Serve: error=%r", error)
         return None
-    return ApplicationStatus.DELETING if found is None else found.status
+    return ApplicationStatus.DELETING if application is None else application.status
 
 
 def _take_down(config: ServiceConfig, *, is_ours: bool) -> None:
@@ -500,9 +502,9 @@ def _flush(app_name: str) -> None:
 def _failure(status: ApplicationStatusOverview) -> EesdError:
     """Returns the reason: the last error of this project in the traceback that Serve reports."""
     message = "\n".join([status.message, *(d.message for d in status.deployments.values())])
-    found = _OURS.findall(message)
-    if found:
-        kind, text = found[-1]
+    errors = _OURS.findall(message)
+    if errors:
+        kind, text = errors[-1]
         return (
             ConfigError(text) if kind in ("ConfigError", "CheckpointError") else EngineError(text)
         )
@@ -528,12 +530,12 @@ def _url(config: ServiceConfig, *, has_tls: bool = False) -> str:
 
 def _stop_command(config: ServiceConfig, address: str) -> str:
     default = RouterConfig()
-    named = [
+    options = [
         ("--app", config.app_name, ServiceConfig.model_fields["app_name"].default),
         ("--router", config.router.name, default.name),
         ("--namespace", config.router.namespace, default.namespace),
     ]
-    words = [f" {flag} {name}" for flag, name, usual in named if name != usual]
+    words = [f" {flag} {name}" for flag, name, usual in options if name != usual]
     return f"`eesd stop --address {address}{''.join(words)}`"
 
 

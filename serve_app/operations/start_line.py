@@ -114,10 +114,12 @@ class TerminalLine(StartLine):
 
 @contextmanager
 def start_line(
-    stream: TextIO, *, say: Callable[[str], None], is_wanted: bool = True
+    stream: TextIO, *, say: Callable[[str], None], shows_progress: bool = True
 ) -> Iterator[StartLine]:
     """Yields the line of this stream; it ends with the block, if not before."""
-    is_drawn = is_wanted and stream.isatty() and os.environ.get("TERM", "dumb") not in _NO_CURSOR
+    is_drawn = (
+        shows_progress and stream.isatty() and os.environ.get("TERM", "dumb") not in _NO_CURSOR
+    )
     line = TerminalLine(stream, say) if is_drawn else StartLine(say)
     try:
         yield line
@@ -132,7 +134,7 @@ def shown_of(reports: "Sequence[PipelineReport]", *, compiles: bool) -> Shown:
     loads = [load for start in starts for load in start.loads]
     num_slots = sum(start.num_slots for start in starts)
     num_workers = sum(start.num_workers for start in starts)
-    is_known = len(starts) == len(coming) and all(map(_is_known, starts))
+    has_totals = len(starts) == len(coming) and all(map(_has_total, starts))
     num_ready = len(reports) - len(coming)
     before = f"{num_ready} of {len(reports)} pipelines ready, " if len(reports) > 1 else ""
     kernels = "kernels are being compiled" if compiles else ""
@@ -145,23 +147,23 @@ def shown_of(reports: "Sequence[PipelineReport]", *, compiles: bool) -> Shown:
         stage = "compiling kernels" if compiles else "reading the model"
         return Shown(stage=before + stage)
     done, total = (sum(load.bytes_done for load in loads), sum(load.bytes_total for load in loads))
-    parts = [_part(load) for load in loads if load.bytes_done < load.bytes_total]
-    is_over = is_known and not parts
+    load_texts = [_load_text(load) for load in loads if load.bytes_done < load.bytes_total]
+    is_over = has_totals and not load_texts
     stage = "weights loaded, preparing the first round" if is_over else "loading weights"
     return Shown(
         stage=before + stage,
-        num_done=done if is_known else 0,
-        num_all=total if is_known else None,
-        detail=", ".join(filter(None, [kernels, _bytes(done, total), *parts])),
+        num_done=done if has_totals else 0,
+        num_all=total if has_totals else None,
+        detail=", ".join(filter(None, [kernels, _bytes(done, total), *load_texts])),
     )
 
 
-def _is_known(start: "StartReport") -> bool:
+def _has_total(start: "StartReport") -> bool:
     """Returns whether every rank has said how much it loads."""
     return 0 < start.num_slots == len(start.loads)
 
 
-def _part(load: "RankLoad") -> str:
+def _load_text(load: "RankLoad") -> str:
     return f"{load.rank} {load.bytes_done / load.bytes_total:.0%}".replace("%", " %")
 
 

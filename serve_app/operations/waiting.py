@@ -23,13 +23,13 @@ class ChangedReason:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._said = ""
+        self._last_kind = ""
 
     def __call__(self, reason: str) -> None:
         kind = _NUMBERS.sub("", reason)
-        if reason and kind != self._said:
+        if reason and kind != self._last_kind:
             self._say(reason)
-        self._said = kind
+        self._last_kind = kind
 
 
 def wait_until_healthy(

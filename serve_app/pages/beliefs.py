@@ -44,12 +44,12 @@ class FirstNames:
         return self._num_of[caller] < self._limit_of_a_caller
 
 
-def belief_page(workloads: Mapping[str, Mapping[str, Any]], *, named: Collection[str]) -> bytes:
+def belief_page(workloads: Mapping[str, Mapping[str, Any]], *, labels: Collection[str]) -> bytes:
     """Returns gauges of the pooled belief of each class, from `describe` of the router; those
-    without a label of their own (`named`) are added up."""
+    that are not in `labels` are added up."""
     grouped: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for workload, belief in workloads.items():
-        grouped[workload if workload in named else OTHER].append(belief)
+        grouped[workload if workload in labels else OTHER].append(belief)
     registry = CollectorRegistry()
     for name, value_of, text in (
         ("acceptance", _mean, "Expected acceptance of a drafted token."),

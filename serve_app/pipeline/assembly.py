@@ -117,9 +117,9 @@ class Assembly:
         """Frees room that a supervisor left behind which had no worker yet."""
         app, namespace = self._spec.app, self._spec.namespace
         try:
-            _, listed = await pipelines_of(self._router, app=app, known="", wait_s=0.0)
+            _, listed = await pipelines_of(self._router, app=app, membership_id="", wait_s=0.0)
             workers = await asyncio.to_thread(workers_named, f"{app}/", namespace=namespace)
-            supervised = {each.report.pipeline_id for each in listed}
+            supervised = {pipeline.report.pipeline_id for pipeline in listed}
             present = supervised.union(workers.values(), {self._spec.pipeline})
             await asyncio.to_thread(remove_abandoned_groups, app, present=present)
         except (EngineError, RayError, ValueError) as error:
@@ -151,11 +151,11 @@ class Assembly:
                 owner=self._spec.owner,
                 on_wait=self._wait,
             )
-            counted, gpus = gpus, _gpus_per_rank(engine)
-            if counted == gpus:
+            old_gpus, gpus = gpus, _gpus_per_rank(engine)
+            if old_gpus == gpus:
                 return slots, groups
             logger.info(
-                "placed again: pipeline=%s gpus_per_rank=%g, was %g", self._name, gpus, counted
+                "placed again: pipeline=%s gpus_per_rank=%g, was %g", self._name, gpus, old_gpus
             )
             groups.remove()
 
@@ -163,7 +163,7 @@ class Assembly:
         return _slots(self._config, gpus)
 
 
-def require_room_here(config: ServiceConfig) -> None:
+def require_local_room(config: ServiceConfig) -> None:
     """Raises ConfigError if the present nodes, when nothing else runs on them, have no room for a
     pipeline: for a Ray that no node will join."""
     slots = _slots(config, _gpus_per_rank(config.engine))
@@ -190,5 +190,5 @@ def _gpus_per_rank(engine: EngineConfig) -> float:
         num_gpus=ray.cluster_resources().get("GPU", 0.0),
         num_verify_ranks=engine.parallel.verify_tensor_parallel_size,
         num_draft_ranks=engine.parallel.draft_tensor_parallel_size,
-        must_have_one=engine.model.device == "cuda",
+        needs_gpu=engine.model.device == "cuda",
     )

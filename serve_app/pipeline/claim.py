@@ -58,7 +58,7 @@ def _weights_of(config: ServiceConfig) -> list[tuple[str, int, int]]:
     folder is on the workers' nodes only."""
     folders = [config.engine.model.path, config.engine.model.head]
     return [
-        (str(file), (found := file.stat()).st_size, found.st_mtime_ns)
+        (str(file), (stat := file.stat()).st_size, stat.st_mtime_ns)
         for folder in folders
         if folder is not None
         for file in sorted(folder.rglob("*.safetensors"))
@@ -69,11 +69,15 @@ async def orphans_of(config: ServiceConfig, lease: Lease) -> Orphans | None:
     """Returns workers of a dead supervisor, the first of them claimed already, so that no other
     supervisor takes them; None if there are none. Ends those of other configurations."""
     namespace = config.router.namespace
-    found = await asyncio.to_thread(workers_named, f"{config.app_name}/", namespace=namespace)
-    tenancies = await asyncio.gather(*[tenancy_of(name, namespace=namespace) for name in found])
+    worker_pipelines = await asyncio.to_thread(
+        workers_named, f"{config.app_name}/", namespace=namespace
+    )
+    tenancies = await asyncio.gather(
+        *[tenancy_of(name, namespace=namespace) for name in worker_pipelines]
+    )
     by_pipeline: dict[str, dict[str, Tenancy]] = {}
     silent: dict[str, list[str]] = {}
-    for (name, pipeline), tenancy in zip(found.items(), tenancies, strict=True):
+    for (name, pipeline), tenancy in zip(worker_pipelines.items(), tenancies, strict=True):
         if tenancy is None:
             silent.setdefault(pipeline, []).append(name)
         else:

@@ -151,9 +151,9 @@ class Pipeline:
         orphans = await orphans_of(config, lease)
         name = f"{config.app_name}-{uuid.uuid4().hex[:8]}"
         self._name = name if orphans is None else orphans.pipeline
-        promotion = await promotion_of(self._router, in_place_of=_head_key(config))
+        promotion = await promotion_of(self._router, head_key=_head_key(config))
         self._speed = SpeedOf(self._of_leader)
-        self._told_s = time.monotonic()
+        self._last_report_s = time.monotonic()
         """Time at which the router last took a heartbeat."""
         assembly = Assembly(
             config,
@@ -271,8 +271,8 @@ class Pipeline:
                 return ()
             return spans
 
-        parts = await asyncio.gather(*[of(worker) for worker in workers])
-        return tuple(span for part in parts for span in part)
+        answers = await asyncio.gather(*[of(worker) for worker in workers])
+        return tuple(span for spans in answers for span in spans)
 
     async def control(self) -> PipelineControl:
         """Returns what the controllers of this pipeline decide from."""
@@ -290,7 +290,7 @@ class Pipeline:
         """
         pause_s = self._config.recovery.pause_for(self._supervisor.start_s)
         report = await self._supervisor.load_head(
-            folder, in_place_of=_head_key(self._config), pause_s=pause_s
+            folder, head_key=_head_key(self._config), pause_s=pause_s
         )
         await self._publish_status()
         logger.info("promoted: pipeline=%s head=%s", self._name, report.sha256[:12])
@@ -380,7 +380,7 @@ class Pipeline:
             return
         try:
             self._draining.follow(must_leave=await beat(self._router, self._report()))
-            self._told_s = time.monotonic()
+            self._last_report_s = time.monotonic()
         except PeerLost:
             self._without_router()
             if self._finding is None or self._finding.done():
@@ -391,7 +391,7 @@ class Pipeline:
 
     def _without_router(self) -> None:
         """Takes requests again if autoscaling has drained this pipeline: its router is away."""
-        if time.monotonic() - self._told_s > self._config.router.expiry_s:
+        if time.monotonic() - self._last_report_s > self._config.router.expiry_s:
             self._draining.follow(must_leave=False)
 
     async def _find_router(self) -> None:

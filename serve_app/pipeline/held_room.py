@@ -61,8 +61,8 @@ async def held_rooms(namespace: str) -> tuple[HeldRoom, ...]:
 def _is_waiting(app: str) -> bool:
     """Returns whether a placement group of the application has no room."""
     return any(
-        each["name"].startswith(f"{app}/") and each["state"] in ("PENDING", "RESCHEDULING")
-        for each in placement_group_table().values()
+        group["name"].startswith(f"{app}/") and group["state"] in ("PENDING", "RESCHEDULING")
+        for group in placement_group_table().values()
     )
 
 
@@ -78,9 +78,9 @@ def _held_by(
         prefix = pipeline_prefix(app, pipeline)
         bundles = [
             bundle
-            for each in groups
-            if each["name"].startswith(prefix) and each["state"] != "REMOVED"
-            for bundle in each["bundles"].values()
+            for group in groups
+            if group["name"].startswith(prefix) and group["state"] != "REMOVED"
+            for bundle in group["bundles"].values()
         ]
         rooms.append(
             HeldRoom(

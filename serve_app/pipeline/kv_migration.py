@@ -62,9 +62,9 @@ class StreamMove:
     request_id: RequestId
     num_pages: int = 0
     """Copied pages; every rank has its part of each."""
-    num_found: int = 0
+    num_present: int = 0
     """Pages that the target had already."""
-    num_refused: int = 0
+    num_skipped: int = 0
     """Pages for which the target had no room."""
     num_bytes: int = 0
     """Sum over all ranks."""
@@ -94,8 +94,8 @@ class MigrationReport:
         return sum(move.num_pages for move in self.streams)
 
     @property
-    def num_found(self) -> int:
-        return sum(move.num_found for move in self.streams)
+    def num_present(self) -> int:
+        return sum(move.num_present for move in self.streams)
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +103,7 @@ class MigrationReport:
 
     @property
     def how(self) -> Literal["pages", "recomputed"]:
-        return "pages" if self.num_pages or self.num_found else "recomputed"
+        return "pages" if self.num_pages or self.num_present else "recomputed"
 
 
 async def migrate(
@@ -138,12 +138,12 @@ async def migrate(
         await moving.tell(request_ids, to=None)  # without pages, the least busy pipeline will do
     finally:
         await moving.close()
-    if num_refused := sum(move.num_refused for move in moving.moves):
-        trouble = trouble or f"no room there for {num_refused} pages"
+    if num_skipped := sum(move.num_skipped for move in moving.moves):
+        trouble = trouble or f"no room there for {num_skipped} pages"
     report = MigrationReport(
         by=source.pipeline,
         to=target.pipeline,
-        num_requests=moving.num_told,
+        num_requests=moving.num_evicted,
         streams=tuple(moving.moves),
         copy_s=copy_s,
         seconds=time.monotonic() - began_s,
@@ -164,7 +164,7 @@ class _Moving:
         self, source: Contacts, target: Contacts, *, timeout_s: float, reason: str
     ) -> None:
         self.moves: list[StreamMove] = []
-        self.num_told = 0
+        self.num_evicted = 0
         self._source = source
         self._target = target
         self._timeout_s = timeout_s
@@ -193,13 +193,13 @@ class _Moving:
                     raise
             finally:
                 move.copy_s = time.monotonic() - began_s
-                has_pages = move.num_pages or move.num_found
+                has_pages = move.num_pages or move.num_present
                 await self.tell([request_id], to=self._target.pipeline if has_pages else None)
 
     async def tell(self, request_ids: Collection[RequestId] | None, *, to: str | None) -> None:
         """Tells these streams (None: all) where to continue."""
         migrated = Migrated(by=self._source.pipeline, to=to, reason=self._reason)
-        self.num_told += await self._ask(self._source.drafter, "evict", request_ids, migrated)
+        self.num_evicted += await self._ask(self._source.drafter, "evict", request_ids, migrated)
 
     async def close(self) -> None:
         """Closes the links that answer; the others close by themselves."""
@@ -211,19 +211,21 @@ class _Moving:
     async def _backends(self) -> Mapping[str, Backend]:
         """Returns what moves each rank's pages. Each rank's pages depend on its machine, so every
         rank has to agree with its peer rank: raises EngineError if one does not."""
-        mine, theirs = self._source.ranks, self._target.ranks
+        source_ranks, target_ranks = self._source.ranks, self._target.ranks
         refusal = f"{self._target.pipeline} cannot go on from pages of this pipeline"
-        if list(mine) != list(theirs):
+        if list(source_ranks) != list(target_ranks):
             raise EngineError(
-                f"{refusal}: its ranks are {list(mine)} here and {list(theirs)} there"
+                f"{refusal}: its ranks are {list(source_ranks)} here and {list(target_ranks)} there"
             )
-        ranks = (*mine.items(), *theirs.items())
+        ranks = (*source_ranks.items(), *target_ranks.items())
         layouts: list[KvLayout] = await asyncio.gather(*(self._ask(r, "kv_layout") for r in ranks))
         backends: dict[str, Backend] = {}
-        for rank_name, here, there in zip(mine, layouts, layouts[len(mine) :], strict=False):
-            if (difference := here.why_not(there)) is not None:
+        for rank_name, source_layout, target_layout in zip(
+            source_ranks, layouts, layouts[len(source_ranks) :], strict=False
+        ):
+            if (difference := source_layout.why_not(target_layout)) is not None:
                 raise EngineError(f"{refusal}: {rank_name}: {difference}")
-            backends[rank_name] = here.backend_to(there)
+            backends[rank_name] = source_layout.backend_to(target_layout)
         return backends
 
     async def _order(self, request_ids: Collection[RequestId] | None) -> list[RequestId]:
@@ -238,13 +240,13 @@ class _Moving:
     async def _connect(self, backends: Mapping[str, Backend]) -> None:
         meeting: Meeting = await self._ask(self._target.drafter, "meet", self._timeout_s)
         self._link = meeting.number
-        one, other = self._source.pipeline, self._target.pipeline
+        source, target = self._source.pipeline, self._target.pipeline
 
         def link(rank_name: str, end: End) -> PageLink:
             return PageLink(
                 meeting=meeting,
                 rank_name=rank_name,
-                ends=(f"{rank_name} of {one}", f"{rank_name} of {other}"),
+                ends=(f"{rank_name} of {source}", f"{rank_name} of {target}"),
                 end=end,
                 backend=backends[rank_name],
                 timeout_s=self._timeout_s,
@@ -256,15 +258,15 @@ class _Moving:
     async def _copy_part(self, move: StreamMove) -> bool:
         """Leases pages of the stream that are full now and not in the target, copies some of them,
         and registers them only if nothing failed. Returns whether there are more to copy."""
-        mine, theirs, timeout_s = self._source.drafter, self._target.drafter, self._timeout_s
-        lease: PageLease = await self._ask(mine, "lease_pages", [move.request_id], timeout_s)
+        source, target, timeout_s = self._source.drafter, self._target.drafter, self._timeout_s
+        lease: PageLease = await self._ask(source, "lease_pages", [move.request_id], timeout_s)
         pages: PageReservation | None = None
         try:
-            pages = await self._ask(theirs, "reserve_pages", lease, self._limit, timeout_s)
+            pages = await self._ask(target, "reserve_pages", lease, self._limit, timeout_s)
             num_bytes = await self._travel(pages) if pages.moves else 0
-            if not await self._ask(mine, "return_pages", lease.number):
+            if not await self._ask(source, "return_pages", lease.number):
                 raise EngineError(f"{self._source.pipeline} lost its pages while they were copied")
-            if not await self._ask(theirs, "adopt_pages", pages.number):
+            if not await self._ask(target, "adopt_pages", pages.number):
                 raise EngineError(f"{self._target.pipeline} was interrupted during the copy")
         except (_Unanswered, asyncio.CancelledError):
             # A rank may still be writing: the reservation is left to expire.
@@ -274,10 +276,10 @@ class _Moving:
             await self._give_up(lease, pages)
             raise
         if not move.num_pages:
-            move.num_found = pages.num_found
+            move.num_present = pages.num_found
         move.num_pages += len(pages.moves)
         move.num_bytes += num_bytes
-        move.num_refused = pages.num_refused
+        move.num_skipped = pages.num_refused
         return pages.num_left > 0 and not pages.num_refused
 
     async def _travel(self, reservation: PageReservation) -> int:
@@ -302,7 +304,7 @@ class _Moving:
             self._limit *= 2
         elif share > 1 / 4:
             self._limit = max(1, self._limit // 2)
-        return sum(sent.num_bytes for sent in traffic[::2])
+        return sum(sender.num_bytes for sender in traffic[::2])
 
     async def _on_all_ranks(
         self, methods: tuple[str, str], argument: Callable[[str, End], object], *, timeout_s: float
@@ -377,6 +379,6 @@ class KvMigration:
         self, other: PipelineReport, reason: str, budget_s: float | None
     ) -> MigrationReport:
         """Raises EngineError if the other pipeline or this one's drafting actor does not answer."""
-        mine = await self._contacts()
-        theirs = Contacts(pipeline=other.pipeline_id, ranks=other.ranks)
-        return await self._migrate(mine, theirs, budget_s=budget_s, reason=reason)
+        source = await self._contacts()
+        target = Contacts(pipeline=other.pipeline_id, ranks=other.ranks)
+        return await self._migrate(source, target, budget_s=budget_s, reason=reason)

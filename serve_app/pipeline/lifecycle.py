@@ -35,7 +35,7 @@ class Action(Enum):
 class SupervisedState:
     """The state from which `next_action` decides."""
 
-    is_wanted: bool = True
+    is_deployed: bool = True
     """False once Serve takes the pipeline down."""
     is_hopeless: bool = False
     """It broke too often without progress, was not started in time, or its configuration is
@@ -43,7 +43,7 @@ class SupervisedState:
     epoch: EpochKind = EpochKind.NONE
     is_broken: bool = False
     """The epoch has lost a worker, or its loop has failed."""
-    is_head_refused: bool = False
+    is_head_unloadable: bool = False
     """The promoted exit head cannot be loaded; the configured one can."""
     must_wait: bool = False
     """The last attempt failed a moment ago."""
@@ -70,7 +70,7 @@ _NONE, _FULL, _DEGRADED = EpochKind.NONE, EpochKind.FULL, EpochKind.DEGRADED
 RULES: tuple[Rule, ...] = (
     Rule(
         "Serve takes the pipeline down",
-        lambda s: not s.is_wanted,
+        lambda s: not s.is_deployed,
         Action.RELEASE,
         "over",
     ),
@@ -89,7 +89,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "no epoch, and the promoted exit head cannot be loaded",
-        lambda s: s.epoch is _NONE and s.is_head_refused,
+        lambda s: s.epoch is _NONE and s.is_head_unloadable,
         Action.RESET_HEAD,
         "no epoch",
     ),

@@ -41,7 +41,7 @@ class Pulse:
         self._silent_s += seconds
         self._still_s += seconds
 
-    def heard(self, status: WorkerStatus) -> None:
+    def received(self, status: WorkerStatus) -> None:
         before, self._status = self._status, status
         self._silent_s = 0.0
         if not (status.is_busy and _is_same_work(before, status)):
@@ -77,10 +77,10 @@ class Pulse:
         return self._allowed_s + self._timings.peers_s if self._status.is_busy else inf
 
 
-def _is_same_work(before: WorkerStatus, now: WorkerStatus) -> bool:
+def _is_same_work(before: WorkerStatus, after: WorkerStatus) -> bool:
     return before.is_busy and (before.epoch, before.phase, before.progress, before.num_moved) == (
-        now.epoch,
-        now.phase,
-        now.progress,
-        now.num_moved,
+        after.epoch,
+        after.phase,
+        after.progress,
+        after.num_moved,
     )

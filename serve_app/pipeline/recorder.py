@@ -96,15 +96,15 @@ class RecorderFolder:
         del request  # every one has the same chance
         return self._rng.random() < self._sample_rate
 
-    def put(self, piece: VerifiedPiece) -> None:
-        size = self._size_of(piece)
+    def put(self, segment: VerifiedPiece) -> None:
+        size = self._size_of(segment)
         with self._lock:
             if self._waiting_bytes + size > min(_MAX_WAITING_BYTES, self._max_bytes):
                 self._num_dropped += 1
                 return
             if not self._waiting:
                 self._oldest_s = time.monotonic()
-            self._waiting.append(piece)
+            self._waiting.append(segment)
             self._waiting_bytes += size
             self._lock.notify_all()
 
@@ -125,21 +125,21 @@ class RecorderFolder:
 
     def _run(self) -> None:
         while True:
-            pieces = self._next_batch()
+            segments = self._next_batch()
             try:
-                num_bytes = self._write([self._sequence(piece) for piece in pieces])
+                num_bytes = self._write([self._sequence(segment) for segment in segments])
                 error: Exception | None = None
             except Exception as raised:  # no error of a disk or device may stop serving
                 error = raised
                 logger.warning(
-                    "not recorded: texts=%d folder=%s error=%r", len(pieces), self._folder, raised
+                    "not recorded: texts=%d folder=%s error=%r", len(segments), self._folder, raised
                 )
             with self._lock:
                 if error is None:
-                    self._num_written += len(pieces)
+                    self._num_written += len(segments)
                     self._num_bytes = num_bytes
                 else:
-                    self._num_dropped += len(pieces)
+                    self._num_dropped += len(segments)
                 self._is_writing = False
                 self._lock.notify_all()
 
@@ -155,15 +155,15 @@ class RecorderFolder:
                 if not self._waiting:
                     self._is_hurried = False
                 self._lock.wait(_LONGEST_WAIT_S - waited_s if self._waiting else None)
-            pieces = [self._waiting.popleft()]
-            taken = self._size_of(pieces[0])
-            while self._waiting and taken + self._size_of(self._waiting[0]) <= enough:
-                piece = self._waiting.popleft()
-                taken += self._size_of(piece)
-                pieces.append(piece)
-            self._waiting_bytes -= taken
+            segments = [self._waiting.popleft()]
+            num_bytes = self._size_of(segments[0])
+            while self._waiting and num_bytes + self._size_of(self._waiting[0]) <= enough:
+                segment = self._waiting.popleft()
+                num_bytes += self._size_of(segment)
+                segments.append(segment)
+            self._waiting_bytes -= num_bytes
             self._is_writing = True
-            return pieces
+            return segments
 
     def _write(self, sequences: list[FeatureSequence]) -> int:
         """Makes room and writes one more shard; returns the folder's bytes."""
@@ -178,15 +178,15 @@ class RecorderFolder:
             manifest.write(self._folder)
             return self._with_room(manifest, 0).num_bytes
 
-    def _with_room(self, manifest: FeatureManifest, wanted: int) -> FeatureManifest:
+    def _with_room(self, manifest: FeatureManifest, extra_bytes: int) -> FeatureManifest:
         """Removes the oldest shards, first from the manifest, then from the disk."""
-        kept = list(manifest.shards)
-        while kept and sum(shard.num_bytes for shard in kept) + wanted > self._max_bytes:
-            kept.pop(0)
-        if len(kept) == len(manifest.shards):
+        shards = list(manifest.shards)
+        while shards and sum(shard.num_bytes for shard in shards) + extra_bytes > self._max_bytes:
+            shards.pop(0)
+        if len(shards) == len(manifest.shards):
             return manifest
-        gone = manifest.shards[: len(manifest.shards) - len(kept)]
-        manifest = replace(manifest, shards=tuple(kept))
+        gone = manifest.shards[: len(manifest.shards) - len(shards)]
+        manifest = replace(manifest, shards=tuple(shards))
         manifest.write(self._folder)
         for shard in gone:
             (self._folder / shard.name).unlink(missing_ok=True)
@@ -214,22 +214,22 @@ class RecorderFolder:
             )
         return present.num_bytes
 
-    def _sequence(self, piece: VerifiedPiece) -> FeatureSequence:
+    def _sequence(self, segment: VerifiedPiece) -> FeatureSequence:
         (exit_layer,) = self._empty.exits
         return FeatureSequence(
-            tokens_T=torch.from_numpy(piece.tokens_T).long(),
-            num_prompt=piece.num_prompt,
-            workload=piece.workload,
-            temperature=piece.temperature,
-            hidden={exit_layer: piece.hidden_TD.to("cpu", torch.bfloat16)},
-            top_ids_TK=torch.from_numpy(piece.top_ids_TK),
+            tokens_T=torch.from_numpy(segment.tokens_T).long(),
+            num_prompt=segment.num_prompt,
+            workload=segment.workload,
+            temperature=segment.temperature,
+            hidden={exit_layer: segment.hidden_TD.to("cpu", torch.bfloat16)},
+            top_ids_TK=torch.from_numpy(segment.top_ids_TK),
             # Log-probabilities are logits with a log-sum-exp of 0.
-            top_logits_TK=torch.from_numpy(piece.top_logprobs_TK),
-            lse_T=torch.zeros(len(piece.tokens_T)),
+            top_logits_TK=torch.from_numpy(segment.top_logprobs_TK),
+            lse_T=torch.zeros(len(segment.tokens_T)),
         )
 
-    def _size_of(self, piece: VerifiedPiece) -> int:
-        return self._bytes_of(len(piece.tokens_T))
+    def _size_of(self, segment: VerifiedPiece) -> int:
+        return self._bytes_of(len(segment.tokens_T))
 
     def _bytes_of(self, num_tokens: int) -> int:
         """Bytes on disk: tokens, hidden states, best tokens with their log-probabilities."""
@@ -257,9 +257,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _sweep(folder: Path, manifest: FeatureManifest) -> None:
     """Removes what a killed writer left: shards that no manifest names, partly written files."""
-    named = {shard.name for shard in manifest.shards}
+    names = {shard.name for shard in manifest.shards}
     for file in folder.iterdir():
-        is_shard = _SHARD.fullmatch(file.name) and file.name not in named
+        is_shard = _SHARD.fullmatch(file.name) and file.name not in names
         if is_shard or file.name.endswith(".partial"):
             file.unlink(missing_ok=True)
 

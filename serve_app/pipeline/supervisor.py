@@ -77,7 +77,7 @@ class Supervisor:
         """The present epoch is."""
         self._fatal: EesdError | None = None
         """Error for which the pipeline is given up; None while it is not."""
-        self._is_head_refused = False
+        self._is_head_unloadable = False
         self._has_fallback_failed = False
         self._backoff = _Backoff(timings)
         self._since_s = time.monotonic()
@@ -180,11 +180,11 @@ class Supervisor:
     async def check(self) -> None:
         """Waits for the first start; raises when this pipeline will not be ready again."""
         while not self._supervising.done() and not self._has_started:
-            await asyncio.wait({self._supervising}, timeout=self._timings.beat_s)
+            await asyncio.wait({self._supervising}, timeout=self._timings.heartbeat_s)
         if self._supervising.done() and not self._stopping.is_set():
             raise self._fatal or self.trouble
 
-    async def load_head(self, folder: str, *, in_place_of: str, pause_s: float) -> HeadReport:
+    async def load_head(self, folder: str, *, head_key: str, pause_s: float) -> HeadReport:
         """Loads another exit head. Raises CheckpointError or ConfigError if it does not fit; then
         the old one stays."""
         deadline_s = time.monotonic() + pause_s
@@ -194,7 +194,7 @@ class Supervisor:
                     f"cannot take {folder}: pipeline {self._pipeline} is unavailable after "
                     f"{pause_s:g} s: {why}"
                 )
-            await asyncio.sleep(self._timings.beat_s)
+            await asyncio.sleep(self._timings.heartbeat_s)
         group = self.require_group()
         if group.is_degraded:
             raise EngineError(f"cannot take {folder} now: degraded: {DEGRADED}; try again")
@@ -206,7 +206,7 @@ class Supervisor:
                 f"cannot take {folder}: pipeline {self._pipeline} has not loaded it within "
                 f"{self._timings.load_s:g} s"
             ) from error
-        self.promotion = Promotion(in_place_of=in_place_of, head=folder, taken_unix_s=time.time())
+        self.promotion = Promotion(in_place_of=head_key, head=folder, taken_unix_s=time.time())
         return report
 
     async def stop(self) -> None:
@@ -244,11 +244,11 @@ class Supervisor:
 
     def _state(self, group: WorkerGroup) -> SupervisedState:
         return SupervisedState(
-            is_wanted=not self._stopping.is_set(),
+            is_deployed=not self._stopping.is_set(),
             is_hopeless=self._fatal is not None,
             epoch=group.kind,
             is_broken=self._is_broken,
-            is_head_refused=self._is_head_refused,
+            is_head_unloadable=self._is_head_unloadable,
             must_wait=self._backoff.left_s > 0,
             can_fall_back=group.can_fall_back and not self._has_fallback_failed,
             is_draft_ready=group.is_draft_ready,
@@ -272,7 +272,7 @@ class Supervisor:
                 await self._end_epoch(group)
             case Action.RESET_HEAD:
                 await group.reset_head()
-                self.promotion, self._is_head_refused = None, False
+                self.promotion, self._is_head_unloadable = None, False
             case Action.WAIT:
                 await asyncio.sleep(self._backoff.left_s)
             case Action.START_DEGRADED:
@@ -297,7 +297,7 @@ class Supervisor:
                 return
             # The promoted head's folder is gone or has changed.
             logger.error("back to the configured head: pipeline=%s error=%s", self._pipeline, error)
-            self._is_head_refused = True
+            self._is_head_unloadable = True
         except LeaseLost:
             raise
         except EesdError as error:
@@ -342,7 +342,7 @@ class Supervisor:
             raise
         except EesdError as error:
             if isinstance(error, ConfigError) and group.has_other_head:
-                self._is_head_refused = True
+                self._is_head_unloadable = True
                 self.trouble, self._is_broken = error, True
                 return
             logger.warning("still degraded: pipeline=%s error=%s", self._pipeline, error)
@@ -359,9 +359,9 @@ class Supervisor:
         self.trouble, self._is_broken = EngineError(reason), True
         self._since_s = self._loading_since_s = time.monotonic()
         await self._publish_status()
-        again = Migrated(by="", to=None, reason=reason)
-        await group.send_streams_on(again)
-        await group.end_epoch(again)
+        migrated = Migrated(by="", to=None, reason=reason)
+        await group.send_streams_on(migrated)
+        await group.end_epoch(migrated)
         self._is_broken = False
 
     async def _until_broken(self, group: WorkerGroup, work: Awaitable[object]) -> None:
@@ -385,7 +385,7 @@ class Supervisor:
         """Tells the router at once when progress stops, and when it is back."""
         was_ready = self.is_ready
         while True:
-            await asyncio.sleep(self._timings.beat_s)
+            await asyncio.sleep(self._timings.heartbeat_s)
             if self.is_ready != was_ready:
                 was_ready = self.is_ready
                 await self._publish_status()
@@ -400,11 +400,11 @@ class Supervisor:
     async def _end_epoch(self, group: WorkerGroup) -> None:
         """Ends a broken epoch, so that a new one can be started."""
         # The last heartbeat may be older than the epoch.
-        heard = [m.status for m in group.engaged[:1] if m.status.epoch == group.epoch]
+        statuses = [m.status for m in group.engaged[:1] if m.status.epoch == group.epoch]
         # A lost peer or an unreadable file is no crash.
         is_crash = not isinstance(self.trouble, (PeerLost, ConfigError))
-        had_requests = is_crash or any(status.num_live > 0 for status in heard)
-        has_worked = any(status.has_computed for status in heard)
+        had_requests = is_crash or any(status.num_live > 0 for status in statuses)
+        has_worked = any(status.has_computed for status in statuses)
         self._degraded_s = self.degraded_s
         self._since_s = self._loading_since_s = time.monotonic()
         self.num_interruptions += 1
@@ -422,10 +422,10 @@ class Supervisor:
             )
 
     async def _mark_ready(self, group: WorkerGroup) -> None:
-        now_s = time.monotonic()
+        time_s = time.monotonic()
         self._has_started = True
         if self.num_interruptions:
-            self.recovery_s = now_s - self._since_s
+            self.recovery_s = time_s - self._since_s
             logger.info(
                 "recovered: pipeline=%s epoch=%d spawned_s=%.2f ready_s=%.2f after=%s",
                 self._pipeline,
@@ -434,7 +434,7 @@ class Supervisor:
                 self.recovery_s,
                 self.trouble,
             )
-        self._since_s = now_s
+        self._since_s = time_s
         self._backoff.worked()
         logger.info("ready: pipeline=%s epoch=%d", self._pipeline, group.epoch)
         await self._publish_status()

@@ -7,7 +7,7 @@ from serve_app.config import ServiceConfig
 
 _ORDER = {
     "deadline_s": ("lease_s", "load_s"),
-    "beat_s": ("deadline_s", "stall_s"),
+    "heartbeat_s": ("deadline_s", "stall_s"),
     "grace_s": ("deadline_s",),
     "ping_s": ("leave_s",),
     "farewell_s": ("leave_s",),
@@ -34,7 +34,7 @@ class Timings:
     """Longest start of an epoch, with new processes and weights."""
     lease_s: float
     """Time for which workers wait for a new supervisor."""
-    beat_s: float = 0.5
+    heartbeat_s: float = 0.5
     """Interval of heartbeats."""
     stall_s: float = 3.0
     """Longest time without progress of a worker; after it the pipeline gets no new requests."""
@@ -58,7 +58,7 @@ class Timings:
     max_retry_s: float = 4.0
 
     def __post_init__(self) -> None:
-        for shorter, longer in [(name, each) for name in _ORDER for each in _ORDER[name]]:
+        for shorter, longer in [(name, outer) for name in _ORDER for outer in _ORDER[name]]:
             if getattr(self, shorter) >= getattr(self, longer):
                 raise ConfigError(
                     f"found {_KEYS.get(shorter, shorter)} {getattr(self, shorter):g} and "

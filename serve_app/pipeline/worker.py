@@ -107,16 +107,16 @@ class Worker:
 
     async def _beat(self) -> None:
         """Renews the lease and takes the pulse, until the worker is lost."""
-        beat_s = self.timings.beat_s
+        heartbeat_s = self.timings.heartbeat_s
         last_s = time.monotonic()
         call = asyncio.ensure_future(self.ask("beat", "heartbeat", self.lease()))
         try:
             while not (self.is_dead or self.failure.done()):
                 await asyncio.wait({call}, timeout=self._until_look_s)
-                now_s = time.monotonic()
+                time_s = time.monotonic()
                 # This process may have been stopped, and could then hear nothing.
-                self._pulse.passed(min(now_s - last_s, 2 * beat_s))
-                last_s = now_s
+                self._pulse.passed(min(time_s - last_s, 2 * heartbeat_s))
+                last_s = time_s
                 if call.done():
                     self._hear(call)
                     await asyncio.sleep(self._until_look_s)
@@ -129,12 +129,12 @@ class Worker:
     @property
     def _until_look_s(self) -> float:
         """A beat, or less where the worker may be lost before."""
-        return min(self.timings.beat_s, max(self._pulse.left_s, 0.0) + _LOOK_MARGIN_S)
+        return min(self.timings.heartbeat_s, max(self._pulse.left_s, 0.0) + _LOOK_MARGIN_S)
 
     def _hear(self, call: "asyncio.Future[WorkerStatus]") -> None:
         error = call.exception()
         if error is None:
-            self._pulse.heard(call.result())
+            self._pulse.received(call.result())
         elif not isinstance(error, PeerLost) and not self.failure.done():
             # Another supervisor has claimed it.
             self.failure.set_result(error if isinstance(error, EesdError) else self._bug(error))

@@ -148,8 +148,8 @@ class WorkerGroup:
         Raises CheckpointError or ConfigError when it does not fit: nothing has changed then.
         """
         followers = [m for m in self.workers if m.slot.stage == "draft" and m.slot.rank is not None]
-        asked = [worker.ask("load_head", "load_head", folder) for worker in followers]
-        digests: list[str] = await asyncio.gather(*asked)
+        calls = [worker.ask("load_head", "load_head", folder) for worker in followers]
+        digests: list[str] = await asyncio.gather(*calls)
         if len(set(digests)) > 1:
             raise ConfigError(
                 f"{folder} is not the same exit head on every node of the draft ranks: found "
@@ -205,8 +205,8 @@ class WorkerGroup:
         self.spawned_s = time.monotonic()
         verify = [self.workers.at(slot) for slot in self._verify_slots]
         gathering = self._gather_fallbacks(verify, operation)
-        together = self._while_alive([*verify, *self._fallbacks], gathering)
-        await self._within(timeout_s, together, operation)
+        start = self._while_alive([*verify, *self._fallbacks], gathering)
+        await self._within(timeout_s, start, operation)
         self.kind = EpochKind.DEGRADED
 
     async def restore_draft(self, *, timeout_s: float) -> None:
@@ -267,10 +267,10 @@ class WorkerGroup:
     async def _own_fault(self) -> EesdError | None:
         """Returns the crash that the process of a dead worker has reported, if one has."""
         for worker in self.engaged:
-            if worker.is_dead and (said := await self.workers.crash_of(worker)):
+            if worker.is_dead and (crash := await self.workers.crash_of(worker)):
                 if worker is self.engaged[0]:
                     self.crashed_leaders.append(worker.name)
-                return EngineError(f"{worker.label} crashed: {said}")
+                return EngineError(f"{worker.label} crashed: {crash}")
         return None
 
     async def end_epoch(self, trouble: EesdError, *, is_crash: bool = False) -> None:
@@ -438,8 +438,8 @@ class WorkerGroup:
             if working.done():
                 working.result()
                 return
-            late = [slot.name for slot in self.workers.slots if self._is_late(slot)]
-            missing = f" (missing: {', '.join(late)})" if late else ""
+            absent = [slot.name for slot in self.workers.slots if self._is_late(slot)]
+            missing = f" (missing: {', '.join(absent)})" if absent else ""
             raise PeerLost(
                 peer=f"pipeline {self.workers.spec.pipeline}",
                 operation=operation,
@@ -527,12 +527,12 @@ class WorkerGroup:
         for worker in self.engaged:
             if worker.is_dead:
                 return self._loss_of(worker)
-        found = [(worker, error) for worker, error in ends.items() if error is not None]
-        if not found:
+        failures = [(worker, error) for worker, error in ends.items() if error is not None]
+        if not failures:
             return EngineError(f"epoch {self._epoch} of this pipeline ended by itself")
-        bugs = [error for _, error in found if not isinstance(error, PeerLost)]
-        of_ranks = [error for worker, error in found if worker.slot.rank is not None]
-        return [*bugs, *of_ranks, found[0][1]][0]
+        bugs = [error for _, error in failures if not isinstance(error, PeerLost)]
+        of_ranks = [error for worker, error in failures if worker.slot.rank is not None]
+        return [*bugs, *of_ranks, failures[0][1]][0]
 
     def _loss_of(self, worker: Worker) -> EesdError:
         return worker.loss(f"epoch {self._epoch}")
@@ -560,13 +560,13 @@ async def _all(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
 
 async def _results(calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
     """Runs calls concurrently, like `_all`; returns their results by name, in the given order."""
-    found: dict[str, T] = {}
+    results: dict[str, T] = {}
 
     async def run(name: str, call: Coroutine[Any, Any, T]) -> None:
-        found[name] = await call
+        results[name] = await call
 
     await _all(run(name, call) for name, call in calls.items())
-    return {name: found[name] for name in calls}
+    return {name: results[name] for name in calls}
 
 
 def _result(end: "asyncio.Future[LoopEnd]") -> EesdError | None:

@@ -259,10 +259,10 @@ class Workers:
             self._require_room()
         except EngineError as full:
             return full
-        said = await asyncio.to_thread(last_words, pid) if (pid := pid_of(error)) else ""
-        if not said:
+        words = await asyncio.to_thread(last_words, pid) if (pid := pid_of(error)) else ""
+        if not words:
             return failure
-        reason = f"{failure.reason}; its last words: {said}"
+        reason = f"{failure.reason}; its last words: {words}"
         return PeerLost(peer=slot.name, operation=operation, reason=reason)
 
     def _worker(self, slot: RankSlot, handle: Any, process_info: ProcessInfo) -> Worker:
@@ -321,10 +321,10 @@ class Workers:
 
 def engine_on(slot: RankSlot, engine: EngineConfig) -> EngineConfig:
     """Returns the configuration for a slot: with a part of a GPU, for that part of its memory."""
-    part = slot.resources.get("GPU", 0.0)
-    if not 0.0 < part < 1.0:
+    gpu_share = slot.resources.get("GPU", 0.0)
+    if not 0.0 < gpu_share < 1.0:
         return engine
-    utilization = engine.cache.gpu_memory_utilization * part
+    utilization = engine.cache.gpu_memory_utilization * gpu_share
     cache = engine.cache.model_copy(update={"gpu_memory_utilization": utilization})
     return engine.model_copy(update={"cache": cache})
 

@@ -98,19 +98,19 @@ def prepare_to_connect(address: str | None, *, port: int | None) -> str:
         )
     file = _file(port)
     try:
-        found = _read_private(file)
+        connection = _read_private(file)
     except FileNotFoundError as error:
         raise ConfigError(
             f"no service of yours on port {port}: name its --port, or the --address of the Ray "
             "cluster it runs on"
         ) from error
-    if is_silent(found.address):
+    if is_silent(connection.address):
         raise ConfigError(
-            f"the service on port {port} is gone, nothing answers at {found.address}: start it "
-            f"again, or remove {file}, which it left behind"
+            f"the service on port {port} is gone, nothing answers at {connection.address}: start "
+            f"it again, or remove {file}, which it left behind"
         )
-    prepare_for_cluster(token=found.token)
-    return found.address
+    prepare_for_cluster(token=connection.token)
+    return connection.address
 
 
 def is_silent(address: str) -> bool:
@@ -169,8 +169,8 @@ def _read_private(file: Path) -> ConnectionFile:
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}: remove it, and start the service") from error
     with os.fdopen(descriptor) as opened:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or not is_private(found):
+        file_stat = os.fstat(descriptor)
+        if not stat.S_ISREG(file_stat.st_mode) or not is_private(file_stat):
             raise ConfigError(
                 f"{file}: expected a file of yours that only you can read: remove it, and start "
                 "the service again"

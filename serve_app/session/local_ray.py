@@ -119,10 +119,10 @@ def _start(folder: Path, *, num_cpus: int, shows_logs: bool) -> None:
             _temp_dir=str(folder),
         )
     except Exception as error:  # Ray raises many classes, without a common base
-        place = folder.parent.parent
+        root = folder.parent.parent
         raise EngineError(
-            f"Ray could not be started: {reason_of(error)} (its files are in {place}, with "
-            f"{_free_mib(place)} MiB free; TMPDIR names another folder)"
+            f"Ray could not be started: {reason_of(error)} (its files are in {root}, with "
+            f"{_free_mib(root)} MiB free; TMPDIR names another folder)"
         ) from error
 
 
@@ -161,5 +161,5 @@ def _num_cpus(config: ServiceConfig) -> int:
     ) * placement.draft.num_cpus + (
         parallel.verify_tensor_parallel_size + spares.num_verify
     ) * placement.verify.num_cpus
-    wanted = math.ceil(per_pipeline * config.pipelines.max_count)
-    return max(os.cpu_count() or 1, wanted)
+    num_required = math.ceil(per_pipeline * config.pipelines.max_count)
+    return max(os.cpu_count() or 1, num_required)

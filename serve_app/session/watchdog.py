@@ -112,10 +112,10 @@ def logs_of(folder: Path) -> Path:
     return ray_folder(folder) / "session_latest" / "logs"
 
 
-def _keep_logs(folder: Path, kept: Path) -> None:
-    kept.unlink(missing_ok=True)
+def _keep_logs(folder: Path, destination: Path) -> None:
+    destination.unlink(missing_ok=True)
     if logs_of(folder).is_dir():
-        shutil.move(logs_of(folder), kept)
+        shutil.move(logs_of(folder), destination)
 
 
 def _main(folder: str, logs: str | None = None) -> None:

@@ -32,9 +32,9 @@ from tests.support.tiny_service import write_tiny_service
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if folder in item.path.parents:
             item.add_marker(pytest.mark.serve)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(240))

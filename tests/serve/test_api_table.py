@@ -75,22 +75,22 @@ class Answer:
 
     @property
     def choice(self) -> Json:
-        found: Json = self.body["choices"][0]
-        return found
+        choice: Json = self.body["choices"][0]
+        return choice
 
     @property
     def text(self) -> str:
         if self.events:
-            deltas = [each["choices"][0] for each in self.events if each["choices"]]
+            deltas = [event["choices"][0] for event in self.events if event["choices"]]
             return "".join(e.get("text") or e.get("delta", {}).get("content") or "" for e in deltas)
         if "output" in self.body:
-            return "".join(part["text"] for part in self.body["output"][0]["content"])
+            return "".join(segment["text"] for segment in self.body["output"][0]["content"])
         return self.choice.get("text") or self.choice.get("message", {}).get("content") or ""
 
     @property
     def ids(self) -> list[int]:
-        found: list[int] = self.choice["token_ids"]
-        return found
+        token_ids: list[int] = self.choice["token_ids"]
+        return token_ids
 
 
 class Asker:
@@ -206,8 +206,8 @@ def _refuses(status: int, **fields: object) -> Check:
 
 def _all(*checks: Check) -> Check:
     def check(ask: Asker) -> None:
-        for each in checks:
-            each(ask)
+        for single_check in checks:
+            single_check(ask)
 
     return check
 
@@ -262,8 +262,8 @@ def _ends(ask: Asker) -> None:
 
 def _streams(ask: Asker) -> None:
     assert ask(stream=True).text == ask().text
-    told = ask(stream=True, stream_options={"include_usage": True}).events
-    assert told[-1]["usage"]["completion_tokens"] == 12
+    events = ask(stream=True, stream_options={"include_usage": True}).events
+    assert events[-1]["usage"]["completion_tokens"] == 12
     assert "usage" not in ask(stream=True).events[-1] or not ask(stream=True).events[-1]["usage"]
 
 
@@ -281,13 +281,13 @@ def _salts(ask: Asker) -> None:
     text = "the quick brown fox " * 20
     chat = [{"role": "user", "content": text}]
     prompt = {name: chat if name == "messages" else text for name in PROMPTS & ask.basis.keys()}
-    one, other = secrets.token_hex(8), secrets.token_hex(8)
-    usages = [ask(**prompt, cache_salt=salt).body["usage"] for salt in (one, one, other)]
+    salt_a, salt_b = secrets.token_hex(8), secrets.token_hex(8)
+    usages = [ask(**prompt, cache_salt=salt).body["usage"] for salt in (salt_a, salt_a, salt_b)]
     (details,) = (
         name for name in usages[0] if name in ("prompt_tokens_details", "input_tokens_details")
     )
-    first, again, salted = (usage[details]["cached_tokens"] for usage in usages)
-    assert first == salted == 0 < again
+    first, repeat, salted = (usage[details]["cached_tokens"] for usage in usages)
+    assert first == salted == 0 < repeat
 
 
 BOTH: Mapping[str, Check] = {
@@ -405,7 +405,7 @@ COMPLETIONS: Mapping[str, Check] = {
     "logprobs": _is(
         lambda a, _: (
             len(a.choice["logprobs"]["token_logprobs"]) == 12
-            and all(len(each) >= 2 for each in a.choice["logprobs"]["top_logprobs"])
+            and all(len(entry) >= 2 for entry in a.choice["logprobs"]["top_logprobs"])
         ),
         logprobs=2,
     ),
@@ -425,9 +425,9 @@ COMPLETIONS: Mapping[str, Check] = {
 
 def _continues(ask: Asker) -> None:
     messages = [*CHAT["messages"], {"role": "assistant", "content": "jumps"}]
-    begun = {"messages": messages, "add_generation_prompt": False}
-    whole = _num_prompt(**begun)(ask)
-    cut = _num_prompt(**begun, continue_final_message=True)(ask)
+    options = {"messages": messages, "add_generation_prompt": False}
+    whole = _num_prompt(**options)(ask)
+    cut = _num_prompt(**options, continue_final_message=True)(ask)
     assert cut < whole, "the template's end of the message is left out"
 
 
@@ -440,8 +440,8 @@ def _calls(ask: Asker) -> None:
     assert ask(tools=[TOOL]).status == 200
     untouched = ask(tools=[TOOL], tool_choice="none")
     assert not untouched.choice["message"].get("tool_calls")
-    one = ask(**forced, parallel_tool_calls=False)
-    assert len(one.choice["message"]["tool_calls"]) == 1
+    single = ask(**forced, parallel_tool_calls=False)
+    assert len(single.choice["message"]["tool_calls"]) == 1
 
 
 CHATS: Mapping[str, Check] = {
@@ -460,7 +460,7 @@ CHATS: Mapping[str, Check] = {
     "top_logprobs": _all(
         _is(
             lambda a, _: all(
-                len(each["top_logprobs"]) == 2 for each in a.choice["logprobs"]["content"]
+                len(entry["top_logprobs"]) == 2 for entry in a.choice["logprobs"]["content"]
             ),
             logprobs=True,
             top_logprobs=2,

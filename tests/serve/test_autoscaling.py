@@ -28,8 +28,8 @@ def report(tiny_service: Path) -> Row:
         env=environment,
     )
     assert done.stdout, done.stderr[-3000:]
-    found: Row = json.loads(done.stdout.splitlines()[-1])
-    return found
+    report: Row = json.loads(done.stdout.splitlines()[-1])
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,10 @@ def test_a_request_that_finds_no_pipeline_starts_one_and_is_served(samples: list
 
 @pytest.mark.timeout(540)
 def test_a_rising_load_adds_a_pipeline_and_a_node_for_it(samples: list[Row]) -> None:
-    wanted_s = _first(samples, lambda row: row["wanted"] == 2)
+    decision_s = _first(samples, lambda row: row["wanted"] == 2)
     node_s = _first(samples, lambda row: row["nodes"] == 2)
     ready_s = _first(samples, lambda row: row["ready"] == 2)
-    assert wanted_s < node_s < ready_s
+    assert decision_s < node_s < ready_s
 
 
 @pytest.mark.timeout(540)
@@ -84,12 +84,12 @@ def test_a_load_that_varies_changes_nothing(report: Row) -> None:
 
 @pytest.mark.timeout(540)
 def test_a_falling_load_drains_a_pipeline_and_then_its_node_goes(samples: list[Row]) -> None:
-    two_s = _first(samples, lambda row: row["ready"] == 2)
-    wanted_s = _first(samples, lambda row: row["wanted"] == 1, after_s=two_s)
-    draining_s = _first(samples, lambda row: row["draining"] == 1, after_s=wanted_s)
-    fewer_s = _first(samples, lambda row: row["count"] == 1, after_s=wanted_s)
-    gone_s = _first(samples, lambda row: row["nodes"] == 1, after_s=wanted_s)
-    assert wanted_s < draining_s <= fewer_s < gone_s
+    growth_s = _first(samples, lambda row: row["ready"] == 2)
+    decision_s = _first(samples, lambda row: row["wanted"] == 1, after_s=growth_s)
+    draining_s = _first(samples, lambda row: row["draining"] == 1, after_s=decision_s)
+    fewer_s = _first(samples, lambda row: row["count"] == 1, after_s=decision_s)
+    gone_s = _first(samples, lambda row: row["nodes"] == 1, after_s=decision_s)
+    assert decision_s < draining_s <= fewer_s < gone_s
 
 
 @pytest.mark.timeout(540)

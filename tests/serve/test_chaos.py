@@ -68,8 +68,8 @@ def test_a_standstill_of_every_kind_is_noticed_in_time_and_named(deadline_s: int
         victim = _WORKER.search(row["victim"])
         assert victim is not None
         # Of a link between two that are in a round, both ends report the other one.
-        named = _WORKER.findall(row["noticed_as"].replace("draft rank 0", "drafting actor"))
-        assert row["kind"] == "silent peer" or named == [victim[0]], row
+        suspects = _WORKER.findall(row["noticed_as"].replace("draft rank 0", "drafting actor"))
+        assert row["kind"] == "silent peer" or suspects == [victim[0]], row
 
 
 @pytest.mark.slow

@@ -78,9 +78,9 @@ def _listening_beyond_loopback(family: set[psutil.Process]) -> set[str]:
     return {
         process.cmdline()[0].rsplit(":eesd", 1)[0]
         for process in family
-        for found in process.net_connections("inet")
-        if found.status == psutil.CONN_LISTEN
-        and not found.laddr.ip.removeprefix("::ffff:").startswith("127.")
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+        and not connection.laddr.ip.removeprefix("::ffff:").startswith("127.")
     }
 
 
@@ -110,14 +110,16 @@ def test_however_serve_ends_its_logs_are_all_that_is_left(
     secret = {"EESD_API_KEY": "s3cret"}
     with command(*words, env={**_within(folder), **secret}) as (process, lines):
         wait_for_line(lines, "Ctrl-C stops", process)
-        (session,) = (each for each in folder.iterdir() if (each / "r").exists())
+        (session,) = (child for child in folder.iterdir() if (child / "r").exists())
         (logs,) = (tmp_path / "logs").iterdir()
         assert f"(logs: {logs})" in lines[0]
         assert (logs / "ray" / "raylet.out").exists()  # while it runs, too
         assert stat.S_IMODE(session.stat().st_mode) == 0o700
         family = descendants(process.pid)
         assert len(family) > 5
-        assert [each.name() for each in family if secret.items() <= each.environ().items()] == []
+        assert [
+            member.name() for member in family if secret.items() <= member.environ().items()
+        ] == []
         if end == "kill -9":
             # A process that hangs does not notice that the others are gone.
             _find(family, "RankActor").suspend()
@@ -143,22 +145,22 @@ def test_however_serve_ends_its_logs_are_all_that_is_left(
 
 
 def _find(family: set[Process], name: str) -> Process:
-    (found,) = (process for process in family if name in " ".join(process.cmdline()))
-    return found
+    (process,) = (process for process in family if name in " ".join(process.cmdline()))
+    return process
 
 
 @contextmanager
 def _shutting_down_serve(folder: Path, port: int) -> Iterator[None]:
     """As `serve shutdown` does, which needs the dashboard that a local Ray has not."""
     (file,) = folder.glob(f"*/service-{port}.json")
-    found = json.loads(file.read_text())
+    connection = json.loads(file.read_text())
     code = (
         "import ray, sys; from ray import serve; ray.init(sys.argv[1], log_to_driver=False); "
         "serve.shutdown()"
     )
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": found["token"], **_ON_LOOPBACK}
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": connection["token"], **_ON_LOOPBACK}
     with subprocess.Popen(
-        [sys.executable, "-c", code, found["address"]],
+        [sys.executable, "-c", code, connection["address"]],
         env={**os.environ, **token},
         stderr=subprocess.DEVNULL,
     ) as client:
@@ -217,9 +219,12 @@ def test_on_a_cluster_the_service_stays_is_updated_and_is_removed_by_stop(
         stopped = _run("stop", "--address", address, env=env)
         assert (stopped.returncode, stopped.stdout) == (0, "stopped: eesd\n")
         assert httpx.get(f"{url}/health", timeout=60).status_code == 404
-        again = _run("stop", "--address", address, env=env)
-        assert again.returncode == 2
-        assert f"no application 'eesd' in the cluster at {address}, which has none" in again.stderr
+        second_stop = _run("stop", "--address", address, env=env)
+        assert second_stop.returncode == 2
+        assert (
+            f"no application 'eesd' in the cluster at {address}, which has none"
+            in second_stop.stderr
+        )
 
 
 def _operate(port: int, head: Path, folder: Path) -> None:
@@ -300,7 +305,7 @@ def test_batch_answers_every_row_once_and_a_second_run_has_nothing_to_do(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("serve", "--model", "/nowhere"), "/nowhere: found no such folder"),
         (("serve", "--verify-tp", "5"), "5 tensor-parallel ranks cannot share evenly"),
@@ -310,11 +315,11 @@ def test_batch_answers_every_row_once_and_a_second_run_has_nothing_to_do(
     ],
 )
 def test_what_a_person_got_wrong_is_one_line_and_status_2(
-    words: tuple[str, ...], said: str
+    words: tuple[str, ...], message: str
 ) -> None:
     result = _run(*words)
     assert result.returncode == 2
-    assert said in result.stderr
+    assert message in result.stderr
     assert result.stderr.count("\n") == 1
 
 

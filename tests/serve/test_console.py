@@ -106,8 +106,8 @@ def _state(running: Running) -> dict[str, Any]:
 def _ready(running: Running) -> list[str]:
     """Returns the names of the pipelines that take requests."""
     answer = httpx.get(f"{running.url}/debug/state", headers=HEADERS, timeout=30)
-    found = answer.json().get("pipelines", []) if answer.is_success else []
-    return sorted(p["pipeline"] for p in found if p["is_ready"] and not p["draining"])
+    pipelines = answer.json().get("pipelines", []) if answer.is_success else []
+    return sorted(p["pipeline"] for p in pipelines if p["is_ready"] and not p["draining"])
 
 
 def _asked(running: Running, **fields: object) -> httpx.Response:
@@ -141,9 +141,9 @@ def test_a_stream_shows_each_tokens_origin_and_the_text_of_the_api(
     assert lines == {"accepted": "solid", "recovered": "dashed", "bonus": "double"}
 
     figures = visit.page.locator("#figures").inner_text()
-    found = re.search(r"accepted / drafted\s+(\d+) / (\d+)", figures)
-    assert found, figures
-    accepted, drafted = map(int, found.groups())
+    figure = re.search(r"accepted / drafted\s+(\d+) / (\d+)", figures)
+    assert figure, figures
+    accepted, drafted = map(int, figure.groups())
     assert counts["accepted"] <= accepted <= drafted
     cells = visit.page.locator("#steps i")
     assert cells.count() == drafted
@@ -190,7 +190,7 @@ def test_speculation_schema_and_chat_are_switched(visit: Visit) -> None:
     jsonschema.validate(json.loads(visit.text()), schema)
     body = visit.bodies()[-1]
     assert body["speculation"] == {"mode": "auto", "controller": "beta"}
-    assert [each["content"] for each in body["messages"]] == ["the quick", first, "and then"]
+    assert [message["content"] for message in body["messages"]] == ["the quick", first, "and then"]
     visit.page.get_by_role("button", name="Clear").click()
     assert visit.page.locator("#transcript *").count() == 0
 
@@ -207,10 +207,10 @@ def test_what_a_model_generates_is_text(visit: Visit) -> None:
 
 
 def test_errors_are_shown_as_the_service_says_them(visit: Visit, seen: Running) -> None:
-    refused = _asked(seen, structured_outputs={"regex": "(("}, stream=True).json()["error"]
+    error = _asked(seen, structured_outputs={"regex": "(("}, stream=True).json()["error"]
     visit.set(structure="regex", grammar="((")
     visit.send("x", kind="completion")
-    assert visit.error() == refused["message"]
+    assert visit.error() == error["message"]
     visit.set(structure="", temperature="3")
     visit.send("x")
     assert visit.error() == _asked(seen, temperature=3).json()["error"]["message"]
@@ -302,8 +302,8 @@ def test_a_tenants_key_generates_and_is_told_what_it_does_not_open(
         expect(view.locator("h2 .pill")).to_have_text("ready")
         assert page.locator("#operations-error *").count() == 0
         assert page.locator(".pipeline").count() == 0
-        asked = [urlsplit(r.url).path.removeprefix(f"/{NAME}") for r in visit.requests]
-        assert asked.count("/health") > 0
+        paths = [urlsplit(r.url).path.removeprefix(f"/{NAME}") for r in visit.requests]
+        assert paths.count("/health") > 0
         assert visit.complaints.count(FORBIDDEN) == 1, "asked once"
         assert set(visit.complaints) <= {UNAUTHORIZED, FORBIDDEN}
         visit.use_key(KEY)

@@ -93,8 +93,8 @@ def command(monkeypatch: pytest.MonkeyPatch, learning: Running) -> list[str]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # this Ray was started without a token
     address = ray.get_runtime_context().gcs_address
     router = learning.config.router
-    named = ["--url", learning.url, "--address", address, "--app", "learning"]
-    return ["controllers", *named, "--router", router.name, "--namespace", router.namespace]
+    options = ["--url", learning.url, "--address", address, "--app", "learning"]
+    return ["controllers", *options, "--router", router.name, "--namespace", router.namespace]
 
 
 def _request(name: str, *, max_tokens: int = 40, workload: str = "songs") -> Request:
@@ -122,8 +122,8 @@ def _controllers(service: Running) -> Any:
 
 def _pools(service: Running) -> Any:
     """What the router believes, once it has heard of every request's end."""
-    found = until(lambda: state if not (state := _controllers(service))["num_live"] else None)
-    return {name: dict(pool) for name, pool in found["workloads"].items()}
+    state = until(lambda: state if not (state := _controllers(service))["num_live"] else None)
+    return {name: dict(pool) for name, pool in state["workloads"].items()}
 
 
 def _serve(service: Running, name: str, workload: str) -> None:
@@ -143,12 +143,12 @@ def test_controllers_say_what_is_believed_and_what_decides(learning: Running) ->
         timeout=60,
     ).raise_for_status()
     httpx.post(f"{learning.url}/v1/completions", json=body, timeout=60).raise_for_status()
-    known = until(
+    pools = until(
         lambda: (
             pools if {"team/poems", "completion/t0"} <= (pools := _pools(learning)).keys() else None
         )
     )
-    poems = known["team/poems"]
+    poems = pools["team/poems"]
     assert poems["num_rounds"] >= 20
     assert poems["mean"] < 0.3  # a head that is never right
     assert poems["weight"] > 5
@@ -236,8 +236,8 @@ def test_the_recorder_holds_the_tokens_that_left_and_the_rows_they_were_chosen_f
     folder = learning.config.recorder.folder
     assert folder is not None
     store = FeatureStore.open(folder, expect=identity_of(heads["target"]))
-    kept = [s for s in store.sequences() if s.workload == "kept"]
-    assert len(kept) == len(requests)
+    sequences = [s for s in store.sequences() if s.workload == "kept"]
+    assert len(sequences) == len(requests)
     frozen = FrozenTarget(heads["target"], ModelSpec.from_folder(heads["target"]), [EXIT_LAYER])
     for request in requests:
         generated = served[request.request_id]
@@ -245,7 +245,7 @@ def test_the_recorder_holds_the_tokens_that_left_and_the_rows_they_were_chosen_f
         # Prompt rows are recorded from the end of a cached prefix on.
         (sequence,) = [
             s
-            for s in kept
+            for s in sequences
             if len(generated) <= len(s.tokens_T) and s.tokens_T.tolist() == text[-len(s.tokens_T) :]
         ]
         (view,) = frozen.view([text], top_k=4)

@@ -111,19 +111,19 @@ def test_a_service_over_two_ranks_returns_the_rows_that_one_process_computes(
         max_length=64,
         threads=1,
     )
-    alone = EngineRows(build_local_engine(config)).rows_of(requests)
-    for request, here, there in zip(requests, alone, served, strict=True):
-        assert here.tokens == there.tokens
-        assert there.num_rows == len(request.prompt) + request.sampling.max_tokens - 1
+    local_rows = EngineRows(build_local_engine(config)).rows_of(requests)
+    for request, local, remote in zip(requests, local_rows, served, strict=True):
+        assert local.tokens == remote.tokens
+        assert remote.num_rows == len(request.prompt) + request.sampling.max_tokens - 1
         for layer in EVERY_EXIT:
             torch.testing.assert_close(
-                there.hidden[layer], here.hidden[layer], atol=1e-4, rtol=1e-4
+                remote.hidden[layer], local.hidden[layer], atol=1e-4, rtol=1e-4
             )
-        torch.testing.assert_close(there.lse_T, here.lse_T, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(there.top_logits_TK, here.top_logits_TK, atol=1e-4, rtol=1e-4)
-        assert (there.top_ids_TK == here.top_ids_TK).float().mean() > 0.98
+        torch.testing.assert_close(remote.lse_T, local.lse_T, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(remote.top_logits_TK, local.top_logits_TK, atol=1e-4, rtol=1e-4)
+        assert (remote.top_ids_TK == local.top_ids_TK).float().mean() > 0.98
         bare = replace(request, features=None, request_id=RequestId(f"{request.request_id}-bare"))
-        assert tokens_of(collecting.items(bare)) == list(there.tokens[len(request.prompt) :])
+        assert tokens_of(collecting.items(bare)) == list(remote.tokens[len(request.prompt) :])
 
 
 def test_features_that_the_service_cannot_return_are_refused(rows: ServedRows) -> None:
@@ -136,8 +136,8 @@ def test_texts_under_which_a_verify_rank_dies_are_generated_again(
 ) -> None:
     spec = FeatureSpec(exits=(1,), top_k=3)
     requests = [
-        replace(one, sampling=replace(one.sampling, max_tokens=200))
-        for one in (asked(str(number), spec) for number in range(12))
+        replace(request, sampling=replace(request.sampling, max_tokens=200))
+        for request in (asked(str(number), spec) for number in range(12))
     ]
     undisturbed = rows.rows_of(requests)
     before = collecting.state()
@@ -149,12 +149,12 @@ def test_texts_under_which_a_verify_rank_dies_are_generated_again(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    again = rows.rows_of(requests)
+    disturbed = rows.rows_of(requests)
     killer.join()
     assert collecting.ready_after(before).num_interruptions > before.num_interruptions
-    for one, other in zip(undisturbed, again, strict=True):
-        assert one.tokens == other.tokens
-        assert torch.equal(one.hidden[1], other.hidden[1])
+    for before_kill, after_kill in zip(undisturbed, disturbed, strict=True):
+        assert before_kill.tokens == after_kill.tokens
+        assert torch.equal(before_kill.hidden[1], after_kill.hidden[1])
 
 
 @pytest.mark.timeout(600)
@@ -169,14 +169,14 @@ def test_a_head_made_over_a_service_is_as_good_as_one_made_in_one_process(
     def run(out: Path, *more: str) -> dict[str, object]:
         files = ("--model", str(target), "--prompts", str(prompts), "--out", str(out))
         assert main(["distill", "run", *files, *WORDS, *more]) == 0
-        found: dict[str, object] = json.loads((out / "exit_2" / "evaluation.json").read_text())
-        return found
+        evaluation: dict[str, object] = json.loads((out / "exit_2" / "evaluation.json").read_text())
+        return evaluation
 
     config = collecting.config
     address = ray.get_runtime_context().gcs_address
     names = ("--app", NAME, "--router", config.router.name, "--namespace", config.router.namespace)
     served = run(tmp_path / "served", "--service", "--address", address, *names)
-    alone = run(tmp_path / "alone")
+    local = run(tmp_path / "alone")
 
     stores = [
         FeatureStore.open(tmp_path / name / "features", expect=identity_of(target))
@@ -187,10 +187,10 @@ def test_a_head_made_over_a_service_is_as_good_as_one_made_in_one_process(
         assert torch.equal(theirs.tokens_T, ours.tokens_T)
         assert theirs.num_prompt == ours.num_prompt > 1
     assert served["speed"] is None
-    assert alone["speed"] is not None
-    for there, here in zip(served["temperatures"], alone["temperatures"], strict=True):  # type: ignore[call-overload]
-        rates = [at["acceptance"]["rate"] for at in (there, here)]
-        count = here["acceptance"]["num_judged"]
+    assert local["speed"] is not None
+    for remote_at, local_at in zip(served["temperatures"], local["temperatures"], strict=True):  # type: ignore[call-overload]
+        rates = [at["acceptance"]["rate"] for at in (remote_at, local_at)]
+        count = local_at["acceptance"]["num_judged"]
         error = np.sqrt(max(rates[1] * (1 - rates[1]), 0.01) / count)
         assert abs(rates[0] - rates[1]) < 3 * error
     reliability = json.loads((tmp_path / "served" / "exit_2" / "reliability.json").read_text())

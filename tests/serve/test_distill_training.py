@@ -48,25 +48,25 @@ def test_workers_under_ray_train_outlive_one_of_them_and_keep_the_curve(
         threads=1,
         options=options,
     )
-    together = replace(
+    disturbed = replace(
         undisturbed,
         out=tmp_path / "together" / "head",
         checkpoints=tmp_path / "together" / "run",
     )
     killed: list[int] = []
-    killer = threading.Thread(target=kill_a_worker, args=(together.run_folder, killed))
+    killer = threading.Thread(target=kill_a_worker, args=(disturbed.run_folder, killed))
     killer.start()
     ctrl_c = signal.getsignal(signal.SIGINT)
-    train(together, executor=RayExecutor())
+    train(disturbed, executor=RayExecutor())
     killer.join()
     assert signal.getsignal(signal.SIGINT) is ctrl_c
     train(undisturbed, executor=RayExecutor())
     assert len(killed) == 1
-    found, expected = log_of(together), log_of(undisturbed)
-    assert [row["step"] for row in found] == list(range(0, STEPS + 1, 2))
-    for row, twin in zip(found[1:], expected[1:], strict=True):
+    rows, expected = log_of(disturbed), log_of(undisturbed)
+    assert [row["step"] for row in rows] == list(range(0, STEPS + 1, 2))
+    for row, twin in zip(rows[1:], expected[1:], strict=True):
         assert row["loss"] == twin["loss"]
-    assert load_file(together.out / "model.safetensors").keys()
+    assert load_file(disturbed.out / "model.safetensors").keys()
 
 
 def kill_a_worker(run: Path, killed: list[int]) -> None:

@@ -26,7 +26,7 @@ def test_a_short_run_reads_every_role_and_finds_no_page_in_use(tmp_path: Path) -
     assert done.stdout, done.stderr[-2000:]
     report = json.loads(done.stdout.splitlines()[-1])
     # A service that is two minutes old still warms up: memory may grow, nothing else may be wrong.
-    assert [each for each in report["complaints"] if " grows: " not in each] == []
+    assert [complaint for complaint in report["complaints"] if " grows: " not in complaint] == []
     assert done.returncode == bool(report["complaints"])
     assert {figure["name"] for figure in report["figures"]} >= {
         *(f"memory of {role}" for role in set(ROLES) - {"verify rank", "drafting actor"}),

@@ -96,9 +96,9 @@ def test_the_capacity_is_that_of_the_rank_with_the_largest_pages_and_requests_kn
     }
     card = until(
         lambda: [
-            each
-            for each in httpx.get(f"{sized.url}/v1/models", timeout=30).json()["data"]
-            if each["max_model_len"] == capacity.num_tokens
+            model
+            for model in httpx.get(f"{sized.url}/v1/models", timeout=30).json()["data"]
+            if model["max_model_len"] == capacity.num_tokens
         ]
     )
     assert card[0]["id"] == "tiny"
@@ -134,6 +134,6 @@ def test_a_replaced_rank_keeps_the_number_and_one_with_other_weights_is_refused_
         reason = str(sized.pipelines.health.remote().result(timeout_s=30).reason)
         return reason if "other weights" in reason else ""
 
-    told = until(refused, timeout_s=120.0)
-    assert "verify rank 0 has read other weights than drafting actor" in told
-    assert f"{second[:12]} and {first[:12]}" in told
+    reason = until(refused, timeout_s=120.0)
+    assert "verify rank 0 has read other weights than drafting actor" in reason
+    assert f"{second[:12]} and {first[:12]}" in reason

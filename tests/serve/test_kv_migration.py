@@ -87,8 +87,8 @@ class Sending:
         return await self._client.states(timeout_s=60.0)
 
     async def contacts(self) -> dict[str, Contacts]:
-        found: list[Contacts] = await self.handle.broadcast("contacts").results_async()
-        return {each.pipeline: each for each in found}
+        contacts: list[Contacts] = await self.handle.broadcast("contacts").results_async()
+        return {contact.pipeline: contact for contact in contacts}
 
     async def under_way(self, requests: list[Request], *, num_tokens: int) -> None:
         """Until each of them has so many tokens."""
@@ -102,11 +102,11 @@ class Sending:
         self._enough = min(MAX_TOKENS, max(self.num_tokens.values()) + 200)
 
     def _num_moves(self) -> int:
-        found = re.search(
+        sample = re.search(
             rb"^eesd_router_migrations_total\S* (\S+)$", self.load_balancer.page(), re.MULTILINE
         )
-        assert found is not None
-        return int(float(found[1]))
+        assert sample is not None
+        return int(float(sample[1]))
 
 
 async def _until(holds: Callable[[], bool]) -> None:
@@ -149,23 +149,23 @@ def test_drained_under_load_every_stream_takes_its_pages_along_and_has_the_same_
 ) -> None:
     async def story() -> None:
         async with _sending(config) as sending:
-            streams, (one, two) = await _begun(sending, _requests("migrated", 3, topic=0))
+            streams, (source, target) = await _begun(sending, _requests("migrated", 3, topic=0))
             operator = ServiceConnection(router=None, app_name=NAME)
-            drained: Drained = await asyncio.to_thread(operator.drain, one.pipeline)
+            drained: Drained = await asyncio.to_thread(operator.drain, source.pipeline)
             report = drained.migration
             assert report is not None
-            assert (report.by, report.to, report.how) == (one.pipeline, two.pipeline, "pages")
+            assert (report.by, report.to, report.how) == (source.pipeline, target.pipeline, "pages")
             assert report.reason == ""
             assert drained.num_migrated == report.num_requests > 0
             # Each stream took at least its prompt, and each of the three ranks its part of it.
             assert report.num_bytes > report.num_pages * 1000
-            assert all(each.num_pages >= PROMPT // PAGE for each in report.streams)
+            assert all(move.num_pages >= PROMPT // PAGE for move in report.streams)
             await sending.gone_on(report.num_requests)
             migrated = await asyncio.gather(*streams)
-            assert {s.pipeline: s.num_live for s in await sending.states()}[one.pipeline] == 0
-            await asyncio.to_thread(operator.undrain, one.pipeline)
-            again = _requests("undisturbed", 3, topic=0)
-            assert migrated == await asyncio.gather(*[sending.tokens(each) for each in again])
+            assert {s.pipeline: s.num_live for s in await sending.states()}[source.pipeline] == 0
+            await asyncio.to_thread(operator.undrain, source.pipeline)
+            twins = _requests("undisturbed", 3, topic=0)
+            assert migrated == await asyncio.gather(*[sending.tokens(request) for request in twins])
 
     asyncio.run(story())
 
@@ -196,9 +196,9 @@ def test_a_rank_that_dies_while_pages_are_copied_costs_no_stream_and_none_that_w
         async with _sending(config) as sending:
             topic = 50 * at_call
             requests = _requests(f"recomputed {at_call}", 3, topic=topic)
-            streams, (one, two) = await _begun(sending, requests)
+            streams, (first_pipeline, second_pipeline) = await _begun(sending, requests)
             contacts = await sending.contacts()
-            source, target = contacts[one.pipeline], contacts[two.pipeline]
+            source, target = contacts[first_pipeline.pipeline], contacts[second_pipeline.pipeline]
             ranks = dict(target.ranks)
             ranks["verify rank 1"] = _Doomed(
                 ranks["verify rank 1"], by="receive_pages", at_call=at_call
@@ -208,14 +208,14 @@ def test_a_rank_that_dies_while_pages_are_copied_costs_no_stream_and_none_that_w
             )
             first, *others = report.streams
             assert (first.num_pages >= PROMPT // PAGE) == (at_call == 3)
-            assert all(each.num_pages == 0 for each in others)
+            assert all(move.num_pages == 0 for move in others)
             assert report.how == ("pages" if at_call == 3 else "recomputed")
             assert "verify rank 1" in report.reason
             # The first one may have come back from the pipeline that was interrupted.
-            assert report.num_requests >= one.num_live
+            assert report.num_requests >= first_pipeline.num_live
             await sending.gone_on(report.num_requests)
             migrated = await asyncio.gather(*streams)
-            again = _requests(f"also undisturbed {at_call}", 3, topic=topic)
-            assert migrated == await asyncio.gather(*[sending.tokens(each) for each in again])
+            twins = _requests(f"also undisturbed {at_call}", 3, topic=topic)
+            assert migrated == await asyncio.gather(*[sending.tokens(request) for request in twins])
 
     asyncio.run(story())

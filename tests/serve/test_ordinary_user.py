@@ -55,9 +55,9 @@ def test_an_ordinary_user_without_a_home_folder_serves_the_text_of_plain_decodin
         assert process.wait(90) == 0, "".join(lines)
     assert "Traceback" not in "".join(lines)
     assert answer["choices"][0]["token_ids"] == _plain(model)
-    kept = folder / f"eesd-{USER}"
-    assert set(folder.iterdir()) == {kept, model}
-    assert list(kept.glob("state/logs/*/ray/worker-*")), "the logs are kept"
+    logs = folder / f"eesd-{USER}"
+    assert set(folder.iterdir()) == {logs, model}
+    assert list(logs.glob("state/logs/*/ray/worker-*")), "the logs are kept"
 
 
 def _plain(model: Path) -> list[int]:

@@ -12,7 +12,7 @@ _SECONDS = 200
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def report() -> dict[str, Any]:
     """What `tests.support.raylets` has seen. D drafts, V and W verify, by their labels."""
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     run = subprocess.run(
@@ -28,65 +28,65 @@ def told() -> dict[str, Any]:
     return seen
 
 
-def test_labels_choose_the_nodes_of_each_stage(told: dict[str, Any]) -> None:
-    drafting, *ranks = told["labels"]
+def test_labels_choose_the_nodes_of_each_stage(report: dict[str, Any]) -> None:
+    drafting, *ranks = report["labels"]
     assert drafting == "D"
     assert set(ranks) <= {"V", "W"}
 
 
-def test_ranks_that_must_stand_apart_do(told: dict[str, Any]) -> None:
-    assert sorted(told["verify_apart"]) == ["D", "V", "W"]
+def test_ranks_that_must_stand_apart_do(report: dict[str, Any]) -> None:
+    assert sorted(report["verify_apart"]) == ["D", "V", "W"]
 
 
-def test_stages_that_must_stand_apart_share_no_node(told: dict[str, Any]) -> None:
-    drafting, *ranks = told["stages_apart"]
+def test_stages_that_must_stand_apart_share_no_node(report: dict[str, Any]) -> None:
+    drafting, *ranks = report["stages_apart"]
     assert drafting not in ranks
 
 
 def test_the_stage_that_can_choose_makes_room_for_the_one_that_cannot(
-    told: dict[str, Any],
+    report: dict[str, Any],
 ) -> None:
-    for drafting, *ranks in told["swapped"]:
+    for drafting, *ranks in report["swapped"]:
         assert drafting == "D"
         assert set(ranks) <= {"V", "W"}
 
 
-def test_one_node_for_all_is_one_node(told: dict[str, Any]) -> None:
-    assert len(set(told["one_node"])) == 1
+def test_one_node_for_all_is_one_node(report: dict[str, Any]) -> None:
+    assert len(set(report["one_node"])) == 1
 
 
 def test_a_stage_that_prefers_the_nodes_of_the_other_gets_them_where_it_can(
-    told: dict[str, Any],
+    report: dict[str, Any],
 ) -> None:
-    drafting, *ranks = told["beside"]
+    drafting, *ranks = report["beside"]
     assert len(set(ranks)) == 2
     assert drafting in ranks
-    assert told["wish_denied"][0] == "D"
+    assert report["wish_denied"][0] == "D"
 
 
 def test_what_has_no_node_waits_says_why_and_leaves_nothing_behind_when_it_is_given_up(
-    told: dict[str, Any],
+    report: dict[str, Any],
 ) -> None:
     # That nothing is held any more was waited for there.
-    assert "label eesd.io/stage=none" in told["no_label"]["said"]
-    assert "holds the other stage" in told["second_waits"]["said"]
+    assert "label eesd.io/stage=none" in report["no_label"]["said"]
+    assert "holds the other stage" in report["second_waits"]["said"]
 
 
-def test_an_autoscaler_sees_the_demand_of_both_stages_at_once(told: dict[str, Any]) -> None:
-    assert told["both_wait"]["num_visible"] == 3
-    assert "drafting actor needs CPU 0.5, none 1" in told["both_wait"]["said"]
-    assert "verify rank 1 need CPU 0.5, none 1" in told["both_wait"]["said"]
+def test_an_autoscaler_sees_the_demand_of_both_stages_at_once(report: dict[str, Any]) -> None:
+    assert report["both_wait"]["num_visible"] == 3
+    assert "drafting actor needs CPU 0.5, none 1" in report["both_wait"]["said"]
+    assert "verify rank 1 need CPU 0.5, none 1" in report["both_wait"]["said"]
 
 
-def test_what_fits_no_reported_node_type_is_refused(told: dict[str, Any]) -> None:
-    assert "verify rank 0 needs CPU 5" in told["impossible"]
-    assert "node type small" in told["impossible"]
+def test_what_fits_no_reported_node_type_is_refused(report: dict[str, Any]) -> None:
+    assert "verify rank 0 needs CPU 5" in report["impossible"]
+    assert "node type small" in report["impossible"]
 
 
 def test_bundles_of_a_dead_node_are_placed_on_another_and_actors_start_there(
-    told: dict[str, Any],
+    report: dict[str, Any],
 ) -> None:
-    death = told["death"]
+    death = report["death"]
     assert len(set(death["before"])) == 1
     assert death["before"][0] not in death["after"]
     assert set(death["after"][1:]) <= {"V", "W"}

@@ -143,22 +143,22 @@ def test_a_limit_of_requests_holds_over_both_ingresses(shared: Running) -> None:
     async def run() -> list[int]:
         async with _client(shared) as client:
             long = [Stream(client, "few", max_tokens=3800, ignore_eos=True) for _ in range(3)]
-            for each in long:
-                await each.begun.wait()
-            refused = [Stream(client, "few") for _ in range(30)]
-            await asyncio.gather(*(each.task for each in refused))
-            for each in long:
-                each.task.cancel()
-            assert [each.status for each in long] == [200] * 3
-            return [each.status for each in refused]
+            for stream in long:
+                await stream.begun.wait()
+            excess = [Stream(client, "few") for _ in range(30)]
+            await asyncio.gather(*(stream.task for stream in excess))
+            for stream in long:
+                stream.task.cancel()
+            assert [stream.status for stream in long] == [200] * 3
+            return [stream.status for stream in excess]
 
     assert asyncio.run(run()) == [429] * 30
     counts = until(
         lambda: (
-            (found := _counts(shared, "few"))
-            and len({ingress for ingress, status in found if status == "429"}) == 2
-            and sum(number for (_, status), number in found.items() if status == "429") >= 30
-            and found
+            (counts := _counts(shared, "few"))
+            and len({ingress for ingress, status in counts if status == "429"}) == 2
+            and sum(number for (_, status), number in counts.items() if status == "429") >= 30
+            and counts
         ),
         timeout_s=30,
     )
@@ -166,9 +166,9 @@ def test_a_limit_of_requests_holds_over_both_ingresses(shared: Running) -> None:
 
     async def again() -> int:
         async with _client(shared) as client:
-            one = Stream(client, "few")
-            await one.task
-            return one.status
+            stream = Stream(client, "few")
+            await stream.task
+            return stream.status
 
     until(lambda: asyncio.run(again()) == 200, timeout_s=30)
 
@@ -226,7 +226,9 @@ def test_clients_that_leave_before_their_first_token_use_up_their_key(shared: Ru
 
     until(lambda: leave() == 429, timeout_s=10)
     # An ingress is told the metrics of another one after a while.
-    used = until(lambda: (found := _tokens_of(shared, "leaving"))["prompt"] and found, timeout_s=10)
+    used = until(
+        lambda: (tokens := _tokens_of(shared, "leaving"))["prompt"] and tokens, timeout_s=10
+    )
     assert used["generated"] == 0, "all have left before"
     assert 3500 <= used["prompt"] <= 5 * 3500
     assert _post(shared, "modest", prompt=[1]).status_code == 200
@@ -246,23 +248,23 @@ def test_while_the_router_is_dead_requests_are_served_and_then_limits_hold_again
                 Stream(client, "few", max_tokens=3800, ignore_eos=True, speculation=off)
                 for _ in range(3)
             ]
-            for each in long:
-                await each.begun.wait()
+            for stream in long:
+                await stream.begun.wait()
             os.kill(pid, 9)
             others = [Stream(client, "greedy") for _ in range(6)]
-            await asyncio.gather(*(each.task for each in others))
-            assert [each.status for each in others] == [200] * 6
+            await asyncio.gather(*(stream.task for stream in others))
+            assert [stream.status for stream in others] == [200] * 6
             # It is restarted, and both ingresses tell it what they hold.
-            num_refused = 0
-            while num_refused < 8:
-                one = Stream(client, "few", max_tokens=1)
-                await one.task
-                num_refused = num_refused + 1 if one.status == 429 else 0
-                assert not any(each.task.done() for each in long), "no limit held in time"
-            again = await asyncio.to_thread(ray.get, router.process_info.remote(), timeout=30)
-            assert again.pid != pid
-            for each in long:
-                each.task.cancel()
+            num_refusals = 0
+            while num_refusals < 8:
+                probe = Stream(client, "few", max_tokens=1)
+                await probe.task
+                num_refusals = num_refusals + 1 if probe.status == 429 else 0
+                assert not any(stream.task.done() for stream in long), "no limit held in time"
+            process = await asyncio.to_thread(ray.get, router.process_info.remote(), timeout=30)
+            assert process.pid != pid
+            for stream in long:
+                stream.task.cancel()
 
     asyncio.run(run())
 
@@ -283,21 +285,23 @@ def test_a_changed_file_of_keys_reaches_both_ingresses(shared: Running, keys_fil
 
 def _ingresses() -> dict[str, str]:
     """Returns name and namespace of the HTTP replicas."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    return {each["name"]: each["namespace"] for each in named if f"{NAME}#Ingress#" in each["name"]}
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {
+        actor["name"]: actor["namespace"] for actor in actors if f"{NAME}#Ingress#" in actor["name"]
+    }
 
 
 def test_an_ingress_that_starts_with_a_wrong_file_refuses_keys_until_it_is_mended(
     shared: Running, keys_file: Path
 ) -> None:
     def answers(key: str, path: str = "/v1/models") -> set[tuple[int, str | None]]:
-        found = set()
+        errors = set()
         for _ in range(12):
             headers = {"Authorization": f"Bearer {key}"}
             answer = httpx.get(f"{shared.url}{path}", headers=headers, timeout=30)
             error = answer.json().get("error", {}) if answer.content else {}
-            found.add((answer.status_code, error.get("code")))
-        return found
+            errors.add((answer.status_code, error.get("code")))
+        return errors
 
     before = _ingresses()
     assert len(before) == 2
@@ -325,20 +329,20 @@ def _p95(values: list[float]) -> float:
 
 async def _first_tokens(client: httpx.AsyncClient, key: str, *, number: int = 40) -> list[float]:
     """Returns the times to first token of requests that one caller sends one after the other."""
-    found = []
+    times_s = []
     for at in range(number):
-        one = Stream(client, key, prompt=[9, 8, 7, 1 + at], max_tokens=3)
-        await one.task
-        assert one.status == 200
-        found.append(one.first_s)
-    return found
+        stream = Stream(client, key, prompt=[9, 8, 7, 1 + at], max_tokens=3)
+        await stream.task
+        assert stream.status == 200
+        times_s.append(stream.first_s)
+    return times_s
 
 
 async def _round_s(client: httpx.AsyncClient) -> float:
     """Returns the p95 of the times from one round to the next, of the latest ones."""
     answer = await client.get("/debug/rounds", headers={"Authorization": "Bearer root"})
-    begun = [each["started_unix_s"] for each in answer.json()["rounds"][-100:]]
-    return _p95([after - before for before, after in pairwise(begun)])
+    starts_s = [stats["started_unix_s"] for stats in answer.json()["rounds"][-100:]]
+    return _p95([after - before for before, after in pairwise(starts_s)])
 
 
 @asynccontextmanager
@@ -349,9 +353,9 @@ async def _load(client: httpx.AsyncClient, key: str, *, number: int) -> AsyncIte
     async def one_after_the_other(first: int) -> None:
         for at in count(first, number):
             prompt = [1 + at % 300] * 20
-            one = Stream(client, key, max_tokens=GREEDY_TOKENS, prompt=prompt, ignore_eos=True)
-            running.add(one.task)
-            await one.task
+            stream = Stream(client, key, max_tokens=GREEDY_TOKENS, prompt=prompt, ignore_eos=True)
+            running.add(stream.task)
+            await stream.task
 
     loads = [asyncio.ensure_future(one_after_the_other(at)) for at in range(number)]
     try:
@@ -371,19 +375,19 @@ def test_a_greedy_key_costs_another_at_most_a_round_for_each_of_its_texts_in_the
     async def run() -> tuple[list[float], list[float], list[float], float]:
         async with _client(shared) as client:
             await _first_tokens(client, "modest", number=5)
-            alone = await _first_tokens(client, "modest")
+            undisturbed = await _first_tokens(client, "modest")
             async with _load(client, "greedy", number=4 * MAX_RUNNING):
                 against = await _first_tokens(client, "modest")
                 round_s = await _round_s(client)
                 within = await _first_tokens(client, "greedy", number=2)
-            return alone, against, within, round_s
+            return undisturbed, against, within, round_s
 
-    alone, against, within, round_s = asyncio.run(run())
+    undisturbed, against, within, round_s = asyncio.run(run())
     logger.warning(
         "%s",
-        f"p95 of the first token: alone {_p95(alone):.3f} s, against a greedy key "
+        f"p95 of the first token: alone {_p95(undisturbed):.3f} s, against a greedy key "
         f"{_p95(against):.3f} s; least within the greedy key {min(within):.3f} s; "
         f"p95 of a round {round_s:.4f} s",
     )
-    assert _p95(against) - _p95(alone) <= MAX_RUNNING * round_s
+    assert _p95(against) - _p95(undisturbed) <= MAX_RUNNING * round_s
     assert min(within) > _p95(against), "the queue was full"

@@ -213,18 +213,18 @@ def poisoned(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     serve.delete("poisoned")
 
 
-def _poison(name: str, *, way: str) -> Request:
-    return replace(_request(name, max_tokens=10), prompt=(POISON, WAYS[way]))
+def _poison(name: str, *, fault: str) -> Request:
+    return replace(_request(name, max_tokens=10), prompt=(POISON, WAYS[fault]))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_poison_is_refused_by_name_and_the_others_finish(way: str, poisoned: Running) -> None:
+@pytest.mark.parametrize("fault", WAYS)
+def test_poison_is_refused_by_name_and_the_others_finish(fault: str, poisoned: Running) -> None:
     before = poisoned.state().num_interruptions
     good = [_request(f"good-{i}", max_tokens=200) for i in range(6)]
     with held(poisoned.config.engine):
         streams = [poisoned.items(request) for request in good]
         until(lambda: poisoned.num_running() == len(good))
-        bad = poisoned.items(_poison("bad", way=way))
+        bad = poisoned.items(_poison("bad", fault=fault))
         until(lambda: poisoned.state().num_interruptions > before)
     (refusal,) = bad
     assert type(refusal).__name__ == "PoisonRequest"
@@ -236,7 +236,7 @@ def test_poison_is_refused_by_name_and_the_others_finish(way: str, poisoned: Run
 
 def test_poison_that_is_alone_is_refused_after_two_engines(poisoned: Running) -> None:
     before = poisoned.state()
-    (refusal,) = poisoned.items(_poison("lonely", way="bug in the drafting actor"))
+    (refusal,) = poisoned.items(_poison("lonely", fault="bug in the drafting actor"))
     assert "request lonely is refused: the engine broke 2 times under it" in str(refusal)
     assert "this token is in no vocabulary" in str(refusal)
     request = _request("after", max_tokens=20)
@@ -249,8 +249,8 @@ def test_poison_that_is_alone_is_refused_after_two_engines(poisoned: Running) ->
 def test_health_says_that_a_pipeline_is_being_formed_again_and_why(toy: Running) -> None:
     toy.signal("verify rank 0", signal.SIGKILL)
     until(lambda: not toy.state().is_ready)
-    said = _health(toy).reason
-    assert re.match(r"re-forming for \d\.\d s \(epoch \d+\): lost verify rank 0", said)
+    reason = _health(toy).reason
+    assert re.match(r"re-forming for \d\.\d s \(epoch \d+\): lost verify rank 0", reason)
     assert until(lambda: _health(toy).is_healthy, timeout_s=90.0)
 
 
@@ -271,10 +271,12 @@ def test_an_engine_that_breaks_under_every_request_is_given_up_with_a_clear_erro
     before = hopeless.state()
     names = [f"bad-{i}" for i in range(4)]
     with held(hopeless.config.engine, at=0):
-        streams = [hopeless.items(_poison(name, way="bug in the drafting actor")) for name in names]
+        streams = [
+            hopeless.items(_poison(name, fault="bug in the drafting actor")) for name in names
+        ]
         until(lambda: hopeless.num_running() == len(names))
-    said = [str(error) for stream in streams for error in stream]
-    assert sum("is refused" in text for text in said) == len(names)
+    messages = [str(error) for stream in streams for error in stream]
+    assert sum("is refused" in text for text in messages) == len(names)
     assert hopeless.state().pipeline != before.pipeline, "which was given up"
     serve.delete("hopeless")
 
@@ -287,8 +289,8 @@ def _has_left_nothing(name: str) -> bool:
 def test_workers_without_a_supervisor_exit_and_one_that_wakes_up_begins_again(
     ray_port: int, tmp_path: Path
 ) -> None:
-    most = {"num_cpus": 0.6 * ray.available_resources()["CPU"] / 3}  # there is room for one
-    wide: dict[str, object] = {"placement": {"draft": most, "verify": most}}
+    bundle = {"num_cpus": 0.6 * ray.available_resources()["CPU"] / 3}  # there is room for one
+    wide: dict[str, object] = {"placement": {"draft": bundle, "verify": bundle}}
     leased = _toy_pipeline("leased", tmp_path, timeout_s=2.0, recovery={"lease_s": 20.0}, **wide)
     request = _request("leased", max_tokens=3000)  # 30 s: it outlasts the lease
     items = leased.items(request)
@@ -296,19 +298,19 @@ def test_workers_without_a_supervisor_exit_and_one_that_wakes_up_begins_again(
     before = leased.state()
     os.kill(before.pid, signal.SIGSTOP)
     try:
-        said: list[str] = []
-        _toy_pipeline("successor", tmp_path, say=said.append, **wide)
+        lines: list[str] = []
+        _toy_pipeline("successor", tmp_path, say=lines.append, **wide)
         assert _has_left_nothing("leased")
-        assert said, "its room was held for longer than a replica takes to ask for it"
-        found = [
+        assert lines, "its room was held for longer than a replica takes to ask for it"
+        matches = [
             re.search(
                 r"waiting for room: 3 workers of pipeline (\S+) \(application leased\), which have "
                 r"no supervisor, hold CPU \S+ by their lease for at most (\d+) s$",
                 line,
             )
-            for line in said
+            for line in lines
         ]
-        name, seconds = next(match.groups() for match in found if match is not None)
+        name, seconds = next(match.groups() for match in matches if match is not None)
         assert name == before.pipeline
         assert 1 <= int(seconds) <= 20 + LAST_WAIT_S
         serve.delete("successor")
@@ -324,18 +326,18 @@ def test_workers_without_a_supervisor_exit_and_one_that_wakes_up_begins_again(
 def test_a_place_that_does_not_exist_is_named_bundle_by_bundle(
     ray_port: int, tmp_path: Path
 ) -> None:
-    is_told = Event()
+    has_line = Event()
 
     def say(line: str) -> None:
-        said.append(line)
+        lines.append(line)
         if "no_such_thing" in line:
-            is_told.set()
+            has_line.set()
 
-    said: list[str] = []
+    lines: list[str] = []
     placement = {"verify": {"resources": {"no_such_thing": 1}}}
-    _toy_pipeline("nowhere", tmp_path, wait=is_told.wait, say=say, placement=placement)
+    _toy_pipeline("nowhere", tmp_path, wait=has_line.wait, say=say, placement=placement)
     assert re.search(
-        r"starting for .* verify rank 1 need CPU 0\.5, no_such_thing 1: node", said[-1]
+        r"starting for .* verify rank 1 need CPU 0\.5, no_such_thing 1: node", lines[-1]
     )
     status = serve.status().applications["nowhere"]
     assert status.status == ApplicationStatus.DEPLOYING, "waiting is not failing"

@@ -67,9 +67,9 @@ def request(number: int) -> Request:
     )
 
 
-def served(service: Running, one: Request) -> tuple[list[int], int]:
+def served(service: Running, request: Request) -> tuple[list[int], int]:
     """Tokens, and how many of them had been drafted."""
-    emissions = [emission for item in service.items(one) for emission in item]
+    emissions = [emission for item in service.items(request) for emission in item]
     tokens = [token for emission in emissions for token in emission.tokens]
     return tokens, sum(emission.num_accepted for emission in emissions)
 
@@ -78,9 +78,9 @@ def served(service: Running, one: Request) -> tuple[list[int], int]:
 def test_a_service_drafts_with_what_its_own_requests_have_taught(
     recording: Running, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [request(number) for number in range(60)]
-    for one in asked:
-        served(recording, one)
+    traffic = [request(number) for number in range(60)]
+    for sample in traffic:
+        served(recording, sample)
     recording.pipelines.flush.remote().result(timeout_s=30)
     plain = replace(
         request(900), request_id=RequestId("plain"), speculation=SpeculationParams(mode="off")

@@ -184,11 +184,11 @@ def test_a_conversation_stays_with_its_pipeline(config: ServiceConfig) -> None:
         async with _sending(config) as sending:
             for i in range(4):
                 first = _request(f"turn-1-{i}", prompt=range(i, i + 40), max_tokens=12)
-                said = await sending.tokens(first)
-                assert said == _expected(first)
+                reply = await sending.tokens(first)
+                assert reply == _expected(first)
                 await sending.all_idle()
-                again = [*first.prompt, *said, 5, 6]
-                second = _request(f"turn-2-{i}", prompt=again, max_tokens=12)
+                prompt = [*first.prompt, *reply, 5, 6]
+                second = _request(f"turn-2-{i}", prompt=prompt, max_tokens=12)
                 assert await sending.tokens(second) == _expected(second)
                 assert sending.load_balancer.takers[-1] == sending.load_balancer.takers[-2]
                 assert sending.counted("eesd_router_prefix_hits_total") == i + 1
@@ -227,25 +227,25 @@ def test_a_drained_pipeline_migrates_its_streams_and_takes_no_more_until_it_is_t
             with held(config.engine):
                 streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
                 await sending.until(_both_serve(len(crowd)))
-                one, two = await sending.states()
+                first_pipeline, second_pipeline = await sending.states()
                 operator = ServiceConnection(router=None, app_name=NAME)
-                drained = await asyncio.to_thread(operator.drain, one.pipeline)
-                assert drained.num_migrated == one.num_live
+                drained = await asyncio.to_thread(operator.drain, first_pipeline.pipeline)
+                assert drained.num_migrated == first_pipeline.num_live
                 with pytest.raises(ConfigError, match="no other pipeline takes requests"):
-                    await asyncio.to_thread(operator.drain, two.pipeline)
+                    await asyncio.to_thread(operator.drain, second_pipeline.pipeline)
                 await sending.until(lambda states: [s.num_live for s in states] == [0, 8])
                 await sending.known(1)
-                late = _request("late", max_tokens=8)
-                assert await sending.tokens(late) == _expected(late)
-                assert sending.load_balancer.takers[-1] == two.pipeline
+                newcomer = _request("late", max_tokens=8)
+                assert await sending.tokens(newcomer) == _expected(newcomer)
+                assert sending.load_balancer.takers[-1] == second_pipeline.pipeline
             assert await asyncio.gather(*streams) == [_expected(request) for request in crowd]
-            assert sending.counted("eesd_router_migrations_total") == one.num_live
+            assert sending.counted("eesd_router_migrations_total") == first_pipeline.num_live
             assert (await sending.states())[0].draining == "drained by hand"
-            await asyncio.to_thread(operator.undrain, one.pipeline)
+            await asyncio.to_thread(operator.undrain, first_pipeline.pipeline)
             await sending.known(2)
             more = [_request(f"more-{i}", max_tokens=20) for i in range(4)]
             await asyncio.gather(*[sending.tokens(request) for request in more])
-            assert one.pipeline in sending.load_balancer.takers[-4:]
+            assert first_pipeline.pipeline in sending.load_balancer.takers[-4:]
             with pytest.raises(ConfigError, match="no pipeline 'nobody'"):
                 await asyncio.to_thread(operator.drain, "nobody")
 
@@ -264,17 +264,23 @@ def test_streams_of_a_broken_pipeline_go_on_in_another_while_it_is_mended(
             with held(config.engine):
                 streams = [asyncio.ensure_future(sending.tokens(request)) for request in crowd]
                 await sending.until(_both_serve(len(crowd)))
-                one, two = await sending.states()
-                (drafter,) = [m for m in one.workers if m.name == "drafting actor"]
+                first_pipeline, second_pipeline = await sending.states()
+                (drafter,) = [m for m in first_pipeline.workers if m.name == "drafting actor"]
                 os.kill(drafter.pid, signal.SIGKILL)
                 await sending.until(lambda states: [s.num_live for s in states] == [0, 6])
             assert await asyncio.gather(*streams) == [_expected(request) for request in crowd]
-            assert sending.load_balancer.takers.count(two.pipeline) == len(crowd)
+            assert sending.load_balancer.takers.count(second_pipeline.pipeline) == len(crowd)
             await sending.known(2)
             after = {state.pipeline: state for state in await sending.states()}
-            assert after[one.pipeline].recovery_s is not None
-            assert after[one.pipeline].num_interruptions == one.num_interruptions + 1
-            assert after[two.pipeline].num_interruptions == two.num_interruptions
+            assert after[first_pipeline.pipeline].recovery_s is not None
+            assert (
+                after[first_pipeline.pipeline].num_interruptions
+                == first_pipeline.num_interruptions + 1
+            )
+            assert (
+                after[second_pipeline.pipeline].num_interruptions
+                == second_pipeline.num_interruptions
+            )
 
     asyncio.run(story())
 
@@ -290,12 +296,12 @@ def test_streams_of_a_killed_ingress_end_and_those_of_a_frozen_or_a_mute_one_go_
             mute.load_balancer.start()
             await mute.known(2)
             crowd = [_request(f"unread-{i}", max_tokens=400) for i in range(6)]
-            own, late, lone = [_request(name, max_tokens=40) for name in ("own", "late", "lone")]
+            own, delayed, lone = [_request(name, max_tokens=40) for name in ("own", "late", "lone")]
             try:
                 with held(config.engine):
                     owned = asyncio.ensure_future(sending.tokens(own))
-                    alone = asyncio.ensure_future(mute.tokens(lone))
-                    unread, paused = killed.tokens.remote(crowd), frozen.tokens.remote([late])
+                    lone_stream = asyncio.ensure_future(mute.tokens(lone))
+                    unread, paused = killed.tokens.remote(crowd), frozen.tokens.remote([delayed])
                     await sending.until(_live(9))
                     os.kill(frozen_pid, signal.SIGSTOP)
                     os.kill(pid, signal.SIGKILL)
@@ -307,8 +313,8 @@ def test_streams_of_a_killed_ingress_end_and_those_of_a_frozen_or_a_mute_one_go_
                     os.kill(frozen_pid, signal.SIGCONT)
                     await sending.until(_live(3))
                 assert await owned == _expected(own)
-                assert await alone == _expected(lone)
-                assert await paused == [_expected(late)]
+                assert await lone_stream == _expected(lone)
+                assert await paused == [_expected(delayed)]
             finally:
                 os.kill(frozen_pid, signal.SIGKILL)
 
@@ -328,10 +334,10 @@ def test_the_command_lists_pipelines_and_drains_them(
 
     def listed() -> list[dict[str, Any]]:
         assert main(["pipelines", *where, "--json"]) == 0
-        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["pipelines"]
-        return found
+        pipelines: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["pipelines"]
+        return pipelines
 
-    names = [each["pipeline"] for each in listed()]
+    names = [pipeline["pipeline"] for pipeline in listed()]
     assert len(names) == 2
     assert main(["pipelines", "drain", names[0], *where]) == 0
     assert f"{names[0]} takes no more requests; 0 streams continue in other pipelines" in (
@@ -347,7 +353,7 @@ def test_the_command_lists_pipelines_and_drains_them(
     assert "drained by hand" in table
     assert main(["pipelines", *where, "undrain", names[0]]) == 0
     assert f"{names[0]} takes requests again" in capsys.readouterr().out
-    assert not any(each["draining"] for each in listed())
+    assert not any(pipeline["draining"] for pipeline in listed())
 
 
 def test_redeployed_with_one_replica_less_no_stream_is_broken(

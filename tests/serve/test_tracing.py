@@ -54,15 +54,17 @@ class Traced:
 
         def found() -> list[WrittenSpan] | None:
             spans = [span for span in self.receiver.spans if span.trace_id == trace_id]
-            known = {span.span_id for span in spans}
-            is_whole = sum(span.parent_id not in known for span in spans) == 1
+            span_ids = {span.span_id for span in spans}
+            is_whole = sum(span.parent_id not in span_ids for span in spans) == 1
             has_rounds = any(span.name == names.SPAN_VERIFY_RANK for span in spans)
             processes = {span.process for span in spans}
-            wanted = [s.attributes["eesd.rounds"] for s in spans if "eesd.rounds" in s.attributes]
+            round_counts = [
+                s.attributes["eesd.rounds"] for s in spans if "eesd.rounds" in s.attributes
+            ]
             emitted = [s for s in spans if s.attributes.get("eesd.emitted.tokens")]
-            has_rounds = has_rounds and wanted == [len(emitted)]
-            is_there = is_whole and has_rounds and len(processes) >= num_processes
-            return spans if is_there and not _missing(spans) else None
+            has_rounds = has_rounds and round_counts == [len(emitted)]
+            is_complete = is_whole and has_rounds and len(processes) >= num_processes
+            return spans if is_complete and not _missing(spans) else None
 
         return until(found) or []
 
@@ -167,11 +169,11 @@ def _expect_totals(answer: dict[str, Any], spans: list[WrittenSpan]) -> None:
     assert of["gen_ai.response.finish_reasons"] == [answer["choices"][0]["finish_reason"]]
     assert of["eesd.draft.tokens"] == speculative["num_draft_tokens"]
     assert of["eesd.accepted.tokens"] == speculative["num_accepted_draft_tokens"]
-    assert of["eesd.rounds"] == sum(each["eesd.emitted.tokens"] != 0 for each in rounds)
-    assert of["eesd.draft.tokens"] == sum(each["eesd.draft.tokens"] for each in rounds)  # type: ignore[misc]
+    assert of["eesd.rounds"] == sum(attributes["eesd.emitted.tokens"] != 0 for attributes in rounds)
+    assert of["eesd.draft.tokens"] == sum(attributes["eesd.draft.tokens"] for attributes in rounds)  # type: ignore[misc]
     judged, accepted = of["eesd.judged.tokens"], of["eesd.accepted.tokens"]
     assert accepted <= judged <= of["eesd.draft.tokens"]  # type: ignore[operator]
-    assert sum(each["eesd.emitted.tokens"] for each in rounds) == 40  # type: ignore[misc]
+    assert sum(attributes["eesd.emitted.tokens"] for attributes in rounds) == 40  # type: ignore[misc]
     assert of["eesd.request.interruptions"] == 0
     assert of["eesd.request.speculation"] == "auto"
     assert of["eesd.request.controller"] == "goodput"
@@ -208,20 +210,20 @@ def test_the_service_shows_the_same_trace_without_a_receiver(
 ) -> None:
     traced.ask()
     answer, trace_id, _ = traced.ask()
-    sent = {span.span_id for span in traced.trace(trace_id)}
+    span_ids = {span.span_id for span in traced.trace(trace_id)}
     url, request_id = traced.running.url, f"r-{trace_id[:8]}"
     for name in (request_id, answer["id"]):
-        found = httpx.get(f"{url}/debug/traces/{name}", timeout=30.0).json()
-        assert found["request_id"] == request_id
-        assert {span["span_id"] for span in found["spans"]} == sent
+        trace = httpx.get(f"{url}/debug/traces/{name}", timeout=30.0).json()
+        assert trace["request_id"] == request_id
+        assert {span["span_id"] for span in trace["spans"]} == span_ids
     latest = httpx.get(f"{url}/debug/traces", params={"limit": 2}, timeout=30.0).json()["traces"]
-    assert latest[0] == found
+    assert latest[0] == trace
     assert len(latest) == 2
     assert httpx.get(f"{url}/debug/traces/unknown", timeout=30.0).status_code == 404
     assert httpx.get(f"{url}/debug/traces", params={"limit": 0}, timeout=30.0).status_code == 400
 
     assert main(["trace", request_id, "--url", url, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [found]
+    assert json.loads(capsys.readouterr().out) == [trace]
     assert main(["trace", request_id, "--url", url, "--stages"]) == 0
     shown = capsys.readouterr().out
     assert request_id in shown
@@ -232,7 +234,7 @@ def test_the_service_shows_the_same_trace_without_a_receiver(
     assert main(["trace", "--url", url, "--limit", "2", "--perfetto", str(file)]) == 0
     events = json.loads(file.read_text())["traceEvents"]
     assert len([event for event in events if event["ph"] == "X"]) == sum(
-        len(each["spans"]) for each in latest
+        len(trace_json["spans"]) for trace_json in latest
     )
 
 

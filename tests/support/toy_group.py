@@ -51,7 +51,7 @@ _TIMINGS = {
     "deadline_s": 20.0,
     "load_s": 30.0,
     "lease_s": 25.0,
-    "beat_s": 0.02,
+    "heartbeat_s": 0.02,
     "grace_s": 0.01,
     "peers_s": 0.02,
     "retry_s": 0.01,
@@ -379,7 +379,7 @@ class ToyIngress:
             await asyncio.sleep(POLL_S)
         leader = self._supervisor.require_group().leader
         async for emission in emissions_of(leader, self._attempts.next(submission)):
-            self._attempts.heard((emission,))
+            self._attempts.received((emission,))
             self.num_tokens += len(emission.tokens)
             if emission.finish_reason is not None:
                 return True

@@ -74,7 +74,7 @@ class BodyLimits:
         async def without_limit(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = list(message.get("headers", ()))
-                others = [each for each in headers if bytes(each[0]).lower() != LIMIT_HEADER]
+                others = [header for header in headers if bytes(header[0]).lower() != LIMIT_HEADER]
                 for name, value in headers:
                     if bytes(name).lower() == LIMIT_HEADER:
                         self._limits[scope.get("root_path", "")] = int(value)

@@ -37,7 +37,7 @@ class Departures:
             raise
         except self._errors:
             answer.note_departure()
-            if not answer.has_begun:  # else a server would make an error of it
+            if not answer.response_started:  # else a server would make an error of it
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
 
 
@@ -51,7 +51,7 @@ class _Answer:
         self._receive = receive
         self._send = send
         self._errors = errors
-        self.has_begun = False
+        self.response_started = False
         self._is_complete = False
 
     async def receive(self) -> Message:
@@ -64,7 +64,7 @@ class _Answer:
         return message
 
     async def send(self, message: Message) -> None:
-        self.has_begun = True
+        self.response_started = True
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._is_complete = True
         await self._send(message)

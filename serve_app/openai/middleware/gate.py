@@ -91,10 +91,10 @@ class AdmissionGate:
     def _key_of(self, scope: Scope) -> ApiKey:
         if self._keys is None:
             return ANYONE
-        scheme, _, given = (header_of(scope, b"authorization") or b"").partition(b" ")
+        scheme, _, token = (header_of(scope, b"authorization") or b"").partition(b" ")
         if scheme != b"Bearer":
             raise UnknownKey
-        key = self._keys.find(given)
+        key = self._keys.find(token)
         if key is None:
             raise UnknownKey if self._keys.is_complete else KeysUnknown
         return key
@@ -122,7 +122,7 @@ class AdmissionGate:
             async with asyncio.timeout(self._limits.read_timeout_s):
                 messages = await self._read(receive)
         except TimeoutError as error:
-            raise TooSlow(part="body", limit_s=self._limits.read_timeout_s) from error
+            raise TooSlow(section="body", limit_s=self._limits.read_timeout_s) from error
         return _replayed(messages, receive)
 
     async def _read(self, receive: Receive) -> list[Message]:
@@ -133,9 +133,9 @@ class AdmissionGate:
                 message = await receive()
                 if message["type"] != "http.request":
                     raise ClientDisconnect
-                part = message.get("body", b"")
-                self._num_bytes += len(part)
-                body += part
+                chunk = message.get("body", b"")
+                self._num_bytes += len(chunk)
+                body += chunk
                 self._check_sizes(body)
                 if not message.get("more_body", False):
                     check_json(body, max_depth=self._limits.max_json_depth)
@@ -175,11 +175,11 @@ def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
     return with_headers
 
 
-def _replayed(messages: Iterable[Message], rest: Receive) -> Receive:
+def _replayed(messages: Iterable[Message], upstream: Receive) -> Receive:
     left = iter(messages)
 
     async def receive() -> Message:
         message = next(left, None)
-        return await rest() if message is None else message
+        return await upstream() if message is None else message
 
     return receive

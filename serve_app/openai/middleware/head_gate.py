@@ -81,11 +81,11 @@ class HeadGate:
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Returns the headers that are read behind the gate, each once."""
-    found: dict[bytes, bytes] = {}
+    by_name: dict[bytes, bytes] = {}
     for name, value in headers:
         if name in FORWARDED_HEADERS:
-            found.setdefault(name, value)
-    return list(found.items())
+            by_name.setdefault(name, value)
+    return list(by_name.items())
 
 
 def check_framing(scope: Scope) -> None:
@@ -110,11 +110,11 @@ def check_framing(scope: Scope) -> None:
 def check_head(scope: Scope) -> None:
     """Raises RequestError unless headers and path are text that may be written to a log, and the
     body is what it seems."""
-    parts = list(chain.from_iterable(scope["headers"]))
-    if sum(map(len, parts)) > MAX_HEAD_BYTES:
+    strings = list(chain.from_iterable(scope["headers"]))
+    if sum(map(len, strings)) > MAX_HEAD_BYTES:
         raise HeadTooLarge(limit=MAX_HEAD_BYTES)
     try:
-        text = "".join(part.decode() for part in parts)
+        text = "".join(string.decode() for string in strings)
     except UnicodeDecodeError as error:
         raise RequestError("found a header that is not UTF-8: send headers in ASCII") from error
     if _CONTROL.search(text) or _CONTROL.search(scope["path"]):

@@ -36,7 +36,7 @@ class HttpMetrics:
             ("ingress", "path", "status"),
             registry=self.registry,
         )
-        self._refused = Counter(
+        self._refusals = Counter(
             "eesd_http_refused_requests",
             "Answers with an error, by its code, or its type where it has none.",
             ("ingress", "reason"),
@@ -92,7 +92,7 @@ class HttpMetrics:
         self._open.dec()
         self._requests.labels(self._ingress, path, str(status)).inc()
         if status >= HTTPStatus.BAD_REQUEST and status != CLIENT_CLOSED_REQUEST:
-            self._refused.labels(self._ingress, reason or str(status)).inc()
+            self._refusals.labels(self._ingress, reason or str(status)).inc()
 
     def note_key(self, permit: Permit, *, status: int) -> None:
         key = permit.key.name
@@ -152,10 +152,10 @@ class CountedRequests:
 
 def path_format_of(scope: Scope, routes: Sequence[BaseRoute]) -> str:
     """Returns the path of the route that a request is for, or OTHER_PATH."""
-    asked: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    request_path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     for path in (route.path_format for route in routes if isinstance(route, Route)):
         start, brace, _ = path.partition("{")
-        if asked.startswith(start) if brace else asked == path:
+        if request_path.startswith(start) if brace else request_path == path:
             return path
     return OTHER_PATH
 

@@ -102,8 +102,8 @@ def traceparent_inside(scope: Scope) -> str | None:
     if _TRACEPARENT in scope:
         inside: str | None = scope[_TRACEPARENT]
         return inside
-    sent = (value for name, value in scope["headers"] if name == b"traceparent")
-    return next((value.decode("latin-1")[:_MAX_TRACEPARENT_CHARS] for value in sent), None)
+    traceparents = (value for name, value in scope["headers"] if name == b"traceparent")
+    return next((value.decode("latin-1")[:_MAX_TRACEPARENT_CHARS] for value in traceparents), None)
 
 
 def _describe(span: Span, *, status: int | None, scope: Scope) -> None:

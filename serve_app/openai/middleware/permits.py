@@ -60,12 +60,12 @@ def check_standing(standing: Standing, key: ApiKey) -> None:
 def rate_limit_headers(standing: Standing, key: ApiKey) -> Mapping[str, str]:
     """Returns how a caller stands, for the limits that it has; for tokens in the form of OpenAI's
     headers."""
-    found: dict[str, str] = {}
+    headers: dict[str, str] = {}
     if (limit := key.max_concurrent_requests) is not None:
-        found["x-ratelimit-limit-concurrent"] = str(limit)
-        found["x-ratelimit-remaining-concurrent"] = str(max(0, limit - standing.num_running))
+        headers["x-ratelimit-limit-concurrent"] = str(limit)
+        headers["x-ratelimit-remaining-concurrent"] = str(max(0, limit - standing.num_running))
     if (limit := key.tokens_per_minute) is not None:
-        found["x-ratelimit-limit-tokens"] = str(limit)
-        found["x-ratelimit-remaining-tokens"] = str(standing.num_tokens_left)
-        found["x-ratelimit-reset-tokens"] = f"{ceil(standing.wait_s)}s"
-    return found
+        headers["x-ratelimit-limit-tokens"] = str(limit)
+        headers["x-ratelimit-remaining-tokens"] = str(standing.num_tokens_left)
+        headers["x-ratelimit-reset-tokens"] = f"{ceil(standing.wait_s)}s"
+    return headers

@@ -50,7 +50,7 @@ class NamedRequests:
             await self._app(scope, receive, send)
             return
         scope[_NONCE] = nonce = secrets.token_bytes(NONCE_BYTES)
-        name = _sent(scope) or nonce.hex()
+        name = _header_id(scope) or nonce.hex()
         note_request_id(scope, name)
         began_s = time.monotonic()
         status = 0
@@ -103,18 +103,18 @@ def leave_out_of_log(scope: Scope) -> None:
 
 
 def request_id_of(scope: Scope) -> str:
-    found: str = scope.get(_ID, "")
-    return found
+    request_id: str = scope.get(_ID, "")
+    return request_id
 
 
 def nonce_of(scope: Scope) -> bytes:
     """Returns the random bytes that were drawn for a request: its id, if it has no other."""
-    found: bytes = scope[_NONCE]
-    return found
+    nonce: bytes = scope[_NONCE]
+    return nonce
 
 
-def _sent(scope: Scope) -> str:
+def _header_id(scope: Scope) -> str:
     """Returns the header's id; empty without a valid one (the gate refuses others)."""
     name = REQUEST_ID_HEADER.encode()
-    sent = next((value for key, value in scope["headers"] if key == name), b"")
-    return sent.decode("ascii") if _VALID.fullmatch(sent) else ""
+    raw_id = next((value for key, value in scope["headers"] if key == name), b"")
+    return raw_id.decode("ascii") if _VALID.fullmatch(raw_id) else ""

@@ -23,17 +23,17 @@ class UnexpectedErrors:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        has_begun = False
+        response_started = False
 
         async def noted(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
+            nonlocal response_started
+            response_started = True
             await send(message)
 
         try:
             await self._app(scope, receive, noted)
         except Exception as error:
-            if not has_begun:
+            if not response_started:
                 response = self._answer(Request(scope), error)
                 await response(scope, receive, send)
             raise

@@ -85,7 +85,7 @@ class ResponsesFields(Fields):
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
         else:
-            messages += [_message(each) for each in self.input]
+            messages += [_message(message) for message in self.input]
         stated = self.model_fields_set
         others = (self.model_extra or {}).keys() - ChatFields.model_fields.keys() - _REFUSED.keys()
         return ChatFields.model_validate(
@@ -133,7 +133,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 def _message(message: InputMessage) -> JsonObject:
     content = message.content
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    text = content if isinstance(content, str) else "\n".join(segment.text for segment in content)
     return {"role": message.role, "content": text}
 
 

@@ -16,8 +16,8 @@ class _Harmless(NamedTuple):
 
     def has(self, value: object) -> bool:
         return (self.or_empty and not value) or any(
-            value == each and isinstance(value, bool) == isinstance(each, bool)
-            for each in self.values
+            value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
+            for harmless in self.values
         )
 
 

@@ -14,7 +14,7 @@ class ToolFormat:
     marks."""
 
     name: Literal["hermes", "llama3_json", "mistral"]
-    mark: str
+    marker: str
     """Precedes a call, or a list of them."""
     opening: str
     """Between the mark and an object."""
@@ -26,16 +26,16 @@ class ToolFormat:
     """The key of a call's arguments."""
     is_list: bool = False
     """True if one mark precedes all calls."""
-    needs_mark: bool = True
+    needs_marker: bool = True
     """Else an object that names a tool is a call too, if it begins the answer."""
-    takes_several: bool = True
+    allows_parallel_calls: bool = True
     """True if its templates take answers with several calls back."""
     id_length: int = 24
 
 
 HERMES = ToolFormat(
     name="hermes",
-    mark="<tool_call>",
+    marker="<tool_call>",
     opening="\n",
     between="\n",
     closing="\n</tool_call>",
@@ -44,19 +44,19 @@ HERMES = ToolFormat(
 """Hermes 2 and 3, Qwen 2.5 and 3."""
 LLAMA3 = ToolFormat(
     name="llama3_json",
-    mark="<|python_tag|>",
+    marker="<|python_tag|>",
     opening="",
     between="; ",
     closing="",
     arguments="parameters",
     is_list=True,
-    needs_mark=False,
-    takes_several=False,
+    needs_marker=False,
+    allows_parallel_calls=False,
 )
 """Llama 3.1 to 3.3. It writes the mark before calls of its built-in tools only."""
 MISTRAL = ToolFormat(
     name="mistral",
-    mark="[TOOL_CALLS]",
+    marker="[TOOL_CALLS]",
     opening="[",
     between=", ",
     closing="]",
@@ -81,19 +81,19 @@ _OTHERS = ("[ARGS]", "<function=")
 def format_of(template: str | None) -> ToolFormat | None:
     """Returns the format of the calls that a chat template asks for; None: it knows no tools, or
     another format."""
-    if template is None or "tools" not in template or any(each in template for each in _OTHERS):
+    if template is None or "tools" not in template or any(sign in template for sign in _OTHERS):
         return None
-    return next((found for sign, found in _SIGNS if sign in template), None)
+    return next((form for sign, form in _SIGNS if sign in template), None)
 
 
 def calls_grammar(
     form: ToolFormat,
     parameters: Mapping[str, Mapping[str, object]],
     *,
-    several: bool,
+    parallel: bool,
     special_id: Callable[[str], int | None],
 ) -> str:
-    """Returns the grammar of an answer that is one call, or `several`, and nothing else.
+    """Returns the grammar of an answer that is one call, or several if `parallel`.
 
     Args:
         form: how the model writes calls.
@@ -101,17 +101,17 @@ def calls_grammar(
         special_id: returns the id of a text that is one special token, which models write instead
             of the text; None for any other text.
     """
-    token = special_id(form.mark)
-    mark = json.dumps(form.mark) if token is None else f"<[{token}]>"
+    token = special_id(form.marker)
+    marker = json.dumps(form.marker) if token is None else f"<[{token}]>"
     opening = "" if not form.opening else f" {json.dumps(form.opening)}"
     closing = "" if not form.closing else f" {json.dumps(form.closing)}"
-    if not form.needs_mark:
-        mark = ""
-    call, before, after = f"{mark}{opening} body{closing}", "", ""
+    if not form.needs_marker:
+        marker = ""
+    call, before, after = f"{marker}{opening} body{closing}", "", ""
     if form.is_list:
         # Some tokenizers write a blank after a mark.
-        call, before, after = "body", f'{mark} " "?{opening} ' if mark else "", closing
-    more = f" ({json.dumps(form.between)} call)*" if several else ""
+        call, before, after = "body", f'{marker} " "?{opening} ' if marker else "", closing
+    more = f" ({json.dumps(form.between)} call)*" if parallel else ""
     lines = [f"start: {before}call{more}{after}", f"call: {call}"]
     lines.append("body: " + " | ".join(f"tool_{at}" for at in range(len(parameters))))
     for at, (name, schema) in enumerate(parameters.items()):

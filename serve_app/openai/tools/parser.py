@@ -41,7 +41,7 @@ class _Growing:
     index: int
     id: str | None
     name: str | None
-    pieces: list[str]
+    fragments: list[str]
 
 
 class Parsed(NamedTuple):
@@ -57,14 +57,14 @@ class ToolCallParser:
     """
 
     def __init__(
-        self, form: ToolFormat, *, names: Collection[str], seed: str, most_calls: int | None = None
+        self, form: ToolFormat, *, names: Collection[str], seed: str, max_calls: int | None = None
     ) -> None:
         """`names`: the tools that may be called without a mark. `seed`: what the ids of the calls
-        depend on. `most_calls`: later ones are left out."""
+        depend on. `max_calls`: later ones are left out."""
         self._form = form
         self._names = frozenset(names)
         self._seed = seed
-        self._most_calls = most_calls
+        self._max_calls = max_calls
         self._state: Literal["text", "between", "call", "closing"] = "text"
         self._is_start = True
         """True while nothing but blanks has come."""
@@ -74,11 +74,11 @@ class ToolCallParser:
         """Text since the mark, or since the last call after it, that is no call so far."""
         self._is_marked = False
         self._call = _CallReader()
-        self._num_sent = 0
+        self._num_returned = 0
         """Pieces of the call's arguments that were returned."""
         self._num_calls = 0
         """Number of calls with a name."""
-        self._is_named = False
+        self._has_name = False
         """True if the call that is being read, or was read last, has a name."""
         self._content: list[str] = []
         self._calls: list[_Growing] = []
@@ -95,7 +95,7 @@ class ToolCallParser:
             if size == 0:
                 self._take(text[at])
             at += max(size, 1)
-        return self._taken()
+        return self._take_parsed()
 
     def _take_run(self, text: str, at: int) -> int:
         """Takes what changes nothing but what was read, as one piece: of a string, or of content.
@@ -108,7 +108,7 @@ class ToolCallParser:
             return len(run)
         if self._state != "text" or self._held.strip() or self._may_begin_without_mark:
             return 0
-        end = text.find(self._form.mark[0], at)
+        end = text.find(self._form.marker[0], at)
         run = text[at : len(text) if end < 0 else end].rstrip()
         if run:
             self._content.append(self._held + run)
@@ -117,18 +117,19 @@ class ToolCallParser:
 
     @property
     def _may_begin_without_mark(self) -> bool:
-        return self._is_start and not self._form.needs_mark
+        return self._is_start and not self._form.needs_marker
 
     def finish(self) -> Parsed:
         """Returns what was held back, at the end of the text."""
         if self._state != "closing" and (self._held.strip() or not self._num_calls):
             self._content.append(self._held)
         self._give_up()
-        return self._taken()
+        return self._take_parsed()
 
-    def _taken(self) -> Parsed:
+    def _take_parsed(self) -> Parsed:
         calls = [
-            CallDelta(call.index, call.id, call.name, "".join(call.pieces)) for call in self._calls
+            CallDelta(call.index, call.id, call.name, "".join(call.fragments))
+            for call in self._calls
         ]
         parsed = Parsed("".join(self._content), calls)
         self._content, self._calls = [], []
@@ -145,24 +146,24 @@ class ToolCallParser:
             self._take_closing(char)
 
     def _take_text(self, char: str) -> None:
-        mark = self._form.mark
+        marker = self._form.marker
         if char == "{" and self._may_begin_without_mark:
             self._begin_call(char, is_marked=False)
             return
         self._is_start = self._is_start and char.isspace()
         self._held += char
-        while not mark.startswith(self._held.lstrip()) or len(self._held) > _MOST_HELD:
+        while not marker.startswith(self._held.lstrip()) or len(self._held) > _MOST_HELD:
             self._content.append(self._held[0])
             self._held = self._held[1:]
-        if self._held.lstrip() == mark:
+        if self._held.lstrip() == marker:
             self._raw, self._held = [self._held], ""
-            self._state, self._is_marked, self._is_named = "between", True, False
+            self._state, self._is_marked, self._has_name = "between", True, False
 
     def _take_between(self, char: str) -> None:
         if char == "{":
             self._begin_call(char, is_marked=self._is_marked)
         elif char.isspace() or char in "[,;":
-            if not self._is_named:  # else it is what separates two calls
+            if not self._has_name:  # else it is what separates two calls
                 self._raw.append(char)
         else:  # the end of the calls, or no calls at all
             self._give_up()
@@ -173,15 +174,15 @@ class ToolCallParser:
         self._raw.append(self._held)
         self._held = ""
         self._state, self._is_start, self._is_marked = "call", False, is_marked
-        self._call, self._num_sent, self._is_named = _CallReader(), 0, False
+        self._call, self._num_returned, self._has_name = _CallReader(), 0, False
         self._take_call(char)
 
-    def _take_call(self, piece: str) -> None:
-        """`piece`: one character, or a run inside a string."""
+    def _take_call(self, text: str) -> None:
+        """`text`: one character, or a run inside a string."""
         call = self._call
-        call.feed(piece)
-        if not self._is_named:
-            self._raw.append(piece)
+        call.feed(text)
+        if not self._has_name:
+            self._raw.append(text)
             is_foreign = not self._is_marked and call.name not in self._names
             if call.has_failed or (call.name is not None and is_foreign):
                 self._give_up()
@@ -190,16 +191,16 @@ class ToolCallParser:
                 if call.is_over:
                     self._give_up()
                 return
-            self._is_named = True
+            self._has_name = True
             self._raw.clear()
             self._num_calls += 1
-            self._add(id=self._new_id(), name=call.name, pieces=[])
-        if len(call.arguments) > self._num_sent:
-            self._add(pieces=call.arguments[self._num_sent :])
-            self._num_sent = len(call.arguments)
+            self._add(id=self._new_id(), name=call.name, fragments=[])
+        if len(call.arguments) > self._num_returned:
+            self._add(fragments=call.arguments[self._num_returned :])
+            self._num_returned = len(call.arguments)
         if call.is_over:
-            if self._num_sent == 0:
-                self._add(pieces=["{}"])
+            if self._num_returned == 0:
+                self._add(fragments=["{}"])
             self._state = "between" if self._form.is_list else "closing"
 
     def _give_up(self) -> None:
@@ -216,17 +217,17 @@ class ToolCallParser:
             self._held, self._state = "", "text"
         elif not closing.startswith(self._held):
             text, self._held, self._state = self._held, "", "text"
-            for each in text:
-                self._take_text(each)
+            for held_char in text:
+                self._take_text(held_char)
 
-    def _add(self, *, pieces: list[str], id: str | None = None, name: str | None = None) -> None:
+    def _add(self, *, fragments: list[str], id: str | None = None, name: str | None = None) -> None:
         at = self._num_calls - 1
-        if self._most_calls is not None and at >= self._most_calls:
+        if self._max_calls is not None and at >= self._max_calls:
             return
         if id is None and self._calls and self._calls[-1].index == at:
-            self._calls[-1].pieces += pieces
+            self._calls[-1].fragments += fragments
         else:
-            self._calls.append(_Growing(at, id, name, list(pieces)))
+            self._calls.append(_Growing(at, id, name, list(fragments)))
 
     def _new_id(self) -> str:
         digest = hashlib.sha256(f"{self._seed} call {self._num_calls}".encode()).hexdigest()

@@ -21,7 +21,7 @@ class ToolUse:
     """Tools as the client sent them, for the chat template."""
     names: tuple[str, ...]
     """Names of the tools that may be called."""
-    most_calls: int | None
+    max_calls: int | None
     grammar: str | None
     """Grammar of an answer that has to be made of calls."""
     notes: tuple[str, ...] = ()
@@ -67,8 +67,8 @@ def tool_use_of(
                 param="tool_choice",
             )
         parameters = {name: parameters[name]}
-    several = fields.parallel_tool_calls and form.takes_several
-    several = several and not isinstance(choice, NamedTool)
+    parallel = fields.parallel_tool_calls and form.allows_parallel_calls
+    parallel = parallel and not isinstance(choice, NamedTool)
     grammar, notes = None, []
     if fields.must_call:
         notes = [
@@ -76,12 +76,12 @@ def tool_use_of(
             for name, schema in parameters.items()
             for note in normal_schema(schema)[1]
         ]
-        grammar = calls_grammar(form, parameters, several=several, special_id=special_id)
+        grammar = calls_grammar(form, parameters, parallel=parallel, special_id=special_id)
     return ToolUse(
         form=form,
         tools=tuple(tool.model_dump(exclude_unset=True) for tool in tools),
         names=tuple(parameters),
-        most_calls=None if several else 1,
+        max_calls=None if parallel else 1,
         grammar=grammar,
         notes=tuple(notes),
     )

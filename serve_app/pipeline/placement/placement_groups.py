@@ -63,7 +63,7 @@ _DEMAND_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
+class _Placement:
     """Bundles, and Ray's placement group of them."""
 
     bundles: Bundles
@@ -73,7 +73,7 @@ class _Placed:
 class PlacementGroups:
     """The placement groups of one pipeline, and the bundle of each of its rank slots."""
 
-    def __init__(self, groups: Sequence[_Placed], *, name: str, owner: str) -> None:
+    def __init__(self, groups: Sequence[_Placement], *, name: str, owner: str) -> None:
         self._groups = list(groups)
         self._name = name
         self._owner = owner
@@ -88,10 +88,11 @@ class PlacementGroups:
         return self._missing
 
     def strategy_for(self, slot: RankSlot) -> PlacementGroupSchedulingStrategy:
-        for placed in self._groups:
-            if slot in placed.bundles.slots:
+        for placement in self._groups:
+            if slot in placement.bundles.slots:
                 return PlacementGroupSchedulingStrategy(
-                    placed.group, placement_group_bundle_index=placed.bundles.slots.index(slot)
+                    placement.group,
+                    placement_group_bundle_index=placement.bundles.slots.index(slot),
                 )
         raise ConfigError(f"{slot.name} has no bundle in the placement of {self._name}")
 
@@ -99,23 +100,23 @@ class PlacementGroups:
         """Removes the groups; actors in them end. May wait for Ray."""
         with self._lock:
             self._is_removed = True
-            for placed in self._groups:
-                remove_placement_group(placed.group)
+            for placement in self._groups:
+                remove_placement_group(placement.group)
 
     async def keep(self) -> None:
         """Repairs groups while bundles are being moved, and logs what is missing.
 
         Runs until it is cancelled.
         """
-        told_s = -_TELL_S
+        last_log_s = -_TELL_S
         loop = asyncio.get_running_loop()
         while True:
             try:
                 await asyncio.to_thread(self._poll)
             except Exception:  # Ray's errors while its head is away; tried again
                 logger.exception("placement not checked: pipeline=%s", self._name)
-            if self._missing and loop.time() - told_s > _TELL_S:
-                told_s = loop.time()
+            if self._missing and loop.time() - last_log_s > _TELL_S:
+                last_log_s = loop.time()
                 logger.warning(
                     "waiting for placement: pipeline=%s %s", self._name, ". ".join(self._missing)
                 )
@@ -128,30 +129,30 @@ class PlacementGroups:
 
     def _repaired(self) -> Iterator[str]:
         """Asks again for groups that Ray cannot restore; yields what is missing."""
-        for at, placed in enumerate(self._groups):
-            state = _table(placed.group)["state"]
+        for at, placement in enumerate(self._groups):
+            state = _table(placement.group)["state"]
             if state == "CREATED":
                 continue
             if state == "REMOVED":  # by workers that had no supervisor while this one was frozen
-                self._groups[at] = placed = self._asked(placed.bundles)
+                self._groups[at] = placement = self._request(placement.bundles)
             nodes = nodes_now()
             alive = {node.node_id for node in nodes}
-            kept_to = placed.bundles.kept_to
-            if kept_to is not None and not kept_to <= alive:
-                self._groups[at] = placed = self._place_again(placed)
-            yield why_unplaced(placed.bundles, nodes)
+            node_ids = placement.bundles.allowed_nodes
+            if node_ids is not None and not node_ids <= alive:
+                self._groups[at] = placement = self._place_again(placement)
+            yield why_unplaced(placement.bundles, nodes)
 
-    def _place_again(self, placed: _Placed) -> _Placed:
+    def _place_again(self, placement: _Placement) -> _Placement:
         logger.warning(
             "the %s stage was kept to a node that is gone, and is placed anywhere: pipeline=%s",
-            placed.bundles.stages,
+            placement.bundles.stages,
             self._name,
         )
-        remove_placement_group(placed.group)
-        return self._asked(replace(placed.bundles, kept_to=None))
+        remove_placement_group(placement.group)
+        return self._request(replace(placement.bundles, allowed_nodes=None))
 
-    def _asked(self, bundles: Bundles) -> _Placed:
-        return _asked(bundles, name=self._name, owner=self._owner)
+    def _request(self, bundles: Bundles) -> _Placement:
+        return _requested_group(bundles, name=self._name, owner=self._owner)
 
 
 def present_placement_groups(
@@ -159,18 +160,18 @@ def present_placement_groups(
 ) -> PlacementGroups:
     """Returns the groups that an earlier supervisor of the pipeline has placed. Raises EngineError
     when one of them is gone."""
-    placed: list[_Placed] = []
+    placements: list[_Placement] = []
     for bundles in groups_of(slots, placement):
         present = placement_groups_named(_prefix(name, bundles))
         if not present:
             raise EngineError(f"the placement group {_prefix(name, bundles)} is gone")
         group = next(iter(present.values()))
-        if placed and relation_of(placement) in ("PACK", "STRICT_PACK"):
+        if placements and relation_of(placement) in ("PACK", "STRICT_PACK"):
             # It may have been kept to the nodes of the first group.
-            nodes = _nodes_of(placed[0].group) | _nodes_of(group)
-            bundles = replace(bundles, kept_to=frozenset(nodes - {""}))
-        placed.append(_Placed(bundles=bundles, group=group))
-    return PlacementGroups(placed, name=name, owner=owner)
+            nodes = _nodes_of(placements[0].group) | _nodes_of(group)
+            bundles = replace(bundles, allowed_nodes=frozenset(nodes - {""}))
+        placements.append(_Placement(bundles=bundles, group=group))
+    return PlacementGroups(placements, name=name, owner=owner)
 
 
 def remove_abandoned_groups(app: str, *, present: Collection[str]) -> None:
@@ -197,7 +198,7 @@ async def placement_groups_for(
     told now and then which bundle lacks what, and where. Raises ConfigError for a bundle that fits
     no node and no node type. A cancelled call leaves no group behind."""
     groups = groups_of(slots, placement)
-    placing = _Placing(relation_of(placement), name=name, owner=owner)
+    placing = _Placer(relation_of(placement), name=name, owner=owner)
     telling = asyncio.ensure_future(placing.tell(groups, on_wait))
     work = asyncio.ensure_future(placing.all_of(groups))
     try:
@@ -212,22 +213,22 @@ async def placement_groups_for(
         placing.give_back_unless_complete()
 
 
-class _Placing:
+class _Placer:
     """An attempt to place one group or two; all of them are removed if it fails."""
 
     def __init__(self, relation: Strategy, *, name: str, owner: str) -> None:
         self._relation = relation
         self._name = name
         self._owner = owner
-        self._asked: list[_Placed] = []
-        self._demand: _Placed | None = None
+        self._placements: list[_Placement] = []
+        self._demand: _Placement | None = None
         """Requested so that an autoscaler sees it; never kept."""
         self._is_complete = False
 
-    async def all_of(self, groups: Sequence[Bundles]) -> list[_Placed]:
-        first, *rest = groups
-        await self._place(first, then=rest)
-        for second in rest:
+    async def all_of(self, groups: Sequence[Bundles]) -> list[_Placement]:
+        first, *others = groups
+        await self._place(first, then=others)
+        for second in others:
             if await self._blocks(first, second):
                 # The first took the only nodes that the second could have: exchange them.
                 self._drop_last()
@@ -235,7 +236,7 @@ class _Placing:
                 await self._place(first, then=[second])
             await self._place_related(second)
         self._is_complete = True
-        return self._asked
+        return self._placements
 
     async def tell(self, groups: Sequence[Bundles], on_wait: Callable[[str], None]) -> None:
         """Explains, until it is cancelled, what is waited for. Raises ConfigError for a bundle that
@@ -243,25 +244,25 @@ class _Placing:
         while True:
             await asyncio.sleep(_TELL_WAITING_S)
             try:
-                nodes, types, news = await asyncio.to_thread(_cluster_now)
+                nodes, types, autoscaler_lines = await asyncio.to_thread(_cluster_now)
             except RayError as error:  # its head is away
                 logger.info("nodes not known: pipeline=%s error=%r", self._name, error)
                 continue
             for group in groups:
                 require_possible(group, nodes, types)
-            on_wait(". ".join((*self._why(groups, nodes), *news)))
+            on_wait(". ".join((*self._why(groups, nodes), *autoscaler_lines)))
 
     def _why(self, groups: Sequence[Bundles], nodes: Sequence[Node]) -> Iterator[str]:
-        placed = [each.bundles for each in self._asked]
-        if placed:
-            yield why_unplaced(placed[-1], nodes)
-        for group in groups[len(placed) :]:
+        bundles = [placement.bundles for placement in self._placements]
+        if bundles:
+            yield why_unplaced(bundles[-1], nodes)
+        for group in groups[len(bundles) :]:
             if not could_hold(group, nodes):
                 yield why_unplaced(group, nodes)
 
     def give_back_unless_complete(self) -> None:
         self._drop_demand()
-        while self._asked and not self._is_complete:
+        while self._placements and not self._is_complete:
             self._drop_last()
 
     async def _blocks(self, first: Bundles, second: Bundles) -> bool:
@@ -269,26 +270,28 @@ class _Placing:
         if self._relation != "STRICT_SPREAD":
             return False
         nodes = await asyncio.to_thread(nodes_now)
-        kept = self._related(second)
-        return could_hold(second, nodes) and not could_hold(kept, nodes)
+        restricted = self._related(second)
+        return could_hold(second, nodes) and not could_hold(restricted, nodes)
 
     async def _place_related(self, second: Bundles) -> None:
         """Places the second group by its relation to the first; a preference may be dropped."""
-        kept = self._related(second)
+        restricted = self._related(second)
         if self._relation == "STRICT_SPREAD":
-            await self._place(kept)
+            await self._place(restricted)
             return
         nodes = await asyncio.to_thread(nodes_now)
         try:
-            async with asyncio.timeout(_PREFERENCE_WAIT_S if could_hold(kept, nodes) else _POLL_S):
-                await self._place(kept)
+            async with asyncio.timeout(
+                _PREFERENCE_WAIT_S if could_hold(restricted, nodes) else _POLL_S
+            ):
+                await self._place(restricted)
         except TimeoutError:
             logger.info("the stages cannot have %s: pipeline=%s", self._relation, self._name)
             self._drop_last()
             await self._place(second)
 
     def _related(self, second: Bundles) -> Bundles:
-        (first,) = self._asked
+        (first,) = self._placements
         return related(second, self._relation, to_nodes=_nodes_of(first.group))
 
     async def _place(self, bundles: Bundles, *, then: Sequence[Bundles] = ()) -> None:
@@ -299,16 +302,16 @@ class _Placing:
         other one waits for, would wait for ever. So it is given back as soon as it is placed, and
         requested again later.
         """
-        self._asked.append(_asked(bundles, name=self._name, owner=self._owner))
-        group = self._asked[-1].group
+        self._placements.append(_requested_group(bundles, name=self._name, owner=self._owner))
+        group = self._placements[-1].group
         next_s = 0.0
         while not await asyncio.to_thread(group.wait, _POLL_S):
-            now_s = time.monotonic()
-            if then and self._demand is None and now_s >= next_s:
-                self._demand = _asked(then[0], name=self._name, owner=self._owner)
+            time_s = time.monotonic()
+            if then and self._demand is None and time_s >= next_s:
+                self._demand = _requested_group(then[0], name=self._name, owner=self._owner)
             elif self._demand is not None and _table(self._demand.group)["state"] == "CREATED":
                 self._drop_demand()
-                next_s = now_s + _DEMAND_EVERY_S
+                next_s = time_s + _DEMAND_EVERY_S
         self._drop_demand()
 
     def _drop_demand(self) -> None:
@@ -317,10 +320,10 @@ class _Placing:
             self._demand = None
 
     def _drop_last(self) -> None:
-        remove_placement_group(self._asked.pop().group)
+        remove_placement_group(self._placements.pop().group)
 
 
-def _asked(bundles: Bundles, *, name: str, owner: str) -> _Placed:
+def _requested_group(bundles: Bundles, *, name: str, owner: str) -> _Placement:
     selectors = bundles.selectors()
     try:
         group = placement_group(
@@ -333,7 +336,7 @@ def _asked(bundles: Bundles, *, name: str, owner: str) -> _Placed:
         )
     except ValueError as error:  # a selector that Ray does not understand
         raise ConfigError(f"placement of the {bundles.stages} stage: {error}") from error
-    return _Placed(bundles=bundles, group=group)
+    return _Placement(bundles=bundles, group=group)
 
 
 def _prefix(name: str, bundles: Bundles) -> str:
@@ -354,14 +357,14 @@ def _cluster_now() -> tuple[tuple[Node, ...], tuple[Node, ...], tuple[str, ...]]
     types = tuple(
         Node(
             node_id="",
-            name=f"node type {each.name}",
-            resources=each.resources,
-            free=each.resources,
+            name=f"node type {node_type.name}",
+            resources=node_type.resources,
+            free=node_type.resources,
             labels={},
         )
-        for each in reported_node_types()
+        for node_type in reported_node_types()
     )
-    return nodes_now(), types, tuple(f"Ray's autoscaler: {each}" for each in autoscaler_news())
+    return nodes_now(), types, tuple(f"Ray's autoscaler: {line}" for line in autoscaler_news())
 
 
 def nodes_now() -> tuple[Node, ...]:
@@ -372,7 +375,7 @@ def nodes_now() -> tuple[Node, ...]:
     return tuple(
         Node(
             node_id=node["NodeID"],
-            name=_told_apart(node["NodeName"], node["NodeID"], count[node["NodeName"]]),
+            name=_unique_name(node["NodeName"], node["NodeID"], count[node["NodeName"]]),
             resources=node["Resources"],
             free=free.get(node["NodeID"], {}),
             labels=node["Labels"],
@@ -381,6 +384,6 @@ def nodes_now() -> tuple[Node, ...]:
     )
 
 
-def _told_apart(name: str, node_id: str, count: int) -> str:
+def _unique_name(name: str, node_id: str, count: int) -> str:
     """Raylets of one host have the same name."""
     return name if count == 1 else f"{name} [{node_id[:8]}]"

@@ -63,8 +63,8 @@ class Bundles:
 
     slots: tuple[RankSlot, ...]
     strategy: Strategy
-    kept_to: frozenset[str] | None = None
-    """Ids of the nodes it is kept to; None: any."""
+    allowed_nodes: frozenset[str] | None = None
+    """Ids of the nodes on which it may be; None: any."""
     apart_from: frozenset[str] = frozenset()
     """Ids of the nodes it is kept from."""
 
@@ -74,16 +74,16 @@ class Bundles:
 
     def selectors(self) -> list[dict[str, str]]:
         """Ray's label selectors, one for each bundle."""
-        wanted: dict[str, str] = {}
-        if self.kept_to is not None:
-            wanted[NODE_ID_LABEL] = f"in({','.join(sorted(self.kept_to))})"
+        node_selector: dict[str, str] = {}
+        if self.allowed_nodes is not None:
+            node_selector[NODE_ID_LABEL] = f"in({','.join(sorted(self.allowed_nodes))})"
         elif self.apart_from:
-            wanted[NODE_ID_LABEL] = f"!in({','.join(sorted(self.apart_from))})"
-        return [{**slot.labels, **wanted} for slot in self.slots]
+            node_selector[NODE_ID_LABEL] = f"!in({','.join(sorted(self.apart_from))})"
+        return [{**slot.labels, **node_selector} for slot in self.slots]
 
     def admits(self, node: Node, slot: RankSlot) -> bool:
         """Returns whether the node may hold the slot, resources aside."""
-        if self.kept_to is not None and node.node_id not in self.kept_to:
+        if self.allowed_nodes is not None and node.node_id not in self.allowed_nodes:
             return False
         return node.node_id not in self.apart_from and not _labels_missed(slot, node)
 
@@ -123,18 +123,18 @@ def _slot(name: str, stage: StageName, bundle: BundleConfig, gpus_per_rank: floa
 
 
 def gpus_per_rank(
-    *, num_gpus: float, num_verify_ranks: int, must_have_one: bool, num_draft_ranks: int = 1
+    *, num_gpus: float, num_verify_ranks: int, needs_gpu: bool, num_draft_ranks: int = 1
 ) -> float:
     """Returns one; half on a machine with a single GPU, for one draft rank and one verify rank."""
     if num_gpus == 0:
-        return 1.0 if must_have_one else 0.0
+        return 1.0 if needs_gpu else 0.0
     return 0.5 if num_gpus == 1 and num_verify_ranks == num_draft_ranks == 1 else 1.0
 
 
 def _resources(bundle: BundleConfig, gpus_per_rank: float) -> dict[str, float]:
     num_gpus = gpus_per_rank if bundle.num_gpus is None else bundle.num_gpus
-    wanted = {"CPU": bundle.num_cpus, "GPU": num_gpus, **bundle.resources}
-    return {name: amount for name, amount in wanted.items() if amount > 0}
+    amounts = {"CPU": bundle.num_cpus, "GPU": num_gpus, **bundle.resources}
+    return {name: amount for name, amount in amounts.items() if amount > 0}
 
 
 def groups_of(slots: Sequence[RankSlot], placement: PlacementConfig) -> tuple[Bundles, ...]:
@@ -150,20 +150,20 @@ def groups_of(slots: Sequence[RankSlot], placement: PlacementConfig) -> tuple[Bu
     draft = Bundles(slots=tuple(p for p in slots if p.stage == "draft"), strategy=of_draft)
     verify = Bundles(slots=tuple(p for p in slots if p.stage == "verify"), strategy=of_verify)
     # A rank that is alone in its stage satisfies any strategy.
-    several = [group for group in (draft, verify) if len(group.slots) > 1]
+    multi_rank = [group for group in (draft, verify) if len(group.slots) > 1]
     if relation == "STRICT_PACK":
-        for group in several:
+        for group in multi_rank:
             if group.strategy == "STRICT_SPREAD":
                 raise ConfigError(
                     "placement.stages is STRICT_PACK, all on one node, and placement."
                     f"{group.stages}.strategy is STRICT_SPREAD, a node each: change one of them"
                 )
         return (Bundles(slots=tuple(slots), strategy="STRICT_PACK"),)
-    if all(group.strategy == relation for group in several):
+    if all(group.strategy == relation for group in multi_rank):
         return (Bundles(slots=tuple(slots), strategy=relation),)
     if relation in ("SPREAD", "STRICT_SPREAD") and _have_other_nodes(placement):
         # One group is placed as a whole, and an autoscaler sees all of it at once.
-        strategies = {group.strategy for group in several} or {of_verify}
+        strategies = {group.strategy for group in multi_rank} or {of_verify}
         if len(strategies) == 1 and "STRICT_PACK" not in strategies:
             return (Bundles(slots=tuple(slots), strategy=strategies.pop()),)
     return verify, draft
@@ -186,10 +186,10 @@ def relation_of(placement: PlacementConfig) -> Strategy:
 
 def related(group: Bundles, relation: Strategy, *, to_nodes: Collection[str]) -> Bundles:
     """Returns the second group, kept to or from the nodes of the first one."""
-    near = frozenset(to_nodes)
+    node_ids = frozenset(to_nodes)
     if relation in ("SPREAD", "STRICT_SPREAD"):
-        return replace(group, apart_from=near)
-    return replace(group, kept_to=near)
+        return replace(group, apart_from=node_ids)
+    return replace(group, allowed_nodes=node_ids)
 
 
 def could_hold(group: Bundles, nodes: Sequence[Node]) -> bool:
@@ -206,11 +206,11 @@ def require_possible(group: Bundles, nodes: Sequence[Node], types: Sequence[Node
     """
     if not types:
         return
-    whole = _together(group) if group.strategy == "STRICT_PACK" else group
+    whole = _merged_bundles(group) if group.strategy == "STRICT_PACK" else group
     kinds = (*types, *nodes)
     for slot in whole.slots:
         if not any(_fits(slot.resources, kind.resources) for kind in kinds):
-            names = _some([kind.name for kind in kinds], shown=_SHOWN_NODES, rest="kinds of nodes")
+            names = _some([kind.name for kind in kinds], shown=_SHOWN_NODES, noun="kinds of nodes")
             raise ConfigError(
                 f"{slot.name} needs {_needs(slot)}, and none is as large of {names}: change "
                 "placement in the configuration, or the node types of the cluster"
@@ -221,11 +221,11 @@ def require_room(groups: Sequence[Bundles], relation: Strategy, nodes: Sequence[
     """Raises ConfigError for groups that these nodes, when nothing else runs on them, cannot
     hold."""
     empty = [replace(node, free=node.resources) for node in nodes]
-    first, *rest = groups
+    first, *others = groups
     fits = {group.stages: _left_over(group, empty) for group in groups}
-    near = fits[first.stages].held.keys()
-    strict = [related(group, relation, to_nodes=near) for group in rest]
-    for group in (first, *(strict if relation == "STRICT_SPREAD" else rest)):
+    first_nodes = fits[first.stages].held.keys()
+    strict = [related(group, relation, to_nodes=first_nodes) for group in others]
+    for group in (first, *(strict if relation == "STRICT_SPREAD" else others)):
         if _left_over(group, empty).unplaced:
             raise ConfigError(
                 f"no room for a pipeline: {why_unplaced(group, empty)}. Change placement or "
@@ -247,7 +247,7 @@ def why_unplaced(group: Bundles, nodes: Sequence[Node]) -> str:
     if not nodes:
         return "the cluster has no node that is alive"
     if group.strategy == "STRICT_PACK":
-        whole = _together(group)
+        whole = _merged_bundles(group)
         if _left_over(whole, nodes).unplaced:
             return _explained(whole, whole.slots, nodes, held={})
     fit = _left_over(group, nodes)
@@ -259,7 +259,7 @@ def why_unplaced(group: Bundles, nodes: Sequence[Node]) -> str:
     return _explained(group, fit.unplaced, nodes, held=fit.held)
 
 
-def _together(group: Bundles) -> Bundles:
+def _merged_bundles(group: Bundles) -> Bundles:
     """Returns all bundles as one, which STRICT_PACK requires of a node."""
     labels = {name: value for slot in group.slots for name, value in slot.labels.items()}
     slot = RankSlot(
@@ -312,18 +312,18 @@ def _explained(
             f"node {node.name} {_what_lacks(group, slot, node, held.get(node.node_id, ()))}"
             for node in nodes
         ]
-        told = _some(lacks, shown=_SHOWN_NODES, rest="nodes")
-        same.setdefault(f"{_needs(slot)}: {told}", []).append(slot.name)
-    parts = [
-        f"{_some(names, shown=_SHOWN_BUNDLES, rest='bundles', between=', ')} "
+        summary = _some(lacks, shown=_SHOWN_NODES, noun="nodes")
+        same.setdefault(f"{_needs(slot)}: {summary}", []).append(slot.name)
+    sentences = [
+        f"{_some(names, shown=_SHOWN_BUNDLES, noun='bundles', between=', ')} "
         f"{'needs' if len(names) == 1 else 'need'} {lack}"
         for lack, names in same.items()
     ]
-    return ". ".join(parts)
+    return ". ".join(sentences)
 
 
 def _what_lacks(group: Bundles, slot: RankSlot, node: Node, held: Sequence[RankSlot]) -> str:
-    if group.kept_to is not None and node.node_id not in group.kept_to:
+    if group.allowed_nodes is not None and node.node_id not in group.allowed_nodes:
         return "is not one of the nodes of the other stage"
     if node.node_id in group.apart_from:
         return "holds the other stage (placement.stages keeps the two apart)"
@@ -333,12 +333,12 @@ def _what_lacks(group: Bundles, slot: RankSlot, node: Node, held: Sequence[RankS
     small = _too_small(slot.resources, node.resources)
     if small:
         return " and ".join(f"has {name} {_has(node.resources, name):g}" for name in small)
-    taken = _too_small(slot.resources, node.free)
-    if taken:
+    in_use = _too_small(slot.resources, node.free)
+    if in_use:
         return " and ".join(
             f"has {name} {node.resources[name] - _has(node.free, name):g} of "
             f"{node.resources[name]:g} in use"
-            for name in taken
+            for name in in_use
         )
     names = ", ".join(p.name for p in held)
     if group.strategy == "STRICT_SPREAD" and held:
@@ -350,17 +350,17 @@ def _what_lacks(group: Bundles, slot: RankSlot, node: Node, held: Sequence[RankS
 
 def _labels_missed(slot: RankSlot, node: Node) -> list[str]:
     return [
-        f"{name}={wanted}"
-        for name, wanted in slot.labels.items()
-        if not matches(wanted, node.labels.get(name))
+        f"{name}={selector}"
+        for name, selector in slot.labels.items()
+        if not matches(selector, node.labels.get(name))
     ]
 
 
 def matches(selector: str, value: str | None) -> bool:
     """Implements Ray's label operators `x`, `!x`, `in(x,y)`, `!in(x,y)`; no label matches no x."""
-    found = _SET.fullmatch(selector)
-    if found is not None:
-        return (value in found[2].split(",")) != bool(found[1])
+    label_set = _SET.fullmatch(selector)
+    if label_set is not None:
+        return (value in label_set[2].split(",")) != bool(label_set[1])
     if selector.startswith("!"):
         return value != selector[1:]
     return value == selector
@@ -371,30 +371,30 @@ def _needs(slot: RankSlot) -> str:
     return ", ".join([f"{name} {amount:g}" for name, amount in slot.resources.items()] + labels)
 
 
-def _some(parts: Sequence[str], *, shown: int, rest: str, between: str = "; ") -> str:
-    more = len(parts) - shown
-    told = between.join(parts[:shown])
-    return f"{told}{between}and {more} {rest} more" if more > 0 else told
+def _some(texts: Sequence[str], *, shown: int, noun: str, between: str = "; ") -> str:
+    more = len(texts) - shown
+    listing = between.join(texts[:shown])
+    return f"{listing}{between}and {more} {noun} more" if more > 0 else listing
 
 
 def _has(resources: Resources, name: str) -> float:
     return resources.get(name, 0.0)
 
 
-def _fits(wanted: Resources, free: Resources) -> bool:
-    return not _too_small(wanted, free)
+def _fits(demand: Resources, free: Resources) -> bool:
+    return not _too_small(demand, free)
 
 
-def _too_small(wanted: Resources, free: Resources) -> list[str]:
+def _too_small(demand: Resources, free: Resources) -> list[str]:
     """Returns the names of the resources of which there is too little."""
     return [
         name
-        for name, amount in wanted.items()
+        for name, amount in demand.items()
         if round((amount - _has(free, name)) * _RAY_PARTS) > 0
     ]
 
 
-def summed(parts: Sequence[Resources]) -> dict[str, float]:
+def summed(resources: Sequence[Resources]) -> dict[str, float]:
     """Returns the total of each resource."""
-    names = {name: None for part in parts for name in part}
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+    names = {name: None for amounts in resources for name in amounts}
+    return {name: sum(amounts.get(name, 0.0) for amounts in resources) for name in names}

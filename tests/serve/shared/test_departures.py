@@ -50,13 +50,13 @@ async def _all_leave(port: int) -> None:
 def _answers(service: Running) -> Counter[str]:
     """Returns the answers of all ingresses to completions, by status."""
     page = httpx.get(f"{service.url}/metrics", timeout=30).text
-    found = Counter[str]()
+    answers = Counter[str]()
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             is_count = sample.name == "eesd_http_requests_total"
             if is_count and sample.labels["path"] == "/v1/completions":
-                found[sample.labels["status"]] += int(sample.value)
-    return found
+                answers[sample.labels["status"]] += int(sample.value)
+    return answers
 
 
 def _num_tracebacks(logs: Path) -> int:

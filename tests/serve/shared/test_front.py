@@ -23,8 +23,8 @@ _EARLY = 20
 
 
 def _process(name: str) -> Process:
-    (found,) = [p for p in descendants() if " ".join(p.cmdline()).startswith(f"ray::{name}")]
-    return found
+    (process,) = [p for p in descendants() if " ".join(p.cmdline()).startswith(f"ray::{name}")]
+    return process
 
 
 def _streamed(service: Running, *, meanwhile: Callable[[], object] = lambda: None) -> Streamed:
@@ -40,16 +40,16 @@ def _streamed(service: Running, *, meanwhile: Callable[[], object] = lambda: Non
             await reading
         return listener.heard()
 
-    heard = asyncio.run(read())
-    assert heard.is_complete, heard.error
-    return heard
+    streamed = asyncio.run(read())
+    assert streamed.is_complete, streamed.error
+    return streamed
 
 
 def test_streams_and_requests_do_without_serves_controller(service: Running) -> None:
     undisturbed = _streamed(service)
     before = _process("ServeController")
-    heard = _streamed(service, meanwhile=before.kill)
-    assert (heard.tokens, heard.num_resumed) == (undisturbed.tokens, 0)
+    streamed = _streamed(service, meanwhile=before.kill)
+    assert (streamed.tokens, streamed.num_resumed) == (undisturbed.tokens, 0)
     assert _streamed(service).tokens == undisturbed.tokens
     after = until(lambda: _process("ServeController"), timeout_s=60)
     assert after.pid != before.pid
@@ -60,9 +60,9 @@ def test_a_killed_proxy_is_replaced_and_its_stream_continues(service: Running) -
     undisturbed = _streamed(service)
     before = service.state()
     began_s = time.monotonic()
-    heard = _streamed(service, meanwhile=_process("ProxyActor").kill)
-    assert heard.tokens == undisturbed.tokens
-    assert heard.num_resumed == 1
+    streamed = _streamed(service, meanwhile=_process("ProxyActor").kill)
+    assert streamed.tokens == undisturbed.tokens
+    assert streamed.num_resumed == 1
     assert service.state().epoch == before.epoch
     assert time.monotonic() - began_s < 60
-    print(f"longest pause {heard.longest_pause_s:.1f} s")  # noqa: T201
+    print(f"longest pause {streamed.longest_pause_s:.1f} s")  # noqa: T201

@@ -30,7 +30,7 @@ def _fuzzed(service: Running, number: int, *, seed: int, num_pings: int, at_once
     assert port is not None
     before = service.state()
     # Longer than the 20 s after which an incomplete request is answered.
-    found = asyncio.run(
+    fuzzing = asyncio.run(
         fuzz(
             port,
             range(number),
@@ -41,18 +41,18 @@ def _fuzzed(service: Running, number: int, *, seed: int, num_pings: int, at_once
             timeout_s=90.0,
         )
     )
-    sys.stdout.write(f"{found}\n")
-    assert not found.failures, "\n".join(found.failures)
+    sys.stdout.write(f"{fuzzing}\n")
+    assert not fuzzing.failures, "\n".join(fuzzing.failures)
     until(lambda: _is_empty(service))
     assert service.state().num_interruptions == before.num_interruptions
-    return found
+    return fuzzing
 
 
 def test_three_hundred_requests_leave_no_stream_and_no_page(service: Running) -> None:
-    found = _fuzzed(service, 300, seed=21, num_pings=200, at_once=32)
-    assert found.statuses[200] > 60
-    assert found.statuses[400] > 30
-    assert found.num_compared >= 50
+    fuzzing = _fuzzed(service, 300, seed=21, num_pings=200, at_once=32)
+    assert fuzzing.statuses[200] > 60
+    assert fuzzing.statuses[400] > 30
+    assert fuzzing.num_compared >= 50
 
 
 @pytest.mark.slow
@@ -62,12 +62,12 @@ def test_two_thousand_five_hundred_requests_and_another_client_is_served_all_the
     service: Running, seed: int
 ) -> None:
     # Measures the service, so it needs two quiet cores.
-    found = _fuzzed(service, 2500, seed=seed, num_pings=1000, at_once=32)
-    assert found.statuses[200] > 500
-    assert found.statuses[400] > 250
-    assert found.statuses[408] > 5
-    assert found.pings_s[int(0.99 * len(found.pings_s))] <= 0.2
-    assert found.pings_s[-1] <= 1.0
+    fuzzing = _fuzzed(service, 2500, seed=seed, num_pings=1000, at_once=32)
+    assert fuzzing.statuses[200] > 500
+    assert fuzzing.statuses[400] > 250
+    assert fuzzing.statuses[408] > 5
+    assert fuzzing.pings_s[int(0.99 * len(fuzzing.pings_s))] <= 0.2
+    assert fuzzing.pings_s[-1] <= 1.0
 
 
 @pytest.mark.slow

@@ -115,29 +115,29 @@ def test_a_stream_whose_connection_was_dropped_continues_after_its_last_event(
         "request_id": "dropped",
     }
     url = f"{service.url}/v1/completions"
-    begun_text = b""
+    prefix_text = b""
     with httpx.stream("POST", url, json=body, headers=WITH_IDS, timeout=180) as answer:
-        for part in answer.iter_bytes():
-            begun_text += part
-            if begun_text.count(b"\n\n") > 150:
+        for chunk in answer.iter_bytes():
+            prefix_text += chunk
+            if prefix_text.count(b"\n\n") > 150:
                 break
-    begun = parsed(begun_text.rpartition(b"\n\n")[0].decode())
+    prefix = parsed(prefix_text.rpartition(b"\n\n")[0].decode())
     until(lambda: service.num_running() == 0)
     began_s = time.monotonic()
-    headers = {"Last-Event-ID": begun[-1].id}
+    headers = {"Last-Event-ID": prefix[-1].id}
     with httpx.stream("POST", url, json=body, headers=headers, timeout=180) as answer:
         assert answer.status_code == 200
-        rest_text, resumed_s = b"", 0.0
-        for part in answer.iter_bytes():
-            rest_text += part
-            if b"data: " in rest_text and not resumed_s:
+        suffix_text, resumed_s = b"", 0.0
+        for chunk in answer.iter_bytes():
+            suffix_text += chunk
+            if b"data: " in suffix_text and not resumed_s:
                 resumed_s = time.monotonic() - began_s
-    rest = parsed(rest_text.decode())
-    whole = folded(begun + rest)
-    seed = rest[-2].chunk["metrics"]["seed"]
+    suffix = parsed(suffix_text.decode())
+    whole = folded(prefix + suffix)
+    seed = suffix[-2].chunk["metrics"]["seed"]
     assert len(whole["choices"][0]["token_ids"]) == 900
     assert whole["usages"][0]["completion_tokens"] == 900
-    print(f"next event after {resumed_s:.3f} s, {len(begun)} events before it")  # noqa: T201
+    print(f"next event after {resumed_s:.3f} s, {len(prefix)} events before it")  # noqa: T201
 
     plain = httpx.post(url, json={**body, "stream": False, "seed": seed}, timeout=180).json()
     assert whole["choices"][0]["text"] == plain["choices"][0]["text"]
@@ -160,14 +160,14 @@ def test_streams_of_a_killed_ingress_continue_at_the_other_one(service: Running)
         return min(p.pid for p, name in names.items() if "ServeReplica:eesd:Ingress" in name)
 
     async def read(*, kills: bool) -> list[Streamed]:
-        listeners = [Listener(str(each["request_id"])) for each in bodies]
+        listeners = [Listener(str(body["request_id"])) for body in bodies]
         async with httpx.AsyncClient(base_url=service.url, timeout=180) as client:
             reading = [
-                asyncio.ensure_future(load_client.stream(client, listener, each, max_attempts=100))
-                for listener, each in zip(listeners, bodies, strict=True)
+                asyncio.ensure_future(load_client.stream(client, listener, body, max_attempts=100))
+                for listener, body in zip(listeners, bodies, strict=True)
             ]
             if kills:
-                while not all(each.heard().tokens for each in listeners):  # noqa: ASYNC110
+                while not all(listener.heard().tokens for listener in listeners):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
                 os.kill(victim(), signal.SIGKILL)
             await asyncio.gather(*reading)
@@ -176,15 +176,15 @@ def test_streams_of_a_killed_ingress_continue_at_the_other_one(service: Running)
     undisturbed = asyncio.run(read(kills=False))
 
     def resumed_of(disturbed: list[Streamed]) -> list[Streamed]:
-        for one, other in zip(undisturbed, disturbed, strict=True):
+        for plain, other in zip(undisturbed, disturbed, strict=True):
             assert other.is_complete, other.error
-            assert (one.tokens, one.text) == (other.tokens, other.text)
-        return [each for each in disturbed if each.num_resumed]
+            assert (plain.tokens, plain.text) == (other.tokens, other.text)
+        return [stream for stream in disturbed if stream.num_resumed]
 
     # Serve chooses the ingress of a stream at random: all four may be in the one that lives.
     attempts = (resumed_of(asyncio.run(read(kills=True))) for _ in range(3))
     resumed = next((streams for streams in attempts if streams), [])
     assert resumed, "no stream was in an ingress that was killed"
-    pauses = [each.longest_pause_s for each in resumed]
+    pauses = [stream.longest_pause_s for stream in resumed]
     print(f"longest pauses of the resumed streams: {pauses}")  # noqa: T201
     assert max(pauses) < 5.0

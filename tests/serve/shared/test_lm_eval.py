@@ -59,8 +59,8 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _samples(folder: Path, task: str) -> list[dict[str, Any]]:
     (file,) = folder.rglob(f"samples_{task}_*.jsonl")
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    return sorted(found, key=lambda sample: int(sample["doc_id"]))
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    return sorted(samples, key=lambda sample: int(sample["doc_id"]))
 
 
 def _log_probability(service: Running, before: list[int], after: list[int]) -> float:

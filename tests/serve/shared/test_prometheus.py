@@ -35,13 +35,13 @@ class Prometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30)
-        found = answer.json()
-        assert found["status"] == "success", found
-        return found["data"]
+        content = answer.json()
+        assert content["status"] == "success", content
+        return content["data"]
 
     def value(self, expression: str) -> list[Any]:
-        found: list[Any] = self.get("query", query=expression)["result"]
-        return found
+        series: list[Any] = self.get("query", query=expression)["result"]
+        return series
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_the_service_is_scraped_and_dashboard_and_alerts_can_be_evaluated(
         except httpx.TransportError:
             return []
 
-    until(lambda: [each for each in targets() if each["health"] == "up"], timeout_s=60)
+    until(lambda: [target for target in targets() if target["health"] == "up"], timeout_s=60)
     _complete(service)
     assert httpx.post(f"{service.url}/v1/completions", json={}, timeout=60).status_code == 400
 
@@ -104,18 +104,24 @@ def test_the_service_is_scraped_and_dashboard_and_alerts_can_be_evaluated(
     assert "EesdServerErrors" not in firing
 
     panels = json.loads((INFRA / "grafana" / "dashboard.json").read_text())["panels"]
-    asked = [
+    expressions = [
         target["expr"].replace("$model", ".*").replace("$__rate_interval", "30s")
         for panel in panels
         for target in panel["targets"]
     ]
-    wanted = {each for each in asked if not NOT_THERE & set(re.findall(r"eesd_\w+", each))}
-    assert len(wanted) > 20
+    undrawn = {
+        expression
+        for expression in expressions
+        if not NOT_THERE & set(re.findall(r"eesd_\w+", expression))
+    }
+    assert len(undrawn) > 20
 
     def all_are_drawn() -> bool:
         _complete(service)
-        wanted.difference_update([each for each in asked if prometheus.value(each)])
-        return not wanted
+        undrawn.difference_update(
+            [expression for expression in expressions if prometheus.value(expression)]
+        )
+        return not undrawn
 
     until(all_are_drawn, timeout_s=60)
-    assert not wanted, "nothing comes of these"
+    assert not undrawn, "nothing comes of these"

@@ -94,10 +94,10 @@ class _Plain:
 def test_actors_of_one_class_leave_one_class_in_the_processes_with_handles_to_them(
     ray_port: int,
 ) -> None:
-    known = _ActorClassMethodMetadata._cache
-    before = len(known)
+    cache = _ActorClassMethodMetadata._cache
+    before = len(cache)
     actors = [actor_class(_Plain).options(num_cpus=0).remote() for _ in range(3)]
-    assert len(known) == before + 1
+    assert len(cache) == before + 1
     for actor in actors:
         ray.kill(actor)
 
@@ -106,10 +106,10 @@ def test_the_proxies_and_the_replicas_of_a_deployment_are_processes_of_their_own
     service: Running,
 ) -> None:
     state = service.state()
-    found = [*proxy_actors(), *replica_actors(service.config.app_name, "Ingress")]
-    found += replica_actors(service.config.app_name, "Pipeline")
+    actors = [*proxy_actors(), *replica_actors(service.config.app_name, "Ingress")]
+    actors += replica_actors(service.config.app_name, "Pipeline")
     pids = [
-        ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30) for actor in found
+        ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30) for actor in actors
     ]
     assert len(set(pids)) == len(pids) >= 3
     assert pids[-1] == state.pid

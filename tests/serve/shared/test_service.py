@@ -49,8 +49,8 @@ def test_a_completion_is_the_text_that_plain_decoding_in_one_process_gives(
     )
     served = answer.choices[0].model_extra or {}
     tokenizer = Tokenizer.load(service.config.engine.model.path)
-    alone = service.config.engine.parallel.model_copy(update={"verify_tensor_parallel_size": 1})
-    llm = LocalEngine(service.config.engine.model_copy(update={"parallel": alone}))
+    parallel = service.config.engine.parallel.model_copy(update={"verify_tensor_parallel_size": 1})
+    llm = LocalEngine(service.config.engine.model_copy(update={"parallel": parallel}))
     plain = Request(
         request_id=RequestId("plain"),
         prompt=tokenizer.encode(PROMPT),
@@ -220,23 +220,23 @@ def test_an_echoed_text_has_the_log_probabilities_it_was_generated_with(
             extra_body={"ignore_eos": True},
         ).choices[0]
         assert echoed.logprobs is not None
-        found = echoed.logprobs.token_logprobs
-        assert found is not None
-        assert len(found) == len(tokens) + max_tokens
-        assert found[0] is None
-        assert found[len(tokens) - 20 : len(tokens)] == generated.logprobs.token_logprobs
+        logprobs = echoed.logprobs.token_logprobs
+        assert logprobs is not None
+        assert len(logprobs) == len(tokens) + max_tokens
+        assert logprobs[0] is None
+        assert logprobs[len(tokens) - 20 : len(tokens)] == generated.logprobs.token_logprobs
         assert echoed.finish_reason == "length"
 
 
 def test_an_answer_has_the_id_of_its_request_once(service: Running) -> None:
     """Ray's proxy names requests without an id, and repeats the id in the answer."""
     url, body = f"{service.url}/v1/completions", {"prompt": "Tom", "max_tokens": 2}
-    named = httpx.post(url, json=body, headers={"X-Request-Id": "gateway-17"})
-    assert named.json()["id"] == "cmpl-gateway-17"
-    assert named.headers.get_list("x-request-id") == ["gateway-17"]
+    answer = httpx.post(url, json=body, headers={"X-Request-Id": "gateway-17"})
+    assert answer.json()["id"] == "cmpl-gateway-17"
+    assert answer.headers.get_list("x-request-id") == ["gateway-17"]
     drawn = httpx.post(url, json=body)
-    (given,) = drawn.headers.get_list("x-request-id")
-    assert drawn.json()["id"] == f"cmpl-{given}"
+    (request_id,) = drawn.headers.get_list("x-request-id")
+    assert drawn.json()["id"] == f"cmpl-{request_id}"
 
 
 def test_a_wrong_parameter_is_refused_by_name(client: openai.OpenAI) -> None:
@@ -295,8 +295,8 @@ def test_every_ingress_shows_the_metrics_of_all(service: Running) -> None:
         page = httpx.get(f"{service.url}/metrics", timeout=30).text
         families = text_string_to_metric_families(page)
         samples = [s for f in families for s in f.samples if s.name == "eesd_http_requests_total"]
-        asked = [s for s in samples if s.labels["path"] == "/v1/models"]
-        return {s.labels["ingress"]: s.value for s in asked}
+        samples_of_path = [s for s in samples if s.labels["path"] == "/v1/models"]
+        return {s.labels["ingress"]: s.value for s in samples_of_path}
 
     time.sleep(1.1)  # a page may be a second old
     before = sum(counted().values())
@@ -339,9 +339,9 @@ def test_the_router_has_learnt_from_the_rounds(client: openai.OpenAI, service: R
         model="tiny", prompt=PROMPT, max_tokens=40, extra_body={"ignore_eos": True}
     )
     router = ray.get_actor(service.config.router.name, namespace=service.config.router.namespace)
-    known = until(lambda: _learnt(router))
-    assert known["workloads"]["completion/t1"]["num_rounds"] > 0
-    assert len(known["pipelines"]) == 1
+    beliefs = until(lambda: _learnt(router))
+    assert beliefs["workloads"]["completion/t1"]["num_rounds"] > 0
+    assert len(beliefs["pipelines"]) == 1
 
 
 def test_one_trace_leads_from_the_client_to_every_verify_rank(
@@ -361,9 +361,9 @@ def test_one_trace_leads_from_the_client_to_every_verify_rank(
         spans = [s for s in read_spans(folder) if s.trace_id == trace_id]
         ranks = {s.attributes[names.RANK] for s in spans if s.name == names.SPAN_VERIFY_RANK}
         # Every process writes in its own time: a span may be here before its parent.
-        known = {client_span, *(s.span_id for s in spans)}
+        span_ids = {client_span, *(s.span_id for s in spans)}
         has_all = ranks == {0, 1} and len({s.process for s in spans}) == 4
-        return spans if has_all and all(s.parent_id in known for s in spans) else None
+        return spans if has_all and all(s.parent_id in span_ids for s in spans) else None
 
     spans = until(trace)
     by_id = {span.span_id: span for span in spans}
@@ -420,15 +420,15 @@ def test_a_batch_over_the_service_is_the_batch_in_one_process(
             for answer in answers
         }
 
-    there = texts("there.jsonl", "--url", service.url)
-    assert len(set(there.values())) == 3
-    assert there == texts("here.jsonl", *model, "--device", "cpu")
+    served = texts("there.jsonl", "--url", service.url)
+    assert len(set(served.values())) == 3
+    assert served == texts("here.jsonl", *model, "--device", "cpu")
 
 
 def _learnt(router: Any) -> Any:
-    known = ray.get(router.describe.remote(), timeout=10)
-    workload = known["workloads"].get("completion/t1")
-    return known if workload and workload["num_rounds"] else None
+    beliefs = ray.get(router.describe.remote(), timeout=10)
+    workload = beliefs["workloads"].get("completion/t1")
+    return beliefs if workload and workload["num_rounds"] else None
 
 
 def test_bench_online_reports_every_load_with_speculation_off_and_on(

@@ -27,29 +27,29 @@ def test_a_key_reaches_the_http_replicas_and_shows_itself_nowhere() -> None:
 
 def test_without_a_key_all_replicas_sign_with_one_that_is_drawn() -> None:
     drawn = [application_of(CONFIG)._bound_deployment.init_args[-2] for _ in range(2)]
-    keys = {bytes.fromhex(each.get_secret_value()) for each in drawn}
+    keys = {bytes.fromhex(key.get_secret_value()) for key in drawn}
     assert len(keys) == 2
     assert {len(key) for key in keys} == {32}
-    assert all(each.get_secret_value() not in repr(drawn) for each in drawn)
+    assert all(key.get_secret_value() not in repr(drawn) for key in drawn)
 
 
 def test_the_key_of_the_starting_process_overrides_the_environment_of_a_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(CONFIG.api_key_env, raising=False)
-    assert key_of(CONFIG, given=None) is None
-    assert key_of(CONFIG, given=SecretStr("given")) == "given"
+    assert key_of(CONFIG, secret=None) is None
+    assert key_of(CONFIG, secret=SecretStr("given")) == "given"
     monkeypatch.setenv(CONFIG.api_key_env, "of this node")
-    assert key_of(CONFIG, given=None) == "of this node"
-    assert key_of(CONFIG, given=SecretStr("given")) == "given"
+    assert key_of(CONFIG, secret=None) == "of this node"
+    assert key_of(CONFIG, secret=SecretStr("given")) == "given"
     monkeypatch.setenv(CONFIG.api_key_env, "")
-    assert key_of(CONFIG, given=None) is None
+    assert key_of(CONFIG, secret=None) is None
 
 
 def test_a_replica_that_leaves_has_time_to_end_its_workers_after_it_has_drained() -> None:
     config = service_config({**TREE, "recovery": {"drain_s": 40}})
     ingress = application_of(config)._bound_deployment
-    (pipelines,) = [each for each in ingress.init_args if isinstance(each, Application)]
+    (pipelines,) = [argument for argument in ingress.init_args if isinstance(argument, Application)]
     assert ingress._deployment_config.graceful_shutdown_timeout_s == 40
     timeout_s = pipelines._bound_deployment._deployment_config.graceful_shutdown_timeout_s
     assert 45 < timeout_s < 80

@@ -28,17 +28,17 @@ def config(tmp_path: Any) -> Any:
 
 
 def _policy(config: Any) -> Any:
-    found = AutoscalingConfig.model_validate(_how_many(config)["autoscaling_config"])
-    policy = found.policy.get_policy()  # as the controller loads it: pickled
+    options = AutoscalingConfig.model_validate(_how_many(config)["autoscaling_config"])
+    policy = options.policy.get_policy()  # as the controller loads it: pickled
     assert isinstance(policy, type)
-    return policy(**found.policy.policy_kwargs)
+    return policy(**options.policy.policy_kwargs)
 
 
 def test_serve_adds_no_delay_to_the_policys_own(config: Any) -> None:
-    found = AutoscalingConfig.model_validate(_how_many(config)["autoscaling_config"])
-    delays = (found.upscale_delay_s, found.downscale_delay_s, found.downscale_to_zero_delay_s)
+    options = AutoscalingConfig.model_validate(_how_many(config)["autoscaling_config"])
+    delays = (options.upscale_delay_s, options.downscale_delay_s, options.downscale_to_zero_delay_s)
     assert delays == (0.0, 0.0, 0.0)
-    assert (found.min_replicas, found.initial_replicas) == (0, 0)
+    assert (options.min_replicas, options.initial_replicas) == (0, 0)
 
 
 def test_the_targets_of_the_configuration_reach_the_policy(config: Any) -> None:
@@ -64,11 +64,11 @@ def test_the_number_stays_until_the_router_answers_and_when_it_falls_silent(
     policy = _policy(config)
     # The pickled class has the globals of its own copy of the module.
     module = type(policy).__init__.__globals__
-    asked: list[int] = []
+    counts: list[int] = []
 
     async def size_of_fleet(router: Any, *, app: str, targets: Any, count: int) -> int:
-        asked.append(count)
-        if len(asked) > 1:
+        counts.append(count)
+        if len(counts) > 1:
             raise EngineError("silent")
         return 3
 
@@ -87,28 +87,28 @@ def test_the_number_stays_until_the_router_answers_and_when_it_falls_silent(
         return seen
 
     assert asyncio.run(run()) == [1, 3, 1]
-    assert len(asked) > 1
+    assert len(counts) > 1
 
 
 def test_the_module_of_the_policy_is_named_in_the_configuration(config: Any) -> None:
-    wanted: Any = _how_many(config)["autoscaling_config"]
-    module, name = wanted["policy"]["policy_function"].split(":")
+    options: Any = _how_many(config)["autoscaling_config"]
+    module, name = options["policy"]["policy_function"].split(":")
     assert module == serve_app.autoscaling.__name__
     assert name == serve_app.autoscaling.FleetPolicy.__name__
 
 
 def test_targets_of_a_user_config_replace_those_of_the_application(config: Any) -> None:
-    given = FleetTargets(min_count=1, max_count=2)
+    configured = FleetTargets(min_count=1, max_count=2)
     live = FleetTargets(min_count=3, max_count=8)
 
     async def sizes() -> list[int]:
         router = Router(config.router, config.engine.speculation)
-        seen = [await router.size_fleet("eesd", given, 4)]  # no ingress has reported yet
+        seen = [await router.size_fleet("eesd", configured, 4)]  # no ingress has reported yet
         await router.pipelines("eesd", "", 0.0, "one", 0, live)
-        seen.append(await router.size_fleet("eesd", given, 4))
-        seen.append(await router.size_fleet("eesd", given, 2))
+        seen.append(await router.size_fleet("eesd", configured, 4))
+        seen.append(await router.size_fleet("eesd", configured, 2))
         await router.pipelines("eesd", "", 0.0, "one", 0, None)
-        return [*seen, await router.size_fleet("eesd", given, 4)]
+        return [*seen, await router.size_fleet("eesd", configured, 4)]
 
     assert asyncio.run(sizes()) == [4, 4, 4, 3], "the number falls by one at a time"
 

@@ -46,23 +46,23 @@ def test_classes_without_a_label_are_added_up() -> None:
         return {"mean": mean, "weight": weight, "num_live": num_live}
 
     workloads = {"a": belief(0.5, 4.0, 1), "b": belief(0.2, 1.0, 2), "c": belief(0.8, 3.0, 4)}
-    found = _samples(belief_page(workloads, named=["a"]))
-    assert found["eesd_belief_live_requests"] == {"a": 1.0, OTHER: 6.0}
-    assert found["eesd_belief_weight"] == {"a": 4.0, OTHER: 4.0}
-    assert found["eesd_belief_acceptance"] == {"a": 0.5, OTHER: pytest.approx(0.65)}
+    samples = _samples(belief_page(workloads, labels=["a"]))
+    assert samples["eesd_belief_live_requests"] == {"a": 1.0, OTHER: 6.0}
+    assert samples["eesd_belief_weight"] == {"a": 4.0, OTHER: 4.0}
+    assert samples["eesd_belief_acceptance"] == {"a": 0.5, OTHER: pytest.approx(0.65)}
     unknown = {"b": belief(0.4, 0.0, 0), "c": belief(0.6, 0.0, 0)}
-    found = _samples(belief_page(unknown, named=[]))
-    assert found["eesd_belief_acceptance"] == {OTHER: pytest.approx(0.5)}
+    samples = _samples(belief_page(unknown, labels=[]))
+    assert samples["eesd_belief_acceptance"] == {OTHER: pytest.approx(0.5)}
 
 
 def test_every_class_of_requests_that_name_none_is_listed() -> None:
-    found = {
+    classes = {
         workload_of(None, kind=kind, temperature=temperature, by_temperature=by_temperature)
         for kind in ("chat", "completion")
         for temperature in (0.0, 0.3, 0.7, 1.0, 1.5)
         for by_temperature in (False, True)
     }
-    assert found == UNNAMED_CLASSES
+    assert classes == UNNAMED_CLASSES
 
 
 def test_a_client_that_names_ten_thousand_classes_makes_few_time_series() -> None:
@@ -71,12 +71,12 @@ def test_a_client_that_names_ten_thousand_classes_makes_few_time_series() -> Non
         labels: set[str] = set()
         for first in range(0, 10_000, 500):
             ids = [RequestId(f"r{number}") for number in range(first, first + 500)]
-            admitted = [Admission(each, f"hostile/{each}", "hostile") for each in ids]
+            admitted = [Admission(name, f"hostile/{name}", "hostile") for name in ids]
             admitted.append(Admission(RequestId("mine"), "code", "modest"))
             await router.advise(_news(admitted=tuple(admitted)))
             described = await router.describe()
-            named = UNNAMED_CLASSES.union(described["named"])  # type: ignore[arg-type]
-            page = belief_page(described["workloads"], named=named)  # type: ignore[arg-type]
+            names = UNNAMED_CLASSES.union(described["named"])  # type: ignore[arg-type]
+            page = belief_page(described["workloads"], labels=names)  # type: ignore[arg-type]
             labels |= _samples(page)["eesd_belief_live_requests"].keys()
             await router.advise(_news(finished=tuple(ids)))
         return labels

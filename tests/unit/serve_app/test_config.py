@@ -93,8 +93,8 @@ def test_a_stream_waits_for_a_few_starts_of_a_pipeline_unless_it_is_told_how_lon
     measured = _config().recovery
     assert measured.pause_for(None) == measured.pause_for(2.0) == 60.0, "at least a minute"
     assert measured.pause_for(100.0) == 300.0
-    told = _config(recovery={"stream_pause_s": 5}).recovery
-    assert told.pause_for(None) == told.pause_for(100.0) == 5.0
+    configured = _config(recovery={"stream_pause_s": 5}).recovery
+    assert configured.pause_for(None) == configured.pause_for(100.0) == 5.0
 
 
 @pytest.mark.parametrize("seconds", [-1, 3601, float("inf")])

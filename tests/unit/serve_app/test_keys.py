@@ -30,17 +30,17 @@ def write(file: Path, *entries: dict[str, object]) -> Path:
 def test_a_key_is_found_by_its_sum(tmp_path: Path) -> None:
     file = write(tmp_path / "keys.yaml", entry(weight=2, priority=1), entry("chat", "other"))
     keys = read_keys(file)
-    found = find_key(keys, SECRET.encode())
-    assert found is not None
-    assert (found.name, found.weight, found.priority, found.operator) == ("search", 2.0, 1, False)
-    assert not found.has_limits
+    key = find_key(keys, SECRET.encode())
+    assert key is not None
+    assert (key.name, key.weight, key.priority, key.operator) == ("search", 2.0, 1, False)
+    assert not key.has_limits
     for wrong in ("", "Other", sum_of(SECRET), SECRET + " "):
         assert find_key(keys, wrong.encode()) is None
     assert find_key(keys, b"\xff") is None
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("keys: [", "not YAML"),
         ("keys: 2026-13-45", "not YAML"),
@@ -59,13 +59,13 @@ def test_a_key_is_found_by_its_sum(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_without_quoting_keys(
-    tmp_path: Path, text: str, said: str
+    tmp_path: Path, text: str, message: str
 ) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"keys\.yaml") as caught:
         read_keys(file)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert SECRET not in str(caught.value)
     assert sum_of(SECRET) not in str(caught.value)
 
@@ -114,9 +114,9 @@ def test_a_wrong_file_changes_nothing_until_it_is_mended(
     assert "No such file" in ring.refused
     write(file, entry(weight=3))
     ring.reread()
-    found = ring.find(SECRET.encode())
-    assert found is not None
-    assert (found.weight, ring.refused) == (3.0, "")
+    key = ring.find(SECRET.encode())
+    assert key is not None
+    assert (key.weight, ring.refused) == (3.0, "")
 
 
 def test_a_file_that_is_wrong_from_the_start_leaves_the_operators_key_until_it_is_mended(
@@ -131,8 +131,8 @@ def test_a_file_that_is_wrong_from_the_start_leaves_the_operators_key_until_it_i
     assert (ring.is_complete, ring.find(SECRET.encode())) == (False, None)
     assert ring.find(b"root") is not None
     assert "keys: Input should be a valid tuple" in ring.refused
-    said = [r.getMessage() for r in caplog.records if "until this is mended" in r.getMessage()]
-    assert len(said) == 1
+    messages = [r.getMessage() for r in caplog.records if "until this is mended" in r.getMessage()]
+    assert len(messages) == 1
     write(file, entry())
     ring.reread()
     assert (ring.is_complete, ring.refused) == (True, "")

@@ -7,8 +7,8 @@ from serve_app.pages.state import state_page
 
 def _samples(page: bytes) -> dict[str, float]:
     families = text_string_to_metric_families(page.decode())
-    found = {sample.name: sample.value for family in families for sample in family.samples}
-    return {name: value for name, value in found.items() if not name.endswith("_created")}
+    samples = {sample.name: sample.value for family in families for sample in family.samples}
+    return {name: value for name, value in samples.items() if not name.endswith("_created")}
 
 
 def test_a_pipeline_that_nothing_has_interrupted() -> None:

@@ -134,9 +134,9 @@ def test_bad_rows_become_error_records_and_stop_no_other_row(tmp_path: Path) -> 
         assert response["status_code"] == 400
         assert response["body"]["error"]["message"]
         assert records[name]["error"]
-    again = run(file, tmp_path / "out.jsonl")
-    assert again.num_skipped == len(expected)
-    assert (again.num_failed, again.num_failed_before) == (0, len(expected) - 1)
+    second_run = run(file, tmp_path / "out.jsonl")
+    assert second_run.num_skipped == len(expected)
+    assert (second_run.num_failed, second_run.num_failed_before) == (0, len(expected) - 1)
 
 
 def test_openai_lines_and_plain_lines_mean_the_same(tmp_path: Path) -> None:
@@ -366,8 +366,8 @@ def test_a_poison_row_is_sent_once_and_never_again(
     report = run(file, output, engine=engine)
     assert (report.num_failed, len(engine.requests)) == (30, 30)
     assert {r["error"]["code"] for r in _records(output)} == {"poison_request"}  # type: ignore[index]
-    again = run(file, output)
-    assert (again.num_skipped, again.num_failed_before) == (30, 30)
+    second_run = run(file, output)
+    assert (second_run.num_skipped, second_run.num_failed_before) == (30, 30)
 
 
 class _FailsAtFirst(ToyEngine):

@@ -15,7 +15,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError, EngineError, PoisonRequest
 from eesd_dist.text import Tokenizer
 from serve_app.batch.runner import BatchOptions, BatchReport
-from serve_app.batch.start import _identity, run_there
+from serve_app.batch.start import _identity, run_over_http
 from serve_app.cli import main as cli
 from serve_app.cli.batch import defaults_of
 from tests.support.live_server import serving
@@ -63,7 +63,7 @@ class Job:
     def run(self) -> BatchReport:
         options = BatchOptions(concurrency=4, show_progress=False)
         files = (self.rows, self.out)
-        return asyncio.run(run_there(*files, url=self.url, api_key=None, options=options))
+        return asyncio.run(run_over_http(*files, url=self.url, api_key=None, options=options))
 
     def typed(self, *words: str) -> int:
         """The exit status of `eesd batch`."""
@@ -112,9 +112,9 @@ def test_a_job_with_failed_rows_does_not_end_well_however_often_it_is_run(
     assert job.typed() == 1
     assert "1 answered, 1 failed" in capsys.readouterr().out
     assert job.typed() == 1
-    said = capsys.readouterr().out
-    assert "2 done before, 0 answered, 0 failed" in said
-    assert "1 of those done before had failed" in said
+    output = capsys.readouterr().out
+    assert "2 done before, 0 answered, 0 failed" in output
+    assert "1 of those done before had failed" in output
     job.write({"prompt": "x"}, {"prompt": "y"})
     assert job.typed() == 0
     assert "1 done before, 1 answered, 0 failed" in capsys.readouterr().out

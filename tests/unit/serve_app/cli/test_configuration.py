@@ -76,8 +76,8 @@ def test_a_collector_in_the_environment_is_used_unless_another_one_is_named(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
     assert config_of(EngineFlags()).telemetry.otlp_endpoint == "http://collector:4318"
-    named = config_of(EngineFlags(), ServiceFlags(otlp_endpoint="http://other:4318"))
-    assert named.telemetry.otlp_endpoint == "http://other:4318"
+    config = config_of(EngineFlags(), ServiceFlags(otlp_endpoint="http://other:4318"))
+    assert config.telemetry.otlp_endpoint == "http://other:4318"
 
 
 def test_the_sampler_and_the_protocol_are_those_of_the_environment(
@@ -92,8 +92,8 @@ def test_the_sampler_and_the_protocol_are_those_of_the_environment(
     tracing = config_of(EngineFlags()).telemetry_options.tracing
     assert (tracing.endpoint, tracing.protocol) == ("http://traces:4317", "grpc")
     assert (tracing.sampler, tracing.sampler_arg) == ("parentbased_traceidratio", "0.01")
-    named = config_of(EngineFlags(set=("telemetry.sampler=always_off",)))
-    assert named.telemetry_options.tracing.sampler == "always_off"
+    config = config_of(EngineFlags(set=("telemetry.sampler=always_off",)))
+    assert config.telemetry_options.tracing.sampler == "always_off"
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "1.5")
     with pytest.raises(ConfigError, match=r"OTEL_TRACES_SAMPLER_ARG.*1\.5"):
         config_of(EngineFlags())

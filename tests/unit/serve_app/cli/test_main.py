@@ -175,14 +175,14 @@ def test_version_is_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_what_a_command_runs_takes_the_options_that_it_declares(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def load(name: str) -> SimpleNamespace:
-        asked.append(name)
-        return SimpleNamespace(main=asked.append)
+        calls.append(name)
+        return SimpleNamespace(main=calls.append)
 
     monkeypatch.setattr("eesd_dist.command_line.import_module", load)
     assert cli.main(command) == 0
-    module, options = asked
+    module, options = calls
     (parameter,) = signature(import_module(module).main).parameters.values()
     assert parameter.annotation is type(options)

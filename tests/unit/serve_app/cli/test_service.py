@@ -79,13 +79,13 @@ def test_a_proxy_is_for_other_hosts_alone(
     server: HTTPServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.status, server.answer = 200, _STATE.encode()  # type: ignore[attr-defined]
-    here = f"http://127.0.0.1:{server.server_port}"
+    url = f"http://127.0.0.1:{server.server_port}"
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert main(["controllers", "--url", here, "--json"]) == 0
+    assert main(["controllers", "--url", url, "--json"]) == 0
     assert main(["wait", "--port", str(server.server_port), "--timeout-s", "1"]) == 0
-    monkeypatch.setenv("http_proxy", here)
+    monkeypatch.setenv("http_proxy", url)
     capsys.readouterr()
     assert main(["controllers", "--url", "http://service.example", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(_STATE)
@@ -154,11 +154,11 @@ def test_waiting_for_a_service_that_is_not_there_yet_is_no_error_before_the_time
 
 
 def test_reasons_that_differ_only_in_numbers_are_said_once() -> None:
-    said: list[str] = []
-    tell = ChangedReason(said.append)
+    lines: list[str] = []
+    tell = ChangedReason(lines.append)
     for reason in ("loading 3 %, 1.5 s", "loading 4 %, 2 s", "", "loading 4 %, 2 s", "ready"):
         tell(reason)
-    assert said == ["loading 3 %, 1.5 s", "loading 4 %, 2 s", "ready"]
+    assert lines == ["loading 3 %, 1.5 s", "loading 4 %, 2 s", "ready"]
 
 
 @pytest.mark.parametrize(
@@ -185,15 +185,15 @@ def test_another_server_is_told_apart_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [('{"error": {"message": "wrong key"}}', "wrong key"), ("<html>", "Unauthorized")],
 )
 def test_a_refusal_is_passed_on(
-    answer: str, said: str, server: HTTPServer, capsys: pytest.CaptureFixture[str]
+    answer: str, message: str, server: HTTPServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.status, server.answer = 401, answer.encode()  # type: ignore[attr-defined]
     assert main(["controllers", "--url", f"http://127.0.0.1:{server.server_port}"]) == 1
-    assert f"HTTP 401: {said}" in capsys.readouterr().err
+    assert f"HTTP 401: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["nonsense", "http://[", "http://127.0.0.1:1"])

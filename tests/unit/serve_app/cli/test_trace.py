@@ -56,8 +56,8 @@ TRACE = {
 def shown(trace: dict[str, Any], *, with_stages: bool, width: int = 120) -> list[str]:
     out = StringIO()
     console = Console(file=out, width=width)
-    for part in waterfall(trace, with_stages=with_stages, width=width):
-        console.print(part)
+    for line in waterfall(trace, with_stages=with_stages, width=width):
+        console.print(line)
     return out.getvalue().splitlines()
 
 
@@ -99,19 +99,19 @@ def test_spans_of_a_perfetto_track_contain_each_other_or_are_apart() -> None:
     overlapping = [span("a", 0, 60), span("b", 10, 20), span("c", 30, 80), span("d", 90, 95)]
     events = perfetto_of([{"spans": overlapping}, {"spans": [span("e", 50, 55, process="x")]}])
     spans = [event for event in events["traceEvents"] if event["ph"] == "X"]  # type: ignore[attr-defined]
-    assert {each["name"]: (each["pid"], each["tid"]) for each in spans} == {
+    assert {event["name"]: (event["pid"], event["tid"]) for event in spans} == {
         "a": (1, 1),
         "b": (1, 1),
         "c": (1, 2),
         "d": (1, 1),
         "e": (2, 1),
     }
-    (c,) = [each for each in spans if each["name"] == "c"]
+    (c,) = [event for event in spans if event["name"] == "c"]
     assert (c["ts"], c["dur"]) == (pytest.approx(1_000_030_000), pytest.approx(50_000))
-    named = {
+    processes = {
         event["pid"]: event["args"]["name"] for event in events["traceEvents"] if event["ph"] == "M"
     }  # type: ignore[attr-defined]
-    assert named == {1: "ingress", 2: "x"}
+    assert processes == {1: "ingress", 2: "x"}
 
 
 @pytest.fixture

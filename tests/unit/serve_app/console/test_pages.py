@@ -40,9 +40,9 @@ def test_a_file_needs_no_key_and_is_sent_once(path: str, http: httpx.Client) -> 
     assert ("require-trusted-types-for 'script'" in policy) == (path != "/docs")
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["cache-control"] == "no-cache"
-    again = http.get(path, headers={"If-None-Match": answer.headers["etag"]})
-    assert (again.status_code, again.content) == (304, b"")
-    assert again.headers["etag"] == answer.headers["etag"]
+    revalidated = http.get(path, headers={"If-None-Match": answer.headers["etag"]})
+    assert (revalidated.status_code, revalidated.content) == (304, b"")
+    assert revalidated.headers["etag"] == answer.headers["etag"]
     assert http.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
     head = http.head(path)
     assert (head.status_code, head.content) == (200, b"")

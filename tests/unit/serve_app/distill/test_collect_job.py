@@ -29,12 +29,14 @@ def test_a_worker_that_cannot_write_says_where(
         raise OSError(28, "No space left on device", str(tmp_path / "shard"))
 
     monkeypatch.setattr(worker._worker, "make", full)
-    told = worker.answer(Chunk(index=0, sources=()).to_json())
-    assert told == {"config_error": f"{tmp_path}/shard: No space left on device"}
+    reply = worker.answer(Chunk(index=0, sources=()).to_json())
+    assert reply == {"config_error": f"{tmp_path}/shard: No space left on device"}
 
 
 def test_a_broken_workers_own_words_are_told_without_colours() -> None:
-    told = "\x1b[36mray::map()\x1b[39m (pid=1)\n  File x.py\n\x1b[31mMemoryError: too much\x1b[0m\n"
-    assert cause_of(RuntimeError(told)) == "ray::map() (pid=1): MemoryError: too much"
+    message = (
+        "\x1b[36mray::map()\x1b[39m (pid=1)\n  File x.py\n\x1b[31mMemoryError: too much\x1b[0m\n"
+    )
+    assert cause_of(RuntimeError(message)) == "ray::map() (pid=1): MemoryError: too much"
     assert cause_of(RuntimeError("gone")) == "gone"
     assert cause_of(RuntimeError()) == "RuntimeError"

@@ -57,22 +57,22 @@ def request_of(target: Path, tmp_path: Path) -> RunRequest:
 
 
 def test_disk_is_what_a_real_run_writes(request_of: RunRequest) -> None:
-    found = estimate(request_of, Rates())
+    prediction = estimate(request_of, Rates())
     manifest = collect(request_of.collection, executor=LocalExecutor(), say=lambda _: None)
-    assert found.num_sequences == manifest.num_sequences == 2 * (NUM_PROMPTS - 4)
-    assert manifest.num_tokens <= found.num_rows <= 1.05 * manifest.num_tokens
-    assert manifest.num_bytes <= found.features_bytes <= 1.1 * manifest.num_bytes
+    assert prediction.num_sequences == manifest.num_sequences == 2 * (NUM_PROMPTS - 4)
+    assert manifest.num_tokens <= prediction.num_rows <= 1.05 * manifest.num_tokens
+    assert manifest.num_bytes <= prediction.features_bytes <= 1.1 * manifest.num_bytes
 
     folder = train(request_of.training, executor=LocalExecutor())
     stored = (folder / "model.safetensors").stat().st_size
-    assert stored - 4096 <= found.head_bytes <= stored
+    assert stored - 4096 <= prediction.head_bytes <= stored
     checkpoints = [
         sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
         for step in request_of.training.run_folder.glob("step-*")
     ]
     assert len(checkpoints) == 2
-    assert 3 * max(checkpoints) <= 1.15 * found.checkpoints_bytes
-    assert found.checkpoints_bytes <= 1.15 * (3 * max(checkpoints) + stored)
+    assert 3 * max(checkpoints) <= 1.15 * prediction.checkpoints_bytes
+    assert prediction.checkpoints_bytes <= 1.15 * (3 * max(checkpoints) + stored)
 
 
 @pytest.mark.parametrize("kind", ["own", "shared", "truncated"])
@@ -85,10 +85,10 @@ def test_parameters_are_counted_from_the_shapes_alone(target: Path, kind: HeadKi
         head=kind,
         draft_vocab=list(range(0, 200, 2)) if kind == "truncated" else None,
     )
-    counted = HeadSize.of(spec, kind=kind, draft_vocab=100)
+    size = HeadSize.of(spec, kind=kind, draft_vocab=100)
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    assert counted.trained == trained
-    assert counted.total == sum(p.numel() for p in head.parameters())
+    assert size.trained == trained
+    assert size.total == sum(p.numel() for p in head.parameters())
 
 
 def test_a_70b_target_takes_what_the_documentation_says() -> None:
@@ -131,8 +131,8 @@ def test_time_follows_the_rates_and_is_limited_by_the_minutes(request_of: RunReq
     assert fast.collect_s == pytest.approx(24 * 20 / 100.0)
     assert fast.judge_s == pytest.approx(fast.num_judged / 100.0)
     assert fast.pipeline_bytes <= MAX_BYTES
-    told = described(fast, request_of, Rates(tokens_per_s=100.0))
-    assert "480 tokens at 100 tokens/s" in told
+    text = described(fast, request_of, Rates(tokens_per_s=100.0))
+    assert "480 tokens at 100 tokens/s" in text
 
 
 def test_a_dry_run_writes_nothing(

@@ -14,25 +14,25 @@ def test_every_step_says_what_its_options_mean(
     step: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["distill", step, "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.startswith(f"Usage: eesd distill {step} [OPTIONS] `eesd distill {step}`: ")
-    assert "--model <path> folder of the target (the bundled one) --" in told
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert help_text.startswith(f"Usage: eesd distill {step} [OPTIONS] `eesd distill {step}`: ")
+    assert "--model <path> folder of the target (the bundled one) --" in help_text
 
 
 def test_options_have_the_names_that_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["distill", "train", "--help"]) == 0
-    told = capsys.readouterr().out
+    help_text = capsys.readouterr().out
     for name in ("exit", "rate", "checkpoint-every", "loss-temperature", "zero-stage", "bfloat16"):
-        assert f"  --{name} " in told
+        assert f"  --{name} " in help_text
 
 
 def test_all_packages_that_are_missing_are_named_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     missing = {"deepspeed", "pyarrow"}
     monkeypatch.setattr(
-        "eesd_dist.checks.find_spec", lambda name: None if name in missing else found(name)
+        "eesd_dist.checks.find_spec", lambda name: None if name in missing else find_spec(name)
     )
     assert cli.main(["distill", "evaluate"]) == 2
     assert capsys.readouterr().err == (

@@ -25,6 +25,6 @@ def test_a_head_that_is_no_better_is_not_offered_to_the_service(tmp_path: Path) 
     )
     # There is no service here: had it been asked, this would raise.
     promotion = Promotion(address="127.0.0.1:1")
-    told = promote_if_better(tmp_path, report, promotion, compared_with=tmp_path)
-    assert told.startswith("not promoted")
+    message = promote_if_better(tmp_path, report, promotion, compared_with=tmp_path)
+    assert message.startswith("not promoted")
     assert "promoted" not in json.loads((tmp_path / REPORT_FILE).read_text())

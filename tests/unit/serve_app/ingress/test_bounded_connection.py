@@ -37,17 +37,17 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield number
 
 
-def _reply(port: int, *parts: Part | bytes) -> Reply:
-    return asyncio.run(exchange(port, *parts, timeout_s=5.0))
+def _reply(port: int, *chunks: Part | bytes) -> Reply:
+    return asyncio.run(exchange(port, *chunks, timeout_s=5.0))
 
 
 def test_a_head_that_does_not_end_is_answered_and_closed(port: int) -> None:
-    for parts in (
+    for chunks in (
         [b"GET / HTTP/1.1\r\nHos"],
         [b"GET /", *(Part(data=b"a", pause_s=0.1) for _ in range(40))],
         [b"GET / HTTP/1.1\r\n", *(Part(data=b"a: b\r\n", pause_s=0.1) for _ in range(40))],
     ):
-        reply = _reply(port, *parts)
+        reply = _reply(port, *chunks)
         assert reply.error["code"] == "request_timeout"
         assert (reply.status, reply.is_closed) == (408, True)
         assert reply.took_s < 2.0
@@ -67,12 +67,12 @@ def test_the_second_head_of_a_connection_has_the_same_deadline(port: int) -> Non
         await asyncio.sleep(0.6)  # idle between requests: the keep-alive time applies
         began_s = asyncio.get_running_loop().time()
         writer.write(b"GET / HTTP/1.1\r\nHo")
-        rest = await asyncio.wait_for(reader.read(), 5)
+        reply = await asyncio.wait_for(reader.read(), 5)
         writer.close()
-        return rest, asyncio.get_running_loop().time() - began_s
+        return reply, asyncio.get_running_loop().time() - began_s
 
-    rest, took_s = asyncio.run(second())
-    assert rest.startswith(b"HTTP/1.1 408 ")
+    reply, took_s = asyncio.run(second())
+    assert reply.startswith(b"HTTP/1.1 408 ")
     assert 0.3 < took_s < 2.0
 
 
@@ -117,8 +117,8 @@ def test_a_request_that_offers_another_protocol_is_served_by_this_one(
     chunks = [chunk(body[i : i + 50_000]) for i in range(0, len(body), 50_000)]
     offered = chunked_head("/length").replace(b"\r\n\r\n", b"\r\n")
     in_chunks = [b"\r\n".join([offered + offers[0], *offers[1:], b"\r\n"]), *chunks, b"0\r\n\r\n"]
-    for parts in ([whole], [whole[:30], Part(data=whole[30:], pause_s=0.1)], in_chunks):
-        assert _reply(port, *parts).body == b"%d" % len(body)
+    for request in ([whole], [whole[:30], Part(data=whole[30:], pause_s=0.1)], in_chunks):
+        assert _reply(port, *request).body == b"%d" % len(body)
     pair = (whole, get("/slow"))
     for pipelined in (True, False):
         replies = asyncio.run(exchanges(port, *pair, pipelined=pipelined, timeout_s=5.0))
@@ -154,8 +154,8 @@ def test_a_body_is_never_taken_for_a_request(port: int, offer: tuple[bytes, ...]
     smuggled = get("/length")
     whole = post("/length", smuggled, *offer)
     head = whole[: -len(smuggled)]
-    for parts in ([whole], [head, Part(data=smuggled, pause_s=0.1)]):
-        reply = _reply(port, *parts)
+    for chunks in ([whole], [head, Part(data=smuggled, pause_s=0.1)]):
+        reply = _reply(port, *chunks)
         assert reply.body == b"%d" % len(smuggled)
 
 
@@ -206,8 +206,8 @@ def test_a_request_may_wait_behind_another_and_be_sent_in_chunks(port: int) -> N
 
     async def answers() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for part in requests:
-            writer.write(part)
+        for request in requests:
+            writer.write(request)
             await writer.drain()
         raw = b""
         while raw.count(b"served") < 2:

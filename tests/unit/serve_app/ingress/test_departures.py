@@ -131,11 +131,11 @@ def test_a_client_that_leaves_is_no_error(
     tracing = make_tracing(TracingOptions(folder=str(tmp_path)), process="ingress")
     asyncio.run(_left(point, _DEPARTURES[departure], tracing))
     tracing.close()
-    assert [each.levelname for each in caplog.records if each.levelno > logging.INFO] == []
-    lines = [each.getMessage() for each in caplog.records if "POST" in each.getMessage()]
+    assert [record.levelname for record in caplog.records if record.levelno > logging.INFO] == []
+    lines = [record.getMessage() for record in caplog.records if "POST" in record.getMessage()]
     assert len(lines) == 1
     assert "status=499" in lines[0]
-    (span,) = [each for each in read_spans(tmp_path) if names.HTTP_METHOD in each.attributes]
+    (span,) = [span for span in read_spans(tmp_path) if names.HTTP_METHOD in span.attributes]
     assert span.attributes["eesd.request.client_left"] is True
     assert span.attributes[names.HTTP_STATUS] == 499
     assert span.status == {}
@@ -170,11 +170,11 @@ async def _left(
         departures=(TaskCancelledError, RequestCancelledError),
     )
     await client.leaves(app, after_steps=after_steps)
-    counted = [
+    samples = [
         line.partition("{")[2]
         for line in metrics.page().decode().splitlines()
         if line.startswith(("eesd_http_requests_total{", "eesd_http_refused_requests_total{"))
     ]
-    assert counted == [f'ingress="a",path="{_PATH}",status="499"}} 1.0']
+    assert samples == [f'ingress="a",path="{_PATH}",status="499"}} 1.0']
     assert set(client.statuses) <= {200, 499}
     assert (quotas.num_held, engine.num_live) == (0, 0)

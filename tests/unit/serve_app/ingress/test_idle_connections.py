@@ -29,10 +29,10 @@ async def _application(scope: Scope, receive: Receive, send: Send) -> None:
             pass
     headers = [(b"connection", b"close")] if scope["path"] == "/refused" else []
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    num_parts = 64 if scope["path"] == "/large" else 1
-    for _ in range(num_parts):
-        part = b"a" * (_LARGE // 64 if num_parts > 1 else 1)
-        await send({"type": "http.response.body", "body": part, "more_body": True})
+    num_chunks = 64 if scope["path"] == "/large" else 1
+    for _ in range(num_chunks):
+        chunk = b"a" * (_LARGE // 64 if num_chunks > 1 else 1)
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -49,7 +49,7 @@ def port() -> Iterator[int]:
         yield urlsplit(url).port or 0
 
 
-async def _seconds_until_closed(port: int, *parts: bytes, drips: bool = False) -> float:
+async def _seconds_until_closed(port: int, *chunks: bytes, drips: bool = False) -> float:
     """Sends the parts, then nothing or a byte at a time; returns when the connection ends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     began_s = asyncio.get_running_loop().time()
@@ -60,8 +60,8 @@ async def _seconds_until_closed(port: int, *parts: bytes, drips: bool = False) -
             await writer.drain()
             await asyncio.sleep(_BOUND_S / 8)
 
-    for part in parts:
-        writer.write(part)
+    for chunk in chunks:
+        writer.write(chunk)
         await asyncio.sleep(0.05)
     dripping = asyncio.ensure_future(drip() if drips else asyncio.sleep(0))
     try:
@@ -101,9 +101,9 @@ def test_a_body_that_advances_is_not_refused(port: int, monkeypatch: pytest.Monk
 
 
 def test_lines_after_a_chunked_body_do_not_keep_it_open(port: int) -> None:
-    begun = b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
+    request = b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
     drops = [Part(data=b"x", pause_s=_BOUND_S / 4) for _ in range(16)]
-    reply = asyncio.run(exchange(port, begun, *drops, timeout_s=_LATE_S))
+    reply = asyncio.run(exchange(port, request, *drops, timeout_s=_LATE_S))
     assert (reply.status, reply.is_closed) == (408, True)
 
 
@@ -149,9 +149,9 @@ def test_a_client_that_still_sends_gets_its_answer(
             writer.write(b"x" * 10_000)
             await writer.drain()
             await asyncio.sleep(0.002)
-        found = await asyncio.wait_for(reader.read(), 20.0)
+        reply = await asyncio.wait_for(reader.read(), 20.0)
         writer.close()
-        return found
+        return reply
 
     assert asyncio.run(answer()).startswith(b"HTTP/1.1 200 ")
 

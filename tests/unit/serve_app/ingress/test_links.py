@@ -175,17 +175,17 @@ def test_a_bug_in_the_other_process_ends_the_streams_too() -> None:
 def test_an_error_of_a_stream_comes_after_its_tokens_and_ends_no_other() -> None:
     async def run() -> None:
         async with _linked() as (handle, link):
-            one, two = _request("one"), _request("two", max_tokens=60)
-            reading = [asyncio.ensure_future(_read(link, request)) for request in (one, two)]
+            first, second = _request("one"), _request("two", max_tokens=60)
+            reading = [asyncio.ensure_future(_read(link, request)) for request in (first, second)]
             await asyncio.sleep(0.2)
             moved = Migrated(by="p", to="q", reason="test")
-            await handle.actor.evict([one.request_id], moved)
+            await handle.actor.evict([first.request_id], moved)
             tokens, error = await reading[0]
-            assert tokens == _text(one)[: len(tokens)] != []
+            assert tokens == _text(first)[: len(tokens)] != []
             assert isinstance(error, Migrated)
-            assert await reading[1] == (_text(two), None)
-            again = replace(_request("one"), submission=2)
-            assert await _read(link, again) == (_text(again), None)
+            assert await reading[1] == (_text(second), None)
+            retry = replace(_request("one"), submission=2)
+            assert await _read(link, retry) == (_text(retry), None)
 
     asyncio.run(run())
 
@@ -213,13 +213,13 @@ def test_a_submission_that_fails_is_a_loss_and_leaves_nothing_behind(fault: Faul
             assert isinstance(error, PeerLost)
             assert "not submitted" in str(error)
             assert tokens == []
-            assert not link.has_taken(_request().submission)
+            assert not link.has_admitted(_request().submission)
             await asyncio.sleep(0.3)
             assert await handle.actor.live() == ()
             handle.fault = lambda _: None
-            again = _request(submission=2)
-            assert await _read(link, again) == (_text(again), None), "the link is not lost"
-            assert link.has_taken(2)
+            retry = _request(submission=2)
+            assert await _read(link, retry) == (_text(retry), None), "the link is not lost"
+            assert link.has_admitted(2)
 
     asyncio.run(run())
 
@@ -240,8 +240,8 @@ def test_streams_that_were_read_too_late_end_as_lost_and_later_ones_do_not(
             tokens, error = await reading
             assert tokens == [toy_token(_request(), 1 + i) for i in range(len(tokens))]
             assert "it was read too late" in str(error)
-            again = _request(submission=2)
-            assert await _read(link, again) == (_text(again), None)
+            retry = _request(submission=2)
+            assert await _read(link, retry) == (_text(retry), None)
             assert not link.is_lost
 
     asyncio.run(run())

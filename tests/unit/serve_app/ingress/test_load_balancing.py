@@ -47,12 +47,12 @@ def test_a_change_that_callers_should_know_does_not_wait_for_the_next_poll(
 
     async def run() -> None:
         async with toy_service(config_of(), monkeypatch) as service:
-            heard: list[dict[str, str]] = []
-            service.load_balancer.on_answer = heard.append
+            leaders: list[dict[str, str]] = []
+            service.load_balancer.on_answer = leaders.append
             balancer = await _listening(service)
             await asyncio.sleep(0.3)
             assert await _choices(balancer) == {"a", "b"}
-            assert heard[-1] == {"a": "leader of a", "b": "leader of b"}
+            assert leaders[-1] == {"a": "leader of a", "b": "leader of b"}
             num_calls = service.router.calls.count("pipelines")
             await asyncio.sleep(0.3)
             assert service.router.calls.count("pipelines") == num_calls, "nothing has changed"
@@ -82,11 +82,11 @@ def test_pipelines_are_asked_while_the_router_is_silent_and_no_more_once_it_answ
             assert await _choices(balancer) == {"a"}
             service.has_router = True
             await asyncio.sleep(0.3)
-            num_asked = service.replicas.num_asked
-            assert num_asked > 2
+            num_calls = service.replicas.num_asked
+            assert num_calls > 2
             service.pipelines["a"].is_ready = False
             await asyncio.sleep(0.3)
-            assert service.replicas.num_asked == num_asked
+            assert service.replicas.num_asked == num_calls
             assert await _choices(balancer) == {"b"}
 
     asyncio.run(run())
@@ -102,10 +102,10 @@ def test_a_text_goes_on_in_another_pipeline_though_the_router_stops_answering(
             await service.has_submitted.wait()
             await asyncio.sleep(0.1)
             service.router.fault = lambda _: fault
-            (used,) = [each for each in service.pipelines.values() if each.served]
+            (used,) = [pipeline for pipeline in service.pipelines.values() if pipeline.served]
             await used.lose()
             assert await reading == TEXT
-            assert all(each.served for each in service.pipelines.values())
+            assert all(pipeline.served for pipeline in service.pipelines.values())
 
     asyncio.run(run())
 
@@ -134,13 +134,22 @@ def test_a_router_answers_at_once_unless_the_caller_knows_its_membership() -> No
         config = config_of()
         async with asyncio.timeout(30.0):
             first = ToyHandle(Router(config.router, config.engine.speculation))
-            known, listed = await pipelines_of(first, app="app", known="", wait_s=20.0)
+            membership_id, listed = await pipelines_of(
+                first, app="app", membership_id="", wait_s=20.0
+            )
             assert listed == ()
             began_s = time.monotonic()
-            assert await pipelines_of(first, app="app", known=known, wait_s=0.2) == (known, ())
+            assert await pipelines_of(
+                first, app="app", membership_id=membership_id, wait_s=0.2
+            ) == (
+                membership_id,
+                (),
+            )
             assert time.monotonic() - began_s >= 0.2
             second = ToyHandle(Router(config.router, config.engine.speculation))
-            other, _ = await pipelines_of(second, app="app", known=known, wait_s=20.0)
-            assert other != known, "it is another router"
+            other, _ = await pipelines_of(
+                second, app="app", membership_id=membership_id, wait_s=20.0
+            )
+            assert other != membership_id, "it is another router"
 
     asyncio.run(run())

@@ -9,11 +9,14 @@ from serve_app.pipeline.deployment import MetricsPage
 
 
 def test_families_stay_together_and_every_sample_says_which_pipeline() -> None:
-    one, two = ServiceMetrics(model_name="m"), ServiceMetrics(model_name="m")
-    one.observe_load(num_running=3, num_waiting=0, kv_usage=0.5)
-    two.observe_load(num_running=4, num_waiting=1, kv_usage=0.1)
+    first, second = ServiceMetrics(model_name="m"), ServiceMetrics(model_name="m")
+    first.observe_load(num_running=3, num_waiting=0, kv_usage=0.5)
+    second.observe_load(num_running=4, num_waiting=1, kv_usage=0.1)
     page = merged(
-        [MetricsPage(pipeline="a", text=one.render()), MetricsPage(pipeline="b", text=two.render())]
+        [
+            MetricsPage(pipeline="a", text=first.render()),
+            MetricsPage(pipeline="b", text=second.render()),
+        ]
     ).decode()
     families = list(text_string_to_metric_families(page))
     assert len({f.name for f in families}) == len(families)

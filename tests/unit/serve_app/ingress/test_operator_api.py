@@ -36,14 +36,14 @@ class Parts:
 
 def test_many_readers_share_one_state_until_it_is_old() -> None:
     async def read() -> tuple[int, int]:
-        parts = Parts()
-        state = parts.state(period_s=0.5)
+        pages = Parts()
+        state = pages.state(period_s=0.5)
         first = await asyncio.gather(*(state() for _ in range(50)))
-        assert all(each is first[0] for each in first)
-        at_once = parts.num_made
+        assert all(page is first[0] for page in first)
+        at_once = pages.num_made
         await asyncio.sleep(0.6)
         assert (await state())["pipelines"] == [2]
-        return at_once, parts.num_made
+        return at_once, pages.num_made
 
     assert asyncio.run(read()) == (1, 2)
 
@@ -71,10 +71,10 @@ def test_the_state_names_its_health(health: str | None, status: str) -> None:
 
 
 def test_a_part_that_is_away_is_an_error_in_its_place() -> None:
-    for error, said in (
+    for error, message in (
         (EngineError("no pipeline is running"), "no pipeline is running"),
         (TimeoutError(), "no answer in time"),
     ):
         state = asyncio.run(Parts(controllers=error).state(period_s=1.0)())
         assert state["pipelines"] == [1]
-        assert state["controllers"] == {"error": said}
+        assert state["controllers"] == {"error": message}

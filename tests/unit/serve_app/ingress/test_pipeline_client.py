@@ -32,7 +32,7 @@ def _text(request: Request) -> list[int]:
 
 
 def _ran_in(service: ToyService) -> str:
-    return "".join(name for name, each in service.pipelines.items() if each.served)
+    return "".join(name for name, pipeline in service.pipelines.items() if pipeline.served)
 
 
 async def _begun(service: ToyService, request: Request) -> tuple["asyncio.Task[list[int]]", str]:
@@ -168,14 +168,14 @@ def test_without_a_ready_pipeline_as_many_requests_wait_as_in_a_queue(
             await asyncio.sleep(0.2)
             with pytest.raises(QueueFull, match="2"):
                 await service.tokens(_request("third"))
-            begun = replace(
+            resumed = replace(
                 _request("begun"), generated=tuple(map(TokenId, _text(_request("begun"))[:3]))
             )
-            rest = asyncio.ensure_future(service.tokens(begun))
+            suffix = asyncio.ensure_future(service.tokens(resumed))
             await asyncio.sleep(0.2)
             service.pipelines["a"].is_ready = True
             assert await asyncio.gather(*waiting) == [_text(_request(name)) for name in names]
-            assert await rest == _text(_request("begun"))[3:]
+            assert await suffix == _text(_request("begun"))[3:]
             assert await service.tokens(_request("third")) == _text(_request("third"))
 
     asyncio.run(run())
@@ -205,22 +205,22 @@ def test_a_full_queue_refuses_a_new_request_at_once_and_is_waited_for_by_a_resum
         )
         engines: dict[str, EngineConfig] = {"a": small}
         async with toy_service(config, monkeypatch, engines=engines) as service:
-            small_one, large = service.pipelines["a"], service.pipelines["b"]
+            small_queue, large = service.pipelines["a"], service.pipelines["b"]
             large.draining = True
             occupant, name = await _begun(service, _request("occupant", max_tokens=120))
             assert name == "a"
             with pytest.raises(QueueFull):
                 await service.tokens(_request("new"))
-            large.draining, small_one.draining = False, True
+            large.draining, small_queue.draining = False, True
             await asyncio.sleep(0.2)
             resumed = asyncio.ensure_future(service.tokens(_request("resumed")))
             await asyncio.sleep(0.2)
             assert len(large.served) == 1
-            small_one.draining = False
+            small_queue.draining = False
             await large.lose()
             assert await resumed == _text(_request("resumed"))
             assert await occupant == _text(_request("occupant", max_tokens=120))
-            assert [r.request_id for r in small_one.served].count(RequestId("resumed")) > 1
+            assert [r.request_id for r in small_queue.served].count(RequestId("resumed")) > 1
 
     asyncio.run(run())
 
@@ -246,12 +246,12 @@ def test_a_poison_request_is_refused_and_the_texts_of_the_others_go_on(
         async with toy_service(config, monkeypatch, names="a", stages=stages) as service:
             recovering = asyncio.ensure_future(service.pipelines["a"].recover_forever())
             others = [_request(str(i), max_tokens=60) for i in range(3)]
-            reading = [asyncio.ensure_future(service.tokens(each)) for each in others]
+            reading = [asyncio.ensure_future(service.tokens(request)) for request in others]
             await asyncio.sleep(0.3)
             poison = _request("poison", prompt=(POISON, WAYS["bug in the drafting actor"]))
             with pytest.raises(PoisonRequest, match="no vocabulary"):
                 await service.tokens(poison)
-            assert await asyncio.gather(*reading) == [_text(each) for each in others]
+            assert await asyncio.gather(*reading) == [_text(request) for request in others]
             tries = [r for r in service.pipelines["a"].served if r.request_id == "poison"]
             # It comes again while another suspect is tested.
             assert [r.is_suspect for r in tries[:3]] == [False, False, True]
@@ -274,7 +274,7 @@ def test_answers_are_taken_and_frozen_pipelines_are_left_out() -> None:
         frozen = asyncio.Event().wait()
         assert await answered([says(1), frozen, says(lost)], timeout_s=0.1) == (1, lost)
         frozen = asyncio.Event().wait()
-        assert await answered([says(2), frozen], timeout_s=60.0, rest_s=0.05) == (2,)
+        assert await answered([says(2), frozen], timeout_s=60.0, grace_s=0.05) == (2,)
         assert loop.time() - since_s < 10.0
         with pytest.raises(TimeoutError):
             await answered([asyncio.Event().wait()], timeout_s=0.05)

@@ -51,10 +51,10 @@ class _Serve:
             self.num_bytes[-1] += len(message.get("body", b""))
             if is_ours and self.num_bytes[-1] > self.limit:
                 break
-        told = [(LIMIT_HEADER, b"%d" % self.limit)] if is_ours else []
+        reply_headers = [(LIMIT_HEADER, b"%d" % self.limit)] if is_ours else []
         status = 413 if is_ours and self.num_bytes[-1] > self.limit else 200
-        told.append((b"content-length", b"6"))
-        await send({"type": "http.response.start", "status": status, "headers": told})
+        reply_headers.append((b"content-length", b"6"))
+        await send({"type": "http.response.start", "status": status, "headers": reply_headers})
         await send({"type": "http.response.body", "body": b"served"})
 
 
@@ -69,8 +69,8 @@ def port(serve: _Serve) -> Iterator[int]:
         yield urlsplit(url).port or 0
 
 
-def _reply(port: int, *parts: Part | bytes) -> Reply:
-    return asyncio.run(exchange(port, *parts, timeout_s=5.0))
+def _reply(port: int, *chunks: Part | bytes) -> Reply:
+    return asyncio.run(exchange(port, *chunks, timeout_s=5.0))
 
 
 @pytest.mark.parametrize("name", _OF_RAY)
@@ -122,7 +122,7 @@ def test_the_limit_is_that_of_the_latest_answer_and_of_one_application(
 
 def test_chunks_beyond_the_limit_do_not_reach_the_service(port: int, serve: _Serve) -> None:
     _reply(port, get("/served/ping"))
-    parts = [Part(data=chunk(b"x" * 400), pause_s=0.01) for _ in range(50)]
-    reply = _reply(port, chunked_head("/served/v1/completions"), *parts)
+    chunks = [Part(data=chunk(b"x" * 400), pause_s=0.01) for _ in range(50)]
+    reply = _reply(port, chunked_head("/served/v1/completions"), *chunks)
     assert reply.status == 413
     assert _LIMIT < serve.num_bytes[-1] <= 2 * _LIMIT

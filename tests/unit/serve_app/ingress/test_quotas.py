@@ -50,8 +50,8 @@ def test_limits_hold_over_both_ingresses() -> None:
         site = Site()
         _, first = await site.acquire(0)
         await site.acquire(1)
-        refused, _ = await site.acquire(0)
-        assert (refused.refused, refused.num_running) == ("concurrency", 2)
+        refusal, _ = await site.acquire(0)
+        assert (refusal.refused, refusal.num_running) == ("concurrency", 2)
         await site.release(0, first)
         standing, _ = await site.acquire(1)
         assert standing.refused is None

@@ -88,10 +88,10 @@ def test_a_stream_goes_on_in_the_pipeline_that_keeps_it(
                 if has_left:
                     await first.close()
                 (home,) = [name for name, count in _served(service).items() if count]
-                again = _Connection(client, _resumed(_request()))
-                await again.has_tokens(20)
-                assert again.tokens == first.tokens
-            assert await again.reading == _text(_request())
+                second = _Connection(client, _resumed(_request()))
+                await second.has_tokens(20)
+                assert second.tokens == first.tokens
+            assert await second.reading == _text(_request())
             assert service.pipelines[home].served[-1].resumption > 0
             assert sum(_served(service).values()) == 2
             if not has_left:
@@ -146,11 +146,11 @@ def test_a_resumed_stream_outlives_its_pipeline_and_repeats_nothing(
                 first = _Connection(service.client, _request())
                 await first.has_tokens()
                 await first.close()
-                again = _Connection(service.another_ingress(), _resumed(_request()))
-                await again.has_tokens()
+                second = _Connection(service.another_ingress(), _resumed(_request()))
+                await second.has_tokens()
                 await actor.leave(PeerLost(peer="rank", operation="receive", reason="dead"))
                 await actor.join(epoch(2))
-            assert await again.reading == _text(_request())
+            assert await second.reading == _text(_request())
 
     asyncio.run(run())
 
@@ -166,9 +166,9 @@ def test_an_ingress_that_has_just_started_finds_the_stream(
                 first = _Connection(service.client, _request())
                 await first.has_tokens()
                 (home,) = [name for name, count in _served(service).items() if count]
-                again = _Connection(service.another_ingress(), _resumed(_request()))
-                await again.has_tokens()
-            assert await again.reading == _text(_request())
+                second = _Connection(service.another_ingress(), _resumed(_request()))
+                await second.has_tokens()
+            assert await second.reading == _text(_request())
             assert _served(service) == {name: 2 * (name == home) for name in "abc"}
             await first.close()
 

@@ -79,7 +79,7 @@ def test_an_error_that_another_attempt_would_meet_too_ends_the_stream(
 ) -> None:
     attempts = _attempts()
     if has_tokens:
-        attempts.heard(_token(5))
+        attempts.received(_token(5))
     with pytest.raises(type(error)) as raised:
         _fail(attempts, error)
     assert raised.value is error
@@ -92,10 +92,10 @@ def test_a_stream_survives_the_loss_the_crash_and_the_migration_of_its_pipeline(
     attempts = _attempts()
     _fail(attempts, error)
     assert attempts.last_error is error
-    attempts.heard(_token(5))
+    attempts.received(_token(5))
     _fail(attempts, error)
-    again = attempts.next(7)
-    assert (again.generated, again.submission) == ((5,), 7)
+    retry = attempts.next(7)
+    assert (retry.generated, retry.submission) == ((5,), 7)
     assert attempts.tokens == (1, 2, 5)
 
 
@@ -106,19 +106,19 @@ def test_a_full_queue_refuses_a_new_request_and_is_waited_for_by_one_that_was_ad
     with pytest.raises(type(error)):
         _fail(_attempts(), error)
     with_tokens = _attempts()
-    with_tokens.heard(_token(5))
+    with_tokens.received(_token(5))
     assert _fail(with_tokens, error) > 0
     without_tokens = _attempts()
     _fail(without_tokens, LOST)
     assert _fail(without_tokens, error) > 0
-    of_begun_answer = replace(REQUEST, is_continued=True)
-    assert _fail(Attempts(of_begun_answer, suspect_after=2, clock=Clock()), error) > 0
+    continued = replace(REQUEST, is_continued=True)
+    assert _fail(Attempts(continued, suspect_after=2, clock=Clock()), error) > 0
 
 
 def test_a_queue_that_stays_full_does_not_use_up_the_patience_with_broken_pipelines() -> None:
     clock = Clock()
     attempts = _attempts(clock)
-    attempts.heard(_token(5))
+    attempts.received(_token(5))
     for _ in range(3):
         _fail(attempts, FULL)
         clock.now_s += PATIENCE_S
@@ -134,7 +134,7 @@ def test_pauses_double_up_to_a_second_and_are_short_again_after_a_token() -> Non
     attempts = _attempts()
     pauses = [_fail(attempts, LOST) for _ in range(8)]
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
-    attempts.heard(_token(5))
+    attempts.received(_token(5))
     assert attempts.last_error is None
     assert _fail(attempts, LOST) == 0.05
 
@@ -142,7 +142,7 @@ def test_pauses_double_up_to_a_second_and_are_short_again_after_a_token() -> Non
 def test_an_empty_emission_is_no_token() -> None:
     attempts = _attempts()
     _fail(attempts, CRASHED)
-    attempts.heard((structs.replace(_token(5)[0], tokens=(), finish_reason=FinishReason.ABORT),))
+    attempts.received((structs.replace(_token(5)[0], tokens=(), finish_reason=FinishReason.ABORT),))
     assert attempts.next(1).crashes == 1
     assert _fail(attempts, LOST) == 0.1, "it is the second failure in a row"
 
@@ -151,7 +151,7 @@ def test_a_migration_is_followed_at_once_but_not_one_after_the_other() -> None:
     attempts = _attempts()
     moved = Migrated(by="p", to=None, reason="drained")
     assert [_fail(attempts, moved) for _ in range(3)] == [0.0, 0.1, 0.2]
-    attempts.heard(_token(5))
+    attempts.received(_token(5))
     assert _fail(attempts, moved) == 0.0
     attempts = _attempts()
     _fail(attempts, LOST)
@@ -166,7 +166,7 @@ def test_a_migrated_stream_knows_its_target_and_which_pipelines_have_sent_it_on(
     assert (attempts.target, attempts.refused) == (None, {"a", "b"})
     _fail(attempts, Migrated(by="", to=None, reason="a request is tested alone"))
     assert attempts.refused == {"a", "b"}
-    attempts.heard(_token(5))
+    attempts.received(_token(5))
     assert attempts.refused == set()
 
 
@@ -178,7 +178,7 @@ def test_patience_ends_with_the_reason_and_starts_again_with_a_token() -> None:
     clock.now_s += PATIENCE_S
     assert attempts.stuck_s == PATIENCE_S
     _fail(attempts, CRASHED)
-    attempts.heard(_token(5))
+    attempts.received(_token(5))
     assert attempts.stuck_s == 0.0
     clock.now_s += 1000.0
     _fail(attempts, LOST)
@@ -196,9 +196,9 @@ def test_a_request_is_a_suspect_after_enough_crashes_and_refused_after_one_alone
     assert not attempts.next(2).is_suspect
     _fail(attempts, CRASHED)
     assert (attempts.next(3).is_suspect, attempts.next(3).crashes) == (True, 2)
-    with pytest.raises(PoisonRequest, match="index out of range") as refused:
+    with pytest.raises(PoisonRequest, match="index out of range") as caught:
         _fail(attempts, CRASHED_ALONE)
-    assert refused.value.crashes == 3
+    assert caught.value.crashes == 3
 
 
 def test_a_request_that_was_alone_anyway_is_refused_after_as_many_crashes_as_make_a_suspect() -> (
@@ -206,9 +206,9 @@ def test_a_request_that_was_alone_anyway_is_refused_after_as_many_crashes_as_mak
 ):
     attempts = _attempts(suspect_after=2)
     _fail(attempts, CRASHED_ALONE)
-    with pytest.raises(PoisonRequest) as refused:
+    with pytest.raises(PoisonRequest) as caught:
         _fail(attempts, CRASHED_ALONE)
-    assert refused.value.crashes == 2
+    assert caught.value.crashes == 2
 
 
 def test_a_token_clears_a_suspect() -> None:
@@ -217,7 +217,7 @@ def test_a_token_clears_a_suspect() -> None:
         _fail(attempts, CRASHED)
         _fail(attempts, CRASHED)
         assert attempts.next(1).is_suspect
-        attempts.heard(_token(5))
+        attempts.received(_token(5))
         assert (attempts.next(2).is_suspect, attempts.next(2).crashes) == (False, 0)
     assert attempts.next(3).generated == (5, 5, 5)
 
@@ -232,20 +232,20 @@ def test_only_crashes_that_the_engine_reported_count_against_a_request() -> None
 
 def test_what_a_later_attempt_says_of_cache_and_queue_is_not_the_clients_business() -> None:
     attempts = _attempts()
-    assert attempts.heard(_token(5)) == _token(5)
+    assert attempts.received(_token(5)) == _token(5)
     _fail(attempts, LOST)
-    (later,) = attempts.heard(_token(6))
-    assert (later.tokens, later.num_cached_prompt_tokens, later.queue_s) == ((6,), 0, None)
+    (emission,) = attempts.received(_token(6))
+    assert (emission.tokens, emission.num_cached_prompt_tokens, emission.queue_s) == ((6,), 0, None)
 
 
 def test_interruptions_are_counted_and_a_full_queue_is_none() -> None:
     attempts = _attempts()
-    assert attempts.heard(_token(5))[0].num_interruptions == 0
+    assert attempts.received(_token(5))[0].num_interruptions == 0
     for error in (LOST, FULL, Migrated(by="a", to="b", reason="drained"), CRASHED):
         _fail(attempts, error)
-    assert attempts.heard(_token(6))[0].num_interruptions == 3
+    assert attempts.received(_token(6))[0].num_interruptions == 3
     _fail(attempts, LOST)
-    assert attempts.heard(_token(7))[0].num_interruptions == 4
+    assert attempts.received(_token(7))[0].num_interruptions == 4
 
 
 def test_a_death_that_is_blamed_late_counts_as_the_request_ran_in_that_process() -> None:
@@ -256,13 +256,13 @@ def test_a_death_that_is_blamed_late_counts_as_the_request_ran_in_that_process()
     _fail(attempts, LOST)
     early = _attempts()
     early.next(1)
-    early.lost("first", was_taken=True)
+    early.lost("first", was_admitted=True)
     _fail(early, LOST)
     for _ in range(2):
         _fail(early, CRASHED)
     early.next(2)
     early.blame({"first"})  # it was with others there, though it is a suspect by now
-    attempts.lost("second", was_taken=True)
+    attempts.lost("second", was_admitted=True)
     with pytest.raises(PoisonRequest):
         attempts.blame({"second"})
 
@@ -272,11 +272,11 @@ def test_a_death_counts_once_and_not_as_alone_for_a_request_that_was_not_taken()
     for _ in range(2):
         _fail(attempts, CRASHED)
     assert attempts.next(1).is_suspect
-    attempts.lost("dead", was_taken=False)
+    attempts.lost("dead", was_admitted=False)
     _fail(attempts, LOST)
-    attempts.lost("dead", was_taken=True)  # what is known of the first attempt stays
+    attempts.lost("dead", was_admitted=True)  # what is known of the first attempt stays
     attempts.blame({"dead"})
     assert attempts.next(2).crashes == 3
-    attempts.lost("dead", was_taken=True)  # chosen again, since the ingress has not heard of it
+    attempts.lost("dead", was_admitted=True)  # chosen again, since the ingress has not heard of it
     attempts.blame({"dead"})
     assert attempts.next(3).crashes == 3

@@ -28,10 +28,10 @@ class _Page:
 
 def test_it_is_made_once_in_a_period_for_all_requests() -> None:
     async def run() -> None:
-        page, now_s = _Page(), 0.0
-        shared = Shared(page, period_s=1.0, clock=lambda: now_s)
+        page, clock_s = _Page(), 0.0
+        shared = Shared(page, period_s=1.0, clock=lambda: clock_s)
         for at_s, number in ((5.0, 1), (5.9, 1), (6.0, 2), (6.9, 2)):
-            now_s = at_s
+            clock_s = at_s
             pages = set(await asyncio.gather(*(shared() for _ in range(50))))
             assert pages == {f"{number} for none"}
         assert page.num_made == 2
@@ -55,14 +55,14 @@ def test_it_belongs_to_no_request_and_the_first_may_leave() -> None:
 
 def test_an_error_is_shared_and_does_not_stay() -> None:
     async def run() -> None:
-        page, now_s = _Page(fails=True), 5.0
-        shared = Shared(page, period_s=1.0, clock=lambda: now_s)
+        page, clock_s = _Page(fails=True), 5.0
+        shared = Shared(page, period_s=1.0, clock=lambda: clock_s)
         answers = await asyncio.gather(*(shared() for _ in range(9)), return_exceptions=True)
         assert {type(answer) for answer in answers} == {EngineError}
         with pytest.raises(EngineError):
             await shared()
         assert page.num_made == 1
-        now_s, page.fails = 6.0, False
+        clock_s, page.fails = 6.0, False
         assert await shared() == "2 for none"
 
     asyncio.run(run())

@@ -71,16 +71,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def served(tokenizer: Tokenizer) -> Iterator[Api]:
     """One server for all tests of this folder."""
     engine = ToyEngine()
-    made = Api(engine=engine, tokenizer=tokenizer)
+    api = Api(engine=engine, tokenizer=tokenizer)
 
     async def health() -> str | None:
-        return made.illness
+        return api.illness
 
     async def metrics() -> bytes:
         return b"eesd_num_requests_running 0\n"
 
     def observe(timings: RequestTimings) -> None:
-        made.observed.append(timings)
+        api.observed.append(timings)
 
     app = build_api(
         engine,
@@ -93,9 +93,9 @@ def served(tokenizer: Tokenizer) -> Iterator[Api]:
         observe_request=observe,
     )
     with serving(app) as url:
-        made.url = url
-        with made.http, made.client:
-            yield made
+        api.url = url
+        with api.http, api.client:
+            yield api
 
 
 @pytest.fixture

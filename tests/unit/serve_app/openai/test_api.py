@@ -62,17 +62,17 @@ def test_a_chat_goes_through_the_template(api: Api) -> None:
     assert answer.id.startswith("chatcmpl-")
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].message.content == "hello"
-    sent = api.tokenizer.decode(api.engine.requests[0].prompt, skip_special_tokens=False)
-    assert sent == "<|bos|><|user|>hi<|end|><|assistant|>"
+    prompt = api.tokenizer.decode(api.engine.requests[0].prompt, skip_special_tokens=False)
+    assert prompt == "<|bos|><|user|>hi<|end|><|assistant|>"
     assert api.engine.requests[0].sampling.max_tokens == MAX_MODEL_LEN - len(
         api.engine.requests[0].prompt
     )
 
 
 def test_a_streamed_text_is_the_whole_text(api: Api) -> None:
-    asked = {"model": MODEL, "prompt": "once", "max_tokens": 40, "seed": 3}
-    whole = api.client.completions.create(**asked)
-    chunks = list(api.client.completions.create(**asked, stream=True))
+    options = {"model": MODEL, "prompt": "once", "max_tokens": 40, "seed": 3}
+    whole = api.client.completions.create(**options)
+    chunks = list(api.client.completions.create(**options, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
     assert all(chunk.usage is None for chunk in chunks)
@@ -136,17 +136,17 @@ def test_the_async_client_streams_too(api: Api) -> None:
 
 def test_three_choices_run_together_with_seeds_of_their_own(api: Api) -> None:
     api.engine.delay_s = 0.005
-    asked = {"model": MODEL, "prompt": "once", "max_tokens": 20, "seed": 11}
-    answer = api.client.completions.create(**asked, n=3)
+    options = {"model": MODEL, "prompt": "once", "max_tokens": 20, "seed": 11}
+    answer = api.client.completions.create(**options, n=3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.text for choice in answer.choices}) == 3
     assert api.engine.max_live == 3
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 60
     assert answer.usage.prompt_tokens == len(api.tokenizer.encode("once"))
-    alone = api.client.completions.create(**asked)
-    assert alone.choices[0].text == answer.choices[0].text
-    chunks = api.client.completions.create(**asked, n=3, stream=True)
+    single = api.client.completions.create(**options)
+    assert single.choices[0].text == answer.choices[0].text
+    chunks = api.client.completions.create(**options, n=3, stream=True)
     texts = ["", "", ""]
     for chunk in chunks:
         texts[chunk.choices[0].index] += chunk.choices[0].text
@@ -156,15 +156,15 @@ def test_three_choices_run_together_with_seeds_of_their_own(api: Api) -> None:
 def test_a_seed_that_was_drawn_is_told_and_gives_the_text_again(api: Api) -> None:
     first = api.client.completions.create(model=MODEL, prompt="once", max_tokens=20)
     seed = first.model_extra["metrics"]["seed"]
-    again = api.client.completions.create(model=MODEL, prompt="once", max_tokens=20, seed=seed)
+    repeat = api.client.completions.create(model=MODEL, prompt="once", max_tokens=20, seed=seed)
     other = api.client.completions.create(model=MODEL, prompt="once", max_tokens=20)
-    assert again.choices[0].text == first.choices[0].text != other.choices[0].text
+    assert repeat.choices[0].text == first.choices[0].text != other.choices[0].text
 
 
 def test_all_64_bits_of_a_seed_count_with_or_without_a_sign(api: Api) -> None:
     def text(seed: int) -> str:
-        asked = {"model": MODEL, "prompt": "once", "max_tokens": 20, "seed": seed}
-        return str(api.client.completions.create(**asked).choices[0].text)
+        options = {"model": MODEL, "prompt": "once", "max_tokens": 20, "seed": seed}
+        return str(api.client.completions.create(**options).choices[0].text)
 
     assert text(-1) == text(2**64 - 1)
     assert len({text(seed) for seed in (0, -1, 2**63 - 1, -(2**63))}) == 4
@@ -183,17 +183,17 @@ def test_every_choice_has_a_seed_of_64_bits() -> None:
 @pytest.mark.parametrize("form", ["texts", "tokens"])
 def test_several_prompts_are_several_choices_in_order(api: Api, form: str) -> None:
     prompts = ["one", "two"]
-    sent = prompts if form == "texts" else [list(api.tokenizer.encode(p)) for p in prompts]
-    together = api.client.completions.create(
-        model=MODEL, prompt=sent, n=2, max_tokens=8, temperature=0
+    prompt = prompts if form == "texts" else [list(api.tokenizer.encode(p)) for p in prompts]
+    batch = api.client.completions.create(
+        model=MODEL, prompt=prompt, n=2, max_tokens=8, temperature=0
     )
-    alone = [
+    singles = [
         api.client.completions.create(model=MODEL, prompt=p, max_tokens=8, temperature=0)
         for p in prompts
     ]
-    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
-    assert [choice.text for choice in together.choices] == [
-        answer.choices[0].text for answer in alone for _ in range(2)
+    assert [choice.index for choice in batch.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in batch.choices] == [
+        answer.choices[0].text for answer in singles for _ in range(2)
     ]
 
 
@@ -225,9 +225,9 @@ def test_completion_logprobs_lie_where_their_text_lies(api: Api) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat_logprobs_carry_the_bytes_of_every_token(api: Api, stream: bool) -> None:
     api.says("fox 🙂")
-    asked = {"model": MODEL, "messages": USER, "logprobs": True, "top_logprobs": 3}
+    options = {"model": MODEL, "messages": USER, "logprobs": True, "top_logprobs": 3}
     if stream:
-        chunks = list(api.client.chat.completions.create(**asked, stream=True))
+        chunks = list(api.client.chat.completions.create(**options, stream=True))
         content = [
             entry
             for chunk in chunks
@@ -235,7 +235,7 @@ def test_chat_logprobs_carry_the_bytes_of_every_token(api: Api, stream: bool) ->
             for entry in chunk.choices[0].logprobs.content or []
         ]
     else:
-        answer = api.client.chat.completions.create(**asked)
+        answer = api.client.chat.completions.create(**options)
         assert answer.choices[0].logprobs is not None
         content = answer.choices[0].logprobs.content or []
     assert b"".join(bytes(entry.bytes or []) for entry in content).decode() == "fox 🙂"
@@ -344,9 +344,13 @@ def test_speculation_parameters_reach_the_engine(api: Api) -> None:
     answer = api.client.completions.create(
         model=MODEL, prompt="x", max_tokens=9, extra_body={"speculation": wish}
     )
-    asked = api.engine.requests[0].speculation
-    assert (asked.mode, asked.controller, asked.max_draft_tokens) == ("auto", "beta", 2)
-    assert asked.tree == "dynamic"
+    speculation = api.engine.requests[0].speculation
+    assert (speculation.mode, speculation.controller, speculation.max_draft_tokens) == (
+        "auto",
+        "beta",
+        2,
+    )
+    assert speculation.tree == "dynamic"
     report = answer.model_extra["metrics"]["speculative_decoding"]
     assert report["per_step_drafted"] == [2, 2, 2]
     assert report["num_spec_tokens"] == 2
@@ -626,7 +630,7 @@ def test_a_whole_number_may_be_written_with_a_point(api: Api, fields: dict[str, 
     body = {"prompt": "x", "max_tokens": 4, "seed": 1}
     whole = {name: int(value) for name, value in fields.items()}
     assert b".0" in json.dumps(fields).encode()
-    answers = [api.post("/v1/completions", body | each).json() for each in (fields, whole)]
+    answers = [api.post("/v1/completions", body | options).json() for options in (fields, whole)]
     assert answers[0]["choices"] == answers[1]["choices"]
     assert api.post("/v1/completions", body | {"n": 1.5}).status_code == 400
 

@@ -52,19 +52,22 @@ def attacks(num_chars: int) -> dict[str, tuple[bytes | Part, ...]]:
         "repeated prompt": (COMPLETIONS, {"prompt": "a " * 1900, "n": 128, "echo": True}),
         "quotation marks": (COMPLETIONS, b"[" * 70 + b'"' + b'\\"' * (fits // 2) + b"\\"),
     }
-    found: dict[str, tuple[bytes | Part, ...]] = {
+    requests: dict[str, tuple[bytes | Part, ...]] = {
         name: (post(path, body),) for name, (path, body) in bodies.items()
     }
-    found["not UTF-8"] = (get("/ping", b"X-Name: \xff\xfe"),)
-    found["forged id"] = (post(COMPLETIONS, {"prompt": "x", "request_id": "a\nlogged: b"}),)
-    found["endless chunks"] = (
+    requests["not UTF-8"] = (get("/ping", b"X-Name: \xff\xfe"),)
+    requests["forged id"] = (post(COMPLETIONS, {"prompt": "x", "request_id": "a\nlogged: b"}),)
+    requests["endless chunks"] = (
         chunked_head(COMPLETIONS),
         *(chunk(b"x" * 60_000) for _ in range(100)),
     )
-    found["half a head"] = (b"POST /v1/completions HTTP/1.1\r\nHost",)
-    found["half a body"] = (head(COMPLETIONS, 50), b'{"prompt"')
-    found["slow body"] = (head(COMPLETIONS, 50), *(Part(data=b" ", pause_s=0.1) for _ in range(49)))
-    return found
+    requests["half a head"] = (b"POST /v1/completions HTTP/1.1\r\nHost",)
+    requests["half a body"] = (head(COMPLETIONS, 50), b'{"prompt"')
+    requests["slow body"] = (
+        head(COMPLETIONS, 50),
+        *(Part(data=b" ", pause_s=0.1) for _ in range(49)),
+    )
+    return requests
 
 
 async def _attacked(
@@ -130,14 +133,14 @@ def test_pings_take_milliseconds_while_another_client_attacks(
 
 def test_an_attack_costs_its_client_an_error() -> None:
     async def all_answers(port: int) -> dict[str, int | None]:
-        found = {}
-        for name, parts in attacks(20_000).items():
-            reply = await exchange(port, *parts)
-            found[name] = reply.status
+        statuses = {}
+        for name, chunks in attacks(20_000).items():
+            reply = await exchange(port, *chunks)
+            statuses[name] = reply.status
             if reply.status != HTTPStatus.OK:
                 assert reply.error["message"]
                 assert set(reply.error) == {"message", "type", "param", "code"}
-        return found
+        return statuses
 
     with gated_server(read_timeout_s=0.5, head_timeout_s=0.5) as port:
         statuses = asyncio.run(all_answers(port))

@@ -32,8 +32,8 @@ class Site:
     def post(
         self, name: str, path: str = "/v1/completions", *, event_id: str = "", **fields: Any
     ) -> httpx.Response:
-        asked = {"Last-Event-ID": event_id} if event_id else WITH_IDS
-        headers = {"Authorization": f"Bearer secret of {name}", **asked}
+        id_headers = {"Last-Event-ID": event_id} if event_id else WITH_IDS
+        headers = {"Authorization": f"Bearer secret of {name}", **id_headers}
         body = {**BODIES[path], **fields}
         return httpx.post(self._url + path, json=body, headers=headers, timeout=20)
 
@@ -70,9 +70,9 @@ def test_all_texts_of_a_request_have_the_salt_of_its_key_and_its_own(site: Site,
     assert site.salts("alice", path) == alice
     assert site.salts("alice", path, cache_salt="s") == secret
     assert site.salts("alice", path, cache_salt=None) == alice
-    together = [alice, bob, secret, *others]
-    assert all(len(salts) == 1 for salts in together)
-    assert len(set.union(*together)) == len(together)
+    salt_sets = [alice, bob, secret, *others]
+    assert all(len(salts) == 1 for salts in salt_sets)
+    assert len(set.union(*salt_sets)) == len(salt_sets)
 
 
 @pytest.mark.parametrize("salt", ["", "s" * 257, 7, ["s"], {"s": 1}, True])
@@ -80,9 +80,9 @@ def test_all_texts_of_a_request_have_the_salt_of_its_key_and_its_own(site: Site,
 def test_a_salt_is_a_text_that_is_not_empty_and_not_long(
     site: Site, path: str, salt: object
 ) -> None:
-    refused = site.post("alice", path, cache_salt=salt)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "cache_salt"
+    response = site.post("alice", path, cache_salt=salt)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "cache_salt"
     assert not site.engine.requests
 
 

@@ -35,9 +35,9 @@ def test_a_resumed_stream_keeps_its_first_id(api: Api) -> None:
     headers = {"X-Request-Id": "first", **WITH_IDS}
     first = api.http.post("/v1/completions", json=body, headers=headers)
     headers = {"X-Request-Id": "second", "Last-Event-ID": parsed(first.text)[1].id}
-    again = chunks_of(api.http.post("/v1/completions", json=body, headers=headers))
-    assert again
-    assert {chunk["id"] for chunk in again} == {"cmpl-first"}
+    resumed = chunks_of(api.http.post("/v1/completions", json=body, headers=headers))
+    assert resumed
+    assert {chunk["id"] for chunk in resumed} == {"cmpl-first"}
 
 
 def test_the_body_has_the_last_word_about_the_id(api: Api) -> None:
@@ -54,8 +54,8 @@ def test_a_request_without_an_id_gets_one(api: Api) -> None:
 
 def test_every_token_says_where_it_came_from(api: Api) -> None:
     """The toy drafts two tokens a round, which are right, and adds one; the last round is short."""
-    asked = BODY | {"max_tokens": 8, "return_token_origins": True, "return_token_ids": True}
-    (choice,) = api.post("/v1/completions", asked).json()["choices"]
+    body = BODY | {"max_tokens": 8, "return_token_origins": True, "return_token_ids": True}
+    (choice,) = api.post("/v1/completions", body).json()["choices"]
     assert choice["token_origins"] == [
         *("accepted", "accepted", "bonus"),
         *("accepted", "accepted", "bonus"),
@@ -64,11 +64,11 @@ def test_every_token_says_where_it_came_from(api: Api) -> None:
     assert len(choice["token_ids"]) == 8
     assert "".join(choice["token_texts"]) == choice["text"]
     assert (choice["per_step_drafted"], choice["per_step_accepted"]) == ([2, 2, 2], [2, 2, 1])
-    streamed = chunks_of(api.post("/v1/completions", asked | {"stream": True}))
+    streamed = chunks_of(api.post("/v1/completions", body | {"stream": True}))
     chunks = [chunk["choices"][0] for chunk in streamed]
     for field in ("token_origins", "token_texts", "per_step_drafted", "per_step_accepted"):
-        assert [each for chunk in chunks for each in chunk[field]] == choice[field], field
-    off = asked | {"speculation": {"mode": "off"}}
+        assert [entry for chunk in chunks for entry in chunk[field]] == choice[field], field
+    off = body | {"speculation": {"mode": "off"}}
     (choice,) = api.post("/v1/completions", off).json()["choices"]
     assert choice["token_origins"] == ["target"] * 8
     assert choice["per_step_drafted"] == []
@@ -160,11 +160,11 @@ def test_pages_of_the_named_origins_may_call() -> None:
         "Access-Control-Request-Headers": "authorization,content-type",
     }
     with serving(app) as url, httpx.Client(base_url=url) as http:
-        mine = http.options(
+        allowed = http.options(
             "/v1/completions", headers={"Origin": "https://app.example", **question}
         )
-        assert mine.status_code == 200
-        assert mine.headers["access-control-allow-origin"] == "https://app.example"
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
         other = http.options(
             "/v1/completions", headers={"Origin": "https://evil.example"} | question
         )
@@ -177,9 +177,11 @@ def test_pages_of_the_named_origins_may_call() -> None:
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://app.example"
         assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
-        refused = http.post("/v1/completions", json=BODY, headers={"Origin": "https://app.example"})
-        assert refused.status_code == 401
-        assert json.loads(refused.text)["error"]["code"] == "invalid_api_key"
+        response = http.post(
+            "/v1/completions", json=BODY, headers={"Origin": "https://app.example"}
+        )
+        assert response.status_code == 401
+        assert json.loads(response.text)["error"]["code"] == "invalid_api_key"
 
 
 def test_a_page_of_a_named_origin_can_read_an_unexpected_error() -> None:
@@ -215,8 +217,8 @@ def test_allowed_tokens_and_bad_words_reach_the_engine(path: str, api: Api) -> N
     assert set(sampling.bad_words) == {
         encode(word, add_special_tokens=False) for word in ("no", " no", "not so", " not so")
     }
-    refused = api.post(path, prompt | {"allowed_token_ids": [999_999]})
-    assert refused.json()["error"]["param"] == "allowed_token_ids"
+    response = api.post(path, prompt | {"allowed_token_ids": [999_999]})
+    assert response.json()["error"]["param"] == "allowed_token_ids"
     assert api.post(path, prompt | {"allowed_token_ids": []}).status_code == 400
     assert api.post(path, prompt | {"bad_words": [""]}).status_code == 400
     assert api.post(path, prompt | {"bad_words": ["a"] * 1025}).status_code == 400

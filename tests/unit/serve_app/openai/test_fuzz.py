@@ -17,15 +17,15 @@ FUZZER = RequestFuzzer(num_compared=40)
 
 def _fuzz(number: int, *, seed: int) -> Counter[int | None]:
     with gated_server(read_timeout_s=1.0, head_timeout_s=1.0) as port:
-        found = asyncio.run(fuzz(port, range(number), seed=seed, fuzzer=FUZZER, num_pings=100))
+        fuzzing = asyncio.run(fuzz(port, range(number), seed=seed, fuzzer=FUZZER, num_pings=100))
         deadline_s = time.monotonic() + 10.0
         while num_live(port) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert num_live(port) == 0
         assert asyncio.run(exchange(port, valid_request(Random(seed)))).status == 200
-    assert not found.failures, "\n".join(found.failures)
-    assert found.num_compared > number // 10
-    return found.statuses
+    assert not fuzzing.failures, "\n".join(fuzzing.failures)
+    assert fuzzing.num_compared > number // 10
+    return fuzzing.statuses
 
 
 def test_no_request_breaks_the_service_or_stays_in_it() -> None:

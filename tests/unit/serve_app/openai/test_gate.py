@@ -111,17 +111,17 @@ def test_ordinary_headers_pass_and_large_ones_do_not() -> None:
 class _Sent:
     """An application behind the gate, and a client that sends it a body in parts."""
 
-    def __init__(self, *parts: bytes, length: int | None = None, key: bytes = b"") -> None:
-        self._parts = list(parts)
+    def __init__(self, *chunks: bytes, length: int | None = None, key: bytes = b"") -> None:
+        self._parts = list(chunks)
         self.bodies: list[bytes] = []
         self.status: int | None = None
         self.headers: dict[bytes, bytes] = {}
-        given_length = [] if length is None else [(b"content-length", b"%d" % length)]
+        length_header = [] if length is None else [(b"content-length", b"%d" % length)]
         self.scope = {
             "type": "http",
             "path": "/v1/completions",
             "headers": [
-                *given_length,
+                *length_header,
                 (b"transfer-encoding", b"chunked"),
                 (b"authorization", b"Bearer " + key),
             ],
@@ -135,10 +135,10 @@ class _Sent:
     async def receive(self) -> Message:
         if not self._parts:
             return {"type": "http.disconnect"}
-        part = self._parts.pop(0)
-        if part == b"wait":
+        chunk = self._parts.pop(0)
+        if chunk == b"wait":
             await asyncio.sleep(math.inf)
-        return {"type": "http.request", "body": part, "more_body": bool(self._parts)}
+        return {"type": "http.request", "body": chunk, "more_body": bool(self._parts)}
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -155,29 +155,33 @@ def test_a_body_arrives_in_one_piece_and_then_the_client_can_still_leave() -> No
 
 
 def test_a_stated_length_is_refused_before_a_byte_is_read() -> None:
-    sent = _Sent(b"wait", length=1001).through()
-    assert (sent.status, sent.bodies) == (413, [])
-    assert sent.headers[b"connection"] == b"close"
+    exchange = _Sent(b"wait", length=1001).through()
+    assert (exchange.status, exchange.bodies) == (413, [])
+    assert exchange.headers[b"connection"] == b"close"
 
 
 def test_a_body_without_a_length_is_counted_while_it_arrives() -> None:
     assert _Sent(*[b" " * 100] * 10).through().bodies == [b" " * 1000]
-    sent = _Sent(*[b" " * 100] * 11, b"wait").through()
-    assert (sent.status, sent.bodies) == (413, [])
+    exchange = _Sent(*[b" " * 100] * 11, b"wait").through()
+    assert (exchange.status, exchange.bodies) == (413, [])
 
 
 def test_a_body_that_does_not_end_is_refused_after_the_deadline() -> None:
-    sent = _Sent(b"{", b"wait").through()
-    assert (sent.status, sent.bodies) == (408, [])
+    exchange = _Sent(b"{", b"wait").through()
+    assert (exchange.status, exchange.bodies) == (408, [])
 
 
 def test_the_key_comes_before_the_body() -> None:
-    sent = _Sent(b"wait", key=b"wrong")
-    sent.through(AdmissionGate(sent.app, limits=LIMITS, keys=KeyRing(operators_key("right"))))
-    assert sent.status == 401
-    sent = _Sent(b"{}", key=b"right")
-    sent.through(AdmissionGate(sent.app, limits=LIMITS, keys=KeyRing(operators_key("right"))))
-    assert sent.bodies == [b"{}"]
+    exchange = _Sent(b"wait", key=b"wrong")
+    exchange.through(
+        AdmissionGate(exchange.app, limits=LIMITS, keys=KeyRing(operators_key("right")))
+    )
+    assert exchange.status == 401
+    exchange = _Sent(b"{}", key=b"right")
+    exchange.through(
+        AdmissionGate(exchange.app, limits=LIMITS, keys=KeyRing(operators_key("right")))
+    )
+    assert exchange.bodies == [b"{}"]
 
 
 def test_a_body_is_not_read_where_no_key_is_needed() -> None:
@@ -186,10 +190,10 @@ def test_a_body_is_not_read_where_no_key_is_needed() -> None:
     async def app(*_: object) -> None:
         reached.append(True)
 
-    sent = _Sent(b"wait")
-    sent.scope["path"] = "/health"
-    sent.through(AdmissionGate(app, limits=LIMITS, keys=KeyRing(operators_key("right"))))
-    assert (sent.status, reached) == (None, [True])
+    exchange = _Sent(b"wait")
+    exchange.scope["path"] = "/health"
+    exchange.through(AdmissionGate(app, limits=LIMITS, keys=KeyRing(operators_key("right"))))
+    assert (exchange.status, reached) == (None, [True])
 
 
 def test_bodies_that_arrive_together_share_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,12 +203,17 @@ def test_bodies_that_arrive_together_share_a_bound(monkeypatch: pytest.MonkeyPat
     admission = AdmissionGate(first.app, limits=LIMITS, keys=None)
 
     async def all_of_them() -> tuple[int | None, ...]:
-        sent = [first, _Sent(b" " * 900, b"wait"), _Sent(b" " * 900, b"wait"), _Sent(b" " * 100)]
-        await asyncio.gather(*(admission(s.scope, s.receive, s.send) for s in sent))
+        exchanges = [
+            first,
+            _Sent(b" " * 900, b"wait"),
+            _Sent(b" " * 900, b"wait"),
+            _Sent(b" " * 100),
+        ]
+        await asyncio.gather(*(admission(s.scope, s.receive, s.send) for s in exchanges))
         after = _Sent(*[b" " * 500] * 2)
-        after.app = sent[3].app = first.app  # type: ignore[method-assign]
+        after.app = exchanges[3].app = first.app  # type: ignore[method-assign]
         await admission(after.scope, after.receive, after.send)
-        return tuple(s.status for s in (*sent, after))
+        return tuple(s.status for s in (*exchanges, after))
 
     assert asyncio.run(all_of_them()) == (408, 408, 429, None, None)
     assert first.bodies == [b" " * 100, b" " * 1000]
@@ -212,10 +221,10 @@ def test_bodies_that_arrive_together_share_a_bound(monkeypatch: pytest.MonkeyPat
 
 def test_a_refusal_is_one_short_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    sent = _Sent(b"[" * 900)
-    sent.scope["path"] = "/" + "x" * 5000 + "\n"
-    sent.through()
-    assert sent.status == 400
+    exchange = _Sent(b"[" * 900)
+    exchange.scope["path"] = "/" + "x" * 5000 + "\n"
+    exchange.through()
+    assert exchange.status == 400
     (record,) = caplog.records
     assert len(record.getMessage()) < 400
     assert "\n" not in record.getMessage()
@@ -223,16 +232,16 @@ def test_a_refusal_is_one_short_line_in_the_log(caplog: pytest.LogCaptureFixture
 
 def test_guesses_at_a_key_take_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    sent = _Sent(b"{}", key=b"wrong")
-    admission = AdmissionGate(sent.app, limits=LIMITS, keys=KeyRing(operators_key("right")))
+    exchange = _Sent(b"{}", key=b"wrong")
+    admission = AdmissionGate(exchange.app, limits=LIMITS, keys=KeyRing(operators_key("right")))
     app = NamedRequests(admission, routes=())
 
     async def guess() -> None:
         for _ in range(50):
-            await app(dict(sent.scope), sent.receive, sent.send)
+            await app(dict(exchange.scope), exchange.receive, exchange.send)
 
     asyncio.run(guess())
-    assert sent.status == 401
+    assert exchange.status == 401
     (line,) = caplog.messages
     assert line.startswith("request refused: client=")
 
@@ -243,8 +252,8 @@ def test_a_body_takes_sixteen_bytes_for_each_token_of_the_model() -> None:
     assert small.max_body_bytes == 2**20 + 16 * 2048
     assert large.max_body_bytes == 2**20 + 16 * 131_072
     config = LimitsConfig(max_body_bytes=5, max_choices=3)
-    asked = limits_of(config, max_model_len=2048, max_running=1)
-    assert (asked.max_body_bytes, asked.max_choices, asked.max_choices_at_once) == (5, 3, 1)
+    limits = limits_of(config, max_model_len=2048, max_running=1)
+    assert (limits.max_body_bytes, limits.max_choices, limits.max_choices_at_once) == (5, 3, 1)
 
 
 def test_updated_limits_hold_for_the_next_request(tokenizer: Tokenizer) -> None:
@@ -368,22 +377,22 @@ def test_work_on_long_texts_is_bounded_and_short_texts_do_not_wait() -> None:
 
 
 def test_a_refused_request_waits_as_long_as_the_live_ones_take() -> None:
-    now_s = 0.0
-    throughput = Throughput(clock=lambda: now_s)
+    clock_s = 0.0
+    throughput = Throughput(clock=lambda: clock_s)
     assert throughput.retry_after_s() == 1.0, "nothing is known"
     throughput.started(50)
-    now_s = 10.0
+    clock_s = 10.0
     throughput.ended(20)
     assert throughput.retry_after_s() == pytest.approx(30 * 10 / 20)
     throughput.started(500)
-    throughput.ended(0, num_refused=500)
+    throughput.ended(0, num_empty=500)
     assert throughput.retry_after_s() == pytest.approx(30 * 10 / 20), "refusals are no ends"
     throughput.started(1000)
     assert throughput.retry_after_s() == 60.0
     throughput.ended(1030)
     assert throughput.retry_after_s() == 1.0
     throughput.started(3)
-    now_s = 100.0
+    clock_s = 100.0
     assert throughput.retry_after_s() == 60.0, "nothing has ended within a minute"
 
 
@@ -400,7 +409,7 @@ def test_refused_requests_do_not_shorten_what_the_next_ones_are_told(
     api.engine.refusal = QueueFull(num_waiting=256, limit=256)
     ended = []
     monkeypatch.setattr(
-        Throughput, "ended", lambda _, num, *, num_refused=0: ended.append((num, num_refused))
+        Throughput, "ended", lambda _, num, *, num_empty=0: ended.append((num, num_empty))
     )
     assert api.post("/v1/completions", {"prompt": "x", "n": 3}).status_code == 429
     assert ended == [(0, 3)]

@@ -41,12 +41,12 @@ def ask(queue: GrammarQueue, work: Work, name: str, caller: str) -> "asyncio.Tas
 
 def test_callers_take_turns() -> None:
     async def play(queue: GrammarQueue, work: Work) -> None:
-        asked = [ask(queue, work, f"a{number}", "a") for number in range(6)]
+        tasks = [ask(queue, work, f"a{number}", "a") for number in range(6)]
         await asyncio.sleep(0)
-        asked += [ask(queue, work, "b0", "b"), ask(queue, work, "c0", "c")]
+        tasks += [ask(queue, work, "b0", "b"), ask(queue, work, "c0", "c")]
         await asyncio.sleep(0)
         work.gate.set()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*tasks)
 
     order = played(play)
     assert sorted(order[:2]) == ["a0", "a1"]  # nothing waited before them
@@ -55,16 +55,16 @@ def test_callers_take_turns() -> None:
 
 def test_a_client_that_leaves_gives_up_its_turn() -> None:
     async def play(queue: GrammarQueue, work: Work) -> None:
-        asked = [ask(queue, work, f"a{number}", "a") for number in range(5)]
+        tasks = [ask(queue, work, f"a{number}", "a") for number in range(5)]
         await asyncio.sleep(0)
-        for left in (asked[0], asked[3]):  # one is being compiled, one waits
+        for left in (tasks[0], tasks[3]):  # one is being compiled, one waits
             left.cancel()
-        await asyncio.gather(asked[0], asked[3], return_exceptions=True)
-        asked.append(ask(queue, work, "b", "b"))
+        await asyncio.gather(tasks[0], tasks[3], return_exceptions=True)
+        tasks.append(ask(queue, work, "b", "b"))
         await asyncio.sleep(0)
         assert "b" not in work.order, "both places are still taken"
         work.gate.set()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     order = played(play)
     assert sorted(order) == ["a0", "a1", "a2", "a4", "b"]
@@ -72,16 +72,16 @@ def test_a_client_that_leaves_gives_up_its_turn() -> None:
 
 def test_a_caller_has_its_share_of_a_full_queue() -> None:
     async def play(queue: GrammarQueue, work: Work) -> None:
-        asked = [ask(queue, work, "a", "a") for _ in range(66)]
+        tasks = [ask(queue, work, "a", "a") for _ in range(66)]
         await asyncio.sleep(0)
         with pytest.raises(CapacityError, match="64 new grammars of this caller wait"):
             await queue.run(work.of("a"), caller="a")
-        asked += [ask(queue, work, "b", "b") for _ in range(32)]
+        tasks += [ask(queue, work, "b", "b") for _ in range(32)]
         await asyncio.sleep(0)
         with pytest.raises(CapacityError, match="32 new grammars of this caller wait"):
             await queue.run(work.of("b"), caller="b")
         work.gate.set()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*tasks)
         await queue.run(work.of("a"), caller="a")
 
     assert len(played(play)) == 66 + 32 + 1

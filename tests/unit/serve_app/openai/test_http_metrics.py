@@ -29,17 +29,17 @@ class Counted:
 
     def samples(self, name: str) -> dict[tuple[str, ...], float]:
         """Returns the values that are not 0, by their labels other than the ingress."""
-        found = {}
+        samples = {}
         for family in text_string_to_metric_families(self.metrics.page().decode()):
             for sample in family.samples:
                 if sample.name == name and sample.value:
                     assert sample.labels.pop("ingress") == "a"
-                    found[tuple(sample.labels.values())] = sample.value
-        return found
+                    samples[tuple(sample.labels.values())] = sample.value
+        return samples
 
 
 @pytest.fixture
-def counted() -> Iterator[Counted]:
+def site() -> Iterator[Counted]:
     metrics, engine = HttpMetrics(ingress="a"), ToyEngine()
     options: dict[str, Any] = {"observe_request": metrics.observe_request, "http_metrics": metrics}
     app = toy_api(engine, max_model_len=100, api_key="k", **options)
@@ -52,8 +52,8 @@ def counted() -> Iterator[Counted]:
         yield Counted(http, metrics, engine)
 
 
-def test_answers_are_counted_by_path_and_status(counted: Counted) -> None:
-    http = counted.http
+def test_answers_are_counted_by_path_and_status(site: Counted) -> None:
+    http = site.http
     assert http.post(COMPLETION, json=BODY).status_code == 200
     assert http.post(COMPLETION, json=BODY | {"stream": True}).status_code == 200
     assert http.post(COMPLETION, json=BODY | {"temperature": -1}).status_code == 400
@@ -64,7 +64,7 @@ def test_answers_are_counted_by_path_and_status(counted: Counted) -> None:
     assert http.post("/health", json={}).status_code == 405
     wrong = {"Authorization": "Bearer l"}
     assert http.post(COMPLETION, json=BODY, headers=wrong).status_code == 401
-    assert counted.samples("eesd_http_requests_total") == {
+    assert site.samples("eesd_http_requests_total") == {
         (COMPLETION, "200"): 2,
         (COMPLETION, "400"): 1,
         (COMPLETION, "401"): 1,
@@ -74,17 +74,17 @@ def test_answers_are_counted_by_path_and_status(counted: Counted) -> None:
         ("/health", "405"): 1,
         ("other", "404"): 1,
     }
-    assert counted.samples("eesd_http_open_requests") == {}
+    assert site.samples("eesd_http_open_requests") == {}
 
 
-def test_refusals_are_counted_by_their_reason(counted: Counted) -> None:
-    http = counted.http
+def test_refusals_are_counted_by_their_reason(site: Counted) -> None:
+    http = site.http
     http.post(COMPLETION, json=BODY | {"temperature": -1})
     http.post(COMPLETION, json=BODY | {"prompt": "x" * 200})
     http.post(COMPLETION, content=b"{", headers={"Content-Type": "application/json"})
     http.post(COMPLETION, json=BODY, headers={"Authorization": "Bearer l"})
     http.post(COMPLETION, json=BODY | {"model": "other"})
-    assert counted.samples("eesd_http_refused_requests_total") == {
+    assert site.samples("eesd_http_refused_requests_total") == {
         ("invalid_request_error",): 2,
         ("context_length_exceeded",): 1,
         ("invalid_api_key",): 1,
@@ -92,19 +92,19 @@ def test_refusals_are_counted_by_their_reason(counted: Counted) -> None:
     }
 
 
-def test_errors_of_ours_and_departures_are_told_apart(counted: Counted) -> None:
-    counted.engine.refusal = RuntimeError("a bug")
-    assert counted.http.post(COMPLETION, json=BODY).status_code == 500
-    counted.engine.refusal = None
-    counted.engine.stalls_after = 0
+def test_errors_of_ours_and_departures_are_told_apart(site: Counted) -> None:
+    site.engine.refusal = RuntimeError("a bug")
+    assert site.http.post(COMPLETION, json=BODY).status_code == 500
+    site.engine.refusal = None
+    site.engine.stalls_after = 0
     with pytest.raises(httpx.ReadTimeout):
-        counted.http.post(COMPLETION, json=BODY, timeout=0.3)
-    until(lambda: counted.samples("eesd_http_open_requests") == {})
-    assert counted.samples("eesd_http_requests_total") == {
+        site.http.post(COMPLETION, json=BODY, timeout=0.3)
+    until(lambda: site.samples("eesd_http_open_requests") == {})
+    assert site.samples("eesd_http_requests_total") == {
         (COMPLETION, "500"): 1,
         (COMPLETION, "499"): 1,
     }
-    assert counted.samples("eesd_http_refused_requests_total") == {("internal_error",): 1}
+    assert site.samples("eesd_http_refused_requests_total") == {("internal_error",): 1}
 
 
 def test_a_request_that_is_cancelled_is_one_that_left() -> None:
@@ -119,9 +119,9 @@ def test_a_request_that_is_cancelled_is_one_that_left() -> None:
 
     async def cancelled() -> None:
         app = CountedRequests(Departures(waits), metrics=metrics, routes=[])
-        asked = app({"type": "http", "path": "/"}, nothing, nothing)
+        request = app({"type": "http", "path": "/"}, nothing, nothing)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asked, timeout=0.05)
+            await asyncio.wait_for(request, timeout=0.05)
 
     asyncio.run(cancelled())
     page = metrics.page().decode()
@@ -129,13 +129,13 @@ def test_a_request_that_is_cancelled_is_one_that_left() -> None:
     assert "eesd_http_refused_requests_total{" not in page
 
 
-def test_texts_end_for_the_client_as_they_end_for_it(counted: Counted) -> None:
-    counted.engine.script = lambda _: list(b"hello world")
-    http = counted.http
+def test_texts_end_for_the_client_as_they_end_for_it(site: Counted) -> None:
+    site.engine.script = lambda _: list(b"hello world")
+    http = site.http
     stopped = http.post(COMPLETION, json=BODY | {"max_tokens": 9, "stop": "lo"}).json()
     assert stopped["choices"][0]["finish_reason"] == "stop"
     cut = http.post(COMPLETION, json=BODY | {"n": 2}).json()
     assert cut["choices"][0]["finish_reason"] == "length"
-    assert counted.samples("eesd_client_finished_texts_total") == {("stop",): 1, ("length",): 2}
-    assert counted.samples("eesd_client_time_to_first_token_seconds_count") == {(): 3}
-    assert counted.samples("eesd_client_request_seconds_count") == {(): 3}
+    assert site.samples("eesd_client_finished_texts_total") == {("stop",): 1, ("length",): 2}
+    assert site.samples("eesd_client_time_to_first_token_seconds_count") == {(): 3}
+    assert site.samples("eesd_client_request_seconds_count") == {(): 3}

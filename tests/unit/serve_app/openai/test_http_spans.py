@@ -127,8 +127,8 @@ def test_refused_requests_have_spans_and_are_no_errors_of_the_server(traced: Tra
     traced.engine.refusal = QueueFull(num_waiting=9, limit=9)
     http.post(COMPLETION, json=BODY)
     spans = traced.server_spans(5)
-    found = [(span.attributes[names.HTTP_STATUS], span.attributes["error.type"]) for span in spans]
-    assert found == [
+    errors = [(span.attributes[names.HTTP_STATUS], span.attributes["error.type"]) for span in spans]
+    assert errors == [
         (401, "invalid_api_key"),
         (400, "invalid_request_error"),
         (413, "request_too_large"),
@@ -219,4 +219,4 @@ def test_a_request_that_is_cancelled_was_left(tmp_path: Path) -> None:
 
 def test_without_tracing_there_is_no_middleware() -> None:
     app = toy_api(ToyEngine(), max_model_len=100, tracing=Tracing())
-    assert TracedRequests not in [each.cls for each in app.user_middleware]
+    assert TracedRequests not in [middleware.cls for middleware in app.user_middleware]

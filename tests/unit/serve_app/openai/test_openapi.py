@@ -64,8 +64,8 @@ def http() -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def document(http: httpx.Client) -> dict[str, Any]:
-    found: dict[str, Any] = http.get("/openapi.json").json()
-    return found
+    document: dict[str, Any] = http.get("/openapi.json").json()
+    return document
 
 
 @pytest.mark.parametrize("number", range(len(REQUESTS)))
@@ -74,8 +74,8 @@ def test_an_answer_is_one_that_the_document_has(
 ) -> None:
     method, path, options = REQUESTS[number]
     answer = http.request(method, path, **options)
-    named = re.sub("(/v1/models|/pipelines)/[a-z]+", r"\1/{name}", path)
-    response = document["paths"][named][method]["responses"][str(answer.status_code)]
+    route = re.sub("(/v1/models|/pipelines)/[a-z]+", r"\1/{name}", path)
+    response = document["paths"][route][method]["responses"][str(answer.status_code)]
     kind = answer.headers["content-type"].partition(";")[0]
     content = response["content"][kind]
     if kind == "application/json":

@@ -78,7 +78,7 @@ async def _made(
         for index in range(num_tokens):
             is_last = at == len(rounds) - 1 and index == num_tokens - 1 and error is None
             token = next(numbers)
-            added = TextDelta(
+            text_delta = TextDelta(
                 text=f"{token} ",
                 pieces=(f"{token} ",),
                 tokens=(TokenId(token),),
@@ -86,7 +86,7 @@ async def _made(
                 finish_reason="length" if is_last else None,
                 stop_reason=None,
             )
-            yield Delta(0, added, (emission,) if index == 0 else (), 0.0)
+            yield Delta(0, text_delta, (emission,) if index == 0 else (), 0.0)
     if error is not None:
         raise error
 
@@ -96,24 +96,24 @@ async def _sent(
 ) -> tuple[Sent, list[Delta]]:
     loop = asyncio.get_running_loop()
     times: Sent = []
-    found: list[Delta] = []
+    collected: list[Delta] = []
     async with aclosing(paced(deltas, PACE, num_shown=num_shown)) as events:
         async for delta in events:
-            times.append((loop.time(), len(delta.added.tokens)))
-            found.append(delta)
-    return times, found
+            times.append((loop.time(), len(delta.text_delta.tokens)))
+            collected.append(delta)
+    return times, collected
 
 
-async def _collect(deltas: AsyncGenerator[Delta, None], found: list[Delta]) -> None:
+async def _collect(deltas: AsyncGenerator[Delta, None], collected: list[Delta]) -> None:
     async for delta in deltas:
-        found.append(delta)
+        collected.append(delta)
 
 
 def _is_whole(deltas: Sequence[Delta], rounds: Sequence[tuple[float, int]]) -> bool:
     num_tokens = sum(number for _, number in rounds)
     return (
-        [token for delta in deltas for token in delta.added.tokens] == list(range(num_tokens))
-        and "".join(delta.added.text for delta in deltas)
+        [token for delta in deltas for token in delta.text_delta.tokens] == list(range(num_tokens))
+        and "".join(delta.text_delta.text for delta in deltas)
         == "".join(f"{token} " for token in range(num_tokens))
         and [len(e.tokens) for delta in deltas for e in delta.rounds]
         == [number for _, number in rounds]
@@ -126,7 +126,7 @@ def test_sizes_and_times_do_not_depend_on_what_is_accepted_while_the_engine_is_a
 ) -> None:
     rng = Random(seed)
     num_tokens = rng.randrange(30, 60)
-    sent = []
+    runs = []
     for longest in (1, 3, 9):
         rounds: list[tuple[float, int]] = [(1.0, 1)]
         while (left := num_tokens - sum(number for _, number in rounds)) > 0:
@@ -134,9 +134,9 @@ def test_sizes_and_times_do_not_depend_on_what_is_accepted_while_the_engine_is_a
             rounds.append((rng.uniform(0.01, 0.05) * number, number))
         times, deltas = run(_sent(_made(rounds)))
         assert _is_whole(deltas, rounds)
-        sent.append(times)
-    assert sent[0] == sent[1] == sent[2]
-    first = sent[0]
+        runs.append(times)
+    assert runs[0] == runs[1] == runs[2]
+    first = runs[0]
     assert [number for _, number in first[:-1]] == [4] * (len(first) - 1)
     assert [at_s for at_s, _ in first] == pytest.approx(
         [1.0 + 0.5 * tick for tick in range(1, len(first) + 1)]
@@ -165,13 +165,13 @@ def test_a_reader_that_was_slow_gets_no_burst_of_events() -> None:
 @pytest.mark.parametrize("num_before", [0, 1, 4, 6])
 def test_an_error_comes_behind_the_tokens_before_it(num_before: int) -> None:
     async def read() -> list[Delta]:
-        found: list[Delta] = []
+        collected: list[Delta] = []
         rounds = [(1.0, num_before)] if num_before else []
         with pytest.raises(EngineError, match="broke"):
-            await _collect(paced(_made(rounds, error=EngineError("broke")), PACE), found)
-        return found
+            await _collect(paced(_made(rounds, error=EngineError("broke")), PACE), collected)
+        return collected
 
-    assert sum(len(delta.added.tokens) for delta in run(read())) == num_before
+    assert sum(len(delta.text_delta.tokens) for delta in run(read())) == num_before
 
 
 def test_what_a_client_has_of_a_resumed_stream_is_not_delayed() -> None:
@@ -184,7 +184,7 @@ def test_what_a_client_has_of_a_resumed_stream_is_not_delayed() -> None:
 
 def test_what_was_made_and_is_not_sent_yet_is_counted() -> None:
     _, deltas = run(_sent(_made([(1.0, 11)])))
-    assert [delta.num_ahead for delta in deltas] == [7, 3, 0]
+    assert [delta.num_buffered for delta in deltas] == [7, 3, 0]
 
 
 def test_a_client_that_leaves_a_paced_stream_is_charged_what_was_made_ahead() -> None:
@@ -240,11 +240,11 @@ def test_the_stream_is_the_same_and_can_be_resumed_at_each_of_its_events(
     ):
         expected = folded(_events(at_once, path, body))
         whole = _events(url, path, body)
-        found = folded(whole)
-        assert {**found, "head": None} == {**expected, "head": None}, "ids are drawn"
+        outcome = folded(whole)
+        assert {**outcome, "head": None} == {**expected, "head": None}, "ids are drawn"
         for cut in (i for i, event in enumerate(whole) if event.id):
-            rest = _events(url, path, body, whole[cut].id)
-            assert folded(whole[: cut + 1] + rest) == found
+            suffix = _events(url, path, body, whole[cut].id)
+            assert folded(whole[: cut + 1] + suffix) == outcome
 
 
 def test_a_stop_string_ends_the_engine_before_it_is_sent(api: Api) -> None:

@@ -21,12 +21,12 @@ def echoed(api: Api, **fields: Any) -> Any:
 def test_an_echo_has_the_log_probabilities_of_the_prompt(api: Api) -> None:
     (choice,) = echoed(api)["choices"]
     prompt = api.tokenizer.encode("the cat")
-    found = choice["logprobs"]
-    assert len(found["tokens"]) == len(prompt) + 3
-    assert found["token_logprobs"][: len(prompt)] == [None, *(-float(t) for t in prompt[1:])]
-    assert found["top_logprobs"][0] is None
-    assert len(found["top_logprobs"][1]) in (2, 3)  # with the token itself
-    text, offsets = choice["text"], found["text_offset"]
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == len(prompt) + 3
+    assert logprobs["token_logprobs"][: len(prompt)] == [None, *(-float(t) for t in prompt[1:])]
+    assert logprobs["top_logprobs"][0] is None
+    assert len(logprobs["top_logprobs"][1]) in (2, 3)  # with the token itself
+    text, offsets = choice["text"], logprobs["text_offset"]
     assert text.startswith("the cat")
     assert offsets == sorted(offsets)
     assert offsets[0] == 0
@@ -41,9 +41,9 @@ def test_a_harness_reads_the_log_probability_of_its_continuation(max_tokens: int
     prompts = [[5, 9, 70, 71], [7, 8]]
     answer = echoed(api, prompt=prompts, max_tokens=max_tokens, logprobs=1, temperature=0)
     for prompt, choice in zip(prompts, answer["choices"], strict=True):
-        found = choice["logprobs"]
-        assert len(found["token_logprobs"]) == len(prompt) + max_tokens
-        assert found["token_logprobs"][: len(prompt)] == [None, *(-float(t) for t in prompt[1:])]
+        logprobs = choice["logprobs"]
+        assert len(logprobs["token_logprobs"]) == len(prompt) + max_tokens
+        assert logprobs["token_logprobs"][: len(prompt)] == [None, *(-float(t) for t in prompt[1:])]
         assert choice["finish_reason"] == "length"
         if max_tokens == 0:
             assert choice["text"] == api.tokenizer.decode(prompt)
@@ -65,11 +65,13 @@ def test_a_streamed_echo_has_them_with_its_first_token(api: Api) -> None:
     answer = api.post("/v1/completions", body | {"stream": True})
     chunks = [json.loads(e.data) for e in parsed(answer.text) if e.data != "[DONE]"]
     for index, choice in enumerate(whole["choices"]):
-        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        own_chunks = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            sent = [e for chunk in mine if chunk["logprobs"] for e in chunk["logprobs"][name]]
-            assert sent == choice["logprobs"][name]
-        assert "".join(chunk["text"] for chunk in mine) == choice["text"]
+            entries = [
+                e for chunk in own_chunks if chunk["logprobs"] for e in chunk["logprobs"][name]
+            ]
+            assert entries == choice["logprobs"][name]
+        assert "".join(chunk["text"] for chunk in own_chunks) == choice["text"]
 
 
 def test_a_resumed_stream_does_not_repeat_them(api: Api) -> None:
@@ -82,8 +84,8 @@ def test_a_resumed_stream_does_not_repeat_them(api: Api) -> None:
         answer = api.http.post(
             "/v1/completions", json=body, headers={"Last-Event-ID": whole[at].id}
         )
-        rest = [event.data for event in parsed(answer.text)]
-        assert rest == [event.data for event in whole[at + 1 :]]
+        suffix = [event.data for event in parsed(answer.text)]
+        assert suffix == [event.data for event in whole[at + 1 :]]
 
 
 def test_prompt_logprobs_are_in_the_format_of_vllm(api: Api) -> None:

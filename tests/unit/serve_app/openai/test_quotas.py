@@ -82,8 +82,8 @@ def site(tmp_path: Path) -> Iterator[Site]:
 def test_each_key_opens_the_api_and_only_operators_the_rest(site: Site) -> None:
     for name in KEYS:
         assert site.post(name).status_code == 200
-        refused = site.get(name, "/debug/state")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (
+        response = site.get(name, "/debug/state")
+        assert (response.status_code, response.json()["error"]["code"]) == (
             403,
             "operator_key_needed",
         )
@@ -122,10 +122,12 @@ def test_with_a_file_that_is_wrong_from_the_start_keys_are_refused_until_it_is_m
 def test_the_engine_is_told_whose_request_it_is(site: Site) -> None:
     site.post("search")
     site.post("nightly", priority=4)
-    told = [(each.caller, each.weight, each.priority) for each in site.engine.requests]
-    assert told == [("search", 2.0, 0), ("nightly", 1.0, 7)]
-    refused = site.post("search", priority=-1)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+    callers = [
+        (request.caller, request.weight, request.priority) for request in site.engine.requests
+    ]
+    assert callers == [("search", 2.0, 0), ("nightly", 1.0, 7)]
+    response = site.post("search", priority=-1)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
 
 
 def test_a_key_has_so_many_requests_at_a_time(site: Site) -> None:
@@ -135,12 +137,12 @@ def test_a_key_has_so_many_requests_at_a_time(site: Site) -> None:
     asking.start()
     while not site.engine.num_live:
         time.sleep(0.01)
-    refused = site.post("search")
-    assert refused.status_code == 429
-    assert refused.json()["error"]["code"] == "concurrency_limit"
-    assert refused.headers["retry-after"] == "1"
-    assert refused.headers["x-ratelimit-limit-concurrent"] == "1"
-    assert refused.headers["x-ratelimit-remaining-concurrent"] == "0"
+    response = site.post("search")
+    assert response.status_code == 429
+    assert response.json()["error"]["code"] == "concurrency_limit"
+    assert response.headers["retry-after"] == "1"
+    assert response.headers["x-ratelimit-limit-concurrent"] == "1"
+    assert response.headers["x-ratelimit-remaining-concurrent"] == "0"
     assert site.post("free", max_tokens=3).status_code == 200
     asking.join()
     assert first[0].status_code == 200
@@ -184,10 +186,10 @@ def test_tokens_of_prompts_and_answers_count(site: Site) -> None:
     second = site.post("nightly", prompt="abcdefghij", max_tokens=40)
     assert second.status_code == 200, "it is served to its end"
     assert 19 < int(second.headers["x-ratelimit-remaining-tokens"]) < 30
-    refused = site.post("nightly")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "token_limit")
-    assert 20 < int(refused.headers["retry-after"]) <= 33
-    assert refused.headers["x-ratelimit-reset-tokens"].endswith("s")
+    response = site.post("nightly")
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "token_limit")
+    assert 20 < int(response.headers["retry-after"]) <= 33
+    assert response.headers["x-ratelimit-reset-tokens"].endswith("s")
     assert site.get("nightly", "/v1/models").status_code == 200, "reading costs nothing"
 
 
@@ -247,15 +249,15 @@ def test_a_caller_cannot_resume_the_stream_of_another(site: Site) -> None:
         ) as answer:
             return answer.status_code, list(answer.iter_lines())
 
-    _, told = lines("free", **WITH_IDS)
-    event_id = next(line.removeprefix("id: ") for line in told if line.startswith("id: "))
+    _, stream_lines = lines("free", **WITH_IDS)
+    event_id = next(line.removeprefix("id: ") for line in stream_lines if line.startswith("id: "))
     assert lines("search", **{"Last-Event-ID": event_id})[0] == 400
     assert lines("free", **{"Last-Event-ID": event_id})[0] == 200
 
 
 def _leave(site: Site, name: str, **fields: object) -> None:
     """Sends a request and closes the connection before its first token."""
-    num_asked = len(site.engine.requests)
+    num_requests = len(site.engine.requests)
     site.engine.stalls_after = 0
     connection = HTTPConnection(site.url.removeprefix("http://"), timeout=20)
     connection.request(
@@ -271,13 +273,15 @@ def _leave(site: Site, name: str, **fields: object) -> None:
     connection.close()
     until(lambda: not site.engine.num_live)
     site.engine.stalls_after = None
-    assert len(site.engine.requests) == num_asked + 1
+    assert len(site.engine.requests) == num_requests + 1
 
 
 def _used(site: Site, kind: str) -> float:
     line = f'eesd_key_tokens_total{{ingress="i",key="nightly",kind="{kind}"}} '
-    found = [each for each in site.metrics.page().decode().splitlines() if each.startswith(line)]
-    return float(found[0].removeprefix(line)) if found else 0.0
+    values = [
+        sample for sample in site.metrics.page().decode().splitlines() if sample.startswith(line)
+    ]
+    return float(values[0].removeprefix(line)) if values else 0.0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -295,12 +299,12 @@ def test_clients_that_leave_again_and_again_are_refused(site: Site) -> None:
     for _ in range(2):
         _leave(site, "nightly")
     until(lambda: _used(site, "prompt") == 80.0)
-    num_asked = len(site.engine.requests)
-    refused = [site.post("nightly") for _ in range(5)]
-    assert [(each.status_code, each.json()["error"]["code"]) for each in refused] == [
+    num_requests = len(site.engine.requests)
+    responses = [site.post("nightly") for _ in range(5)]
+    assert [(response.status_code, response.json()["error"]["code"]) for response in responses] == [
         (429, "token_limit")
     ] * 5
-    assert len(site.engine.requests) == num_asked
+    assert len(site.engine.requests) == num_requests
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -338,11 +342,11 @@ def test_what_ends_an_engine_of_its_own_fault_costs_its_prompt(
 
 def test_a_burst_of_requests_is_refused_behind_the_limit_before_it_is_computed(site: Site) -> None:
     site.engine.delay_s = 0.3
-    asked = {"prompt": "x" * 30, "max_tokens": 20}
+    options = {"prompt": "x" * 30, "max_tokens": 20}
     with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda _: site.post("nightly", **asked), range(8)))
+        answers = list(threads.map(lambda _: site.post("nightly", **options), range(8)))
     site.engine.delay_s = 0.0
-    statuses = sorted(each.status_code for each in answers)
+    statuses = sorted(answer.status_code for answer in answers)
     assert statuses == [200] * 2 + [429] * 6, "the second one begins with ten tokens left"
     assert len(site.engine.requests) == 2
 

@@ -59,9 +59,9 @@ def test_a_reader_of_lines_gets_the_whole_text(
         assert answer.status_code == 200
         chunks = list(chunks_of(line.encode() for line in answer.iter_lines()))
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    found = [choice.get("text") or choice.get("delta", {}).get("content") for choice in choices]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") for choice in choices]
     (expected,) = whole["choices"]
-    assert "".join(piece or "" for piece in found) == (
+    assert "".join(text or "" for text in texts) == (
         expected["text"] if "text" in expected else expected["message"]["content"]
     )
     assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 24

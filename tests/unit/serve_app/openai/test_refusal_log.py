@@ -31,13 +31,13 @@ def test_the_first_refusal_of_a_client_is_logged_at_once_and_the_others_as_a_num
         log.note(client="10.0.0.7", status=401, path="'/'", reason="wrong key")
 
     asyncio.run(refuse())
-    first, _, _, number, again = _lines(caplog)
+    first, _, _, number, last = _lines(caplog)
     assert (
         first == "request refused: client=10.0.0.7 status=401 path='/v1/completions' "
         "reason=wrong key"
     )
     assert number == "more requests refused: client=10.0.0.7 status=401 count=999 within_s=0.05"
-    assert again.startswith("request refused: client=10.0.0.7 status=401")
+    assert last.startswith("request refused: client=10.0.0.7 status=401")
 
 
 def test_many_clients_share_the_last_lines(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,8 +18,8 @@ def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_an_answer_repeats_the_id_that_was_sent_or_drawn(api: Api) -> None:
-    sent = api.http.post(PATH, json=BODY, headers={"X-Request-Id": "mine"})
-    assert (sent.headers["x-request-id"], sent.json()["id"]) == ("mine", "cmpl-mine")
+    answer = api.http.post(PATH, json=BODY, headers={"X-Request-Id": "mine"})
+    assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine", "cmpl-mine")
     drawn = api.http.post(PATH, json=BODY)
     assert drawn.json()["id"] == f"cmpl-{drawn.headers['x-request-id']}"
     other = api.http.post(PATH, json=BODY)
@@ -31,8 +31,8 @@ def test_an_answer_repeats_the_id_that_was_sent_or_drawn(api: Api) -> None:
 
 
 def test_a_refusal_has_an_id_too(api: Api) -> None:
-    refused = api.http.post(PATH, json={"prompt": 3.5}, headers={"X-Request-Id": "mine"})
-    assert (refused.status_code, refused.headers["x-request-id"]) == (400, "mine")
+    response = api.http.post(PATH, json={"prompt": 3.5}, headers={"X-Request-Id": "mine"})
+    assert (response.status_code, response.headers["x-request-id"]) == (400, "mine")
     forged = api.http.post(PATH, json=BODY, headers={"X-Request-Id": "a b"})
     assert forged.status_code == 400
     assert len(forged.headers["x-request-id"]) == 32
@@ -71,12 +71,12 @@ def test_each_request_is_one_line_with_its_tokens(
 
 
 def test_lines_about_a_request_are_written_where_it_is_known(api: Api) -> None:
-    found: list[str] = []
+    request_ids: list[str] = []
 
     class Noting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "ignored" in record.getMessage():
-                found.append(current_request.get())
+                request_ids.append(current_request.get())
 
     handler = Noting()
     logger = logging.getLogger("serve_app.openai.preparation")
@@ -91,4 +91,4 @@ def test_lines_about_a_request_are_written_where_it_is_known(api: Api) -> None:
         logger.removeHandler(handler)
         logger.setLevel(before)
     assert answer.status_code == 200
-    assert found == ["mine"]
+    assert request_ids == ["mine"]

@@ -87,20 +87,20 @@ def _events(
 @pytest.mark.parametrize(
     ("path", "says", "body"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
 )
-@pytest.mark.parametrize(("group", "later_group"), [(1, 4), (3, 2), (7, 1)])
+@pytest.mark.parametrize(("group", "second_group"), [(1, 4), (3, 2), (7, 1)])
 def test_parts_of_a_stream_cut_at_any_event_are_the_whole(
-    api: Api, path: str, says: str | None, body: Body, group: int, later_group: int
+    api: Api, path: str, says: str | None, body: Body, group: int, second_group: int
 ) -> None:
     if says is not None:
         api.says(says)
     api.engine.group = group
     whole = _events(api, path, body)
-    api.engine.group = later_group
+    api.engine.group = second_group
     cuts = [i for i, event in enumerate(whole) if event.id]
     assert cuts
     for cut in cuts:
-        rest = _events(api, path, body, after=whole[cut].id)
-        assert folded(whole[: cut + 1] + rest) == folded(whole), cut
+        suffix = _events(api, path, body, after=whole[cut].id)
+        assert folded(whole[: cut + 1] + suffix) == folded(whole), cut
 
 
 def test_a_resumed_stream_can_be_resumed_at_each_of_its_events(api: Api) -> None:
@@ -109,12 +109,12 @@ def test_a_resumed_stream_can_be_resumed_at_each_of_its_events(api: Api) -> None
     read, last = list(whole[:2]), whole[1].id
     for group in (5, 2, 4, 1, 3) * 5:
         api.engine.group = group
-        part = _events(api, COMPLETION, body, after=last)
-        if not part[0].id:
-            assert folded(read + part) == folded(whole)
+        suffix = _events(api, COMPLETION, body, after=last)
+        if not suffix[0].id:
+            assert folded(read + suffix) == folded(whole)
             return
-        read.append(part[0])
-        last = part[0].id
+        read.append(suffix[0])
+        last = suffix[0].id
     pytest.fail("it never ended")
 
 
@@ -136,17 +136,17 @@ def test_the_engine_gets_the_same_request_wherever_a_stream_is_resumed(api: Api)
     body = {"prompt": "x", "n": 2, "request_id": "mine", "max_tokens": 9}
     whole = _events(api, COMPLETION, body)
     _events(api, COMPLETION, body, after=whole[0].id)
-    first, again = api.engine.requests[:2], api.engine.requests[2:]
-    assert {r.request_id for r in first} == {r.request_id for r in again}
-    assert {r.sampling.seed for r in first} == {r.sampling.seed for r in again}
+    first, second = api.engine.requests[:2], api.engine.requests[2:]
+    assert {r.request_id for r in first} == {r.request_id for r in second}
+    assert {r.sampling.seed for r in first} == {r.sampling.seed for r in second}
     assert {r.resumption for r in first} == {0}
-    assert all(time.time_ns() - r.resumption < 60e9 for r in again)
+    assert all(time.time_ns() - r.resumption < 60e9 for r in second)
 
 
 def test_two_streams_of_one_request_id_are_two_streams(api: Api) -> None:
     body = {"prompt": "x", "request_id": "mine"}
-    one, other = _events(api, COMPLETION, body), _events(api, COMPLETION, body)
-    assert one[0].chunk["id"] == other[0].chunk["id"] == "cmpl-mine"
+    first_stream, second_stream = _events(api, COMPLETION, body), _events(api, COMPLETION, body)
+    assert first_stream[0].chunk["id"] == second_stream[0].chunk["id"] == "cmpl-mine"
     first, second = api.engine.requests
     assert first.request_id != second.request_id
 
@@ -163,8 +163,8 @@ def test_spaces_order_and_spelt_out_defaults_make_no_other_body(api: Api) -> Non
     whole = _events(api, COMPLETION, {"prompt": "x", "max_tokens": 20, "user": "u"})
     same = '{ "user": "u",  "temperature": 1, "stream": true, "max_tokens": 20, "prompt": "x"}'
     headers = {"Last-Event-ID": whole[2].id, "Content-Type": "application/json"}
-    rest = parsed(api.http.post(COMPLETION, content=same, headers=headers).text)
-    assert folded(whole[:3] + rest) == folded(whole)
+    suffix = parsed(api.http.post(COMPLETION, content=same, headers=headers).text)
+    assert folded(whole[:3] + suffix) == folded(whole)
 
 
 WRONG: dict[str, Callable[[str], str]] = {
@@ -285,8 +285,8 @@ def _service(
 
 
 def _asked(url: str, *, key: str, after: str = "") -> httpx.Response:
-    asked = {"Last-Event-ID": after} if after else WITH_IDS
-    headers = {"Authorization": f"Bearer {key}", **asked}
+    id_headers = {"Last-Event-ID": after} if after else WITH_IDS
+    headers = {"Authorization": f"Bearer {key}", **id_headers}
     body = {"prompt": "x", "stream": True, "request_id": "mine", "max_tokens": 16}
     return httpx.post(f"{url}{COMPLETION}", json=body, headers=headers, timeout=20)
 
@@ -294,27 +294,27 @@ def _asked(url: str, *, key: str, after: str = "") -> httpx.Response:
 def test_a_stream_goes_on_at_another_ingress_with_its_key_and_with_no_other() -> None:
     with _service("one") as (a, _), _service("one") as (b, _), _service("two") as (c, engine):
         whole = parsed(_asked(a, key="one").text)
-        rest = parsed(_asked(b, key="one", after=whole[1].id).text)
-        assert folded(whole[:2] + rest) == folded(whole)
-        refused = _asked(c, key="two", after=whole[1].id)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["message"] == str(WrongEventId())
+        suffix = parsed(_asked(b, key="one", after=whole[1].id).text)
+        assert folded(whole[:2] + suffix) == folded(whole)
+        response = _asked(c, key="two", after=whole[1].id)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == str(WrongEventId())
         assert not engine.requests
 
 
 def test_without_a_key_a_stream_goes_on_at_another_ingress_of_the_service() -> None:
-    one, other = b"1" * 32, b"2" * 32
+    event_key, other_key = b"1" * 32, b"2" * 32
     with (
-        _service(None, event_key=one) as (a, _),
-        _service(None, event_key=one) as (b, _),
-        _service(None, event_key=other) as (after_a_restart, engine),
+        _service(None, event_key=event_key) as (a, _),
+        _service(None, event_key=event_key) as (b, _),
+        _service(None, event_key=other_key) as (after_a_restart, engine),
     ):
         whole = parsed(_asked(a, key="any").text)
-        rest = parsed(_asked(b, key="any", after=whole[1].id).text)
-        assert folded(whole[:2] + rest) == folded(whole)
-        refused = _asked(after_a_restart, key="any", after=whole[1].id)
-        assert refused.status_code == 400
-        assert "since the service was started" in refused.json()["error"]["message"]
+        suffix = parsed(_asked(b, key="any", after=whole[1].id).text)
+        assert folded(whole[:2] + suffix) == folded(whole)
+        response = _asked(after_a_restart, key="any", after=whole[1].id)
+        assert response.status_code == 400
+        assert "since the service was started" in response.json()["error"]["message"]
         assert not engine.requests
 
 
@@ -379,5 +379,5 @@ def _cutting(url: str, *, after_events: int) -> Iterator[str]:
 
         return StreamingResponse(part(), media_type="text/event-stream")
 
-    with serving(Starlette(routes=[Route(COMPLETION, forward, methods=["POST"])])) as here:
-        yield here
+    with serving(Starlette(routes=[Route(COMPLETION, forward, methods=["POST"])])) as proxy_url:
+        yield proxy_url

@@ -44,17 +44,17 @@ def site() -> Iterator[Site]:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_request_that_states_none_has_those_of_the_checkpoint(site: Site, path: str) -> None:
-    found = site.sampling(path)
-    assert (found.temperature, found.top_p, found.top_k) == (0.6, 0.9, 20)
-    assert found.repetition_penalty == 1.05
-    assert found.min_p == 0.0
-    assert found.max_tokens == 12
+    sampling = site.sampling(path)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.9, 20)
+    assert sampling.repetition_penalty == 1.05
+    assert sampling.min_p == 0.0
+    assert sampling.max_tokens == 12
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_what_a_request_states_counts_also_where_it_is_our_default(site: Site, path: str) -> None:
-    found = site.sampling(path, temperature=1.0, top_p=1.0)
-    assert (found.temperature, found.top_p) == (1.0, 1.0)
+    sampling = site.sampling(path, temperature=1.0, top_p=1.0)
+    assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
     assert site.sampling(path, temperature=None).temperature == 0.6
 
 

@@ -47,9 +47,9 @@ def test_a_list_that_is_made_as_it_is_written_is_the_same_in_both_ways() -> None
     shape = _Logprobs(ByteCodec(), num_top=2)
     for listed in (shape.of_chat(entries), shape.of_text(entries)):
         answer = {"choices": [{"logprobs": listed}]}
-        made = {"choices": [{"logprobs": {key: _plain(each) for key, each in listed.items()}}]}
-        assert any(isinstance(each, Listed) for each in listed.values())
-        assert encoded_in_parts(answer) == encoded(answer) == encoded(made)
+        plain = {"choices": [{"logprobs": {key: _plain(column) for key, column in listed.items()}}]}
+        assert any(isinstance(column, Listed) for column in listed.values())
+        assert encoded_in_parts(answer) == encoded(answer) == encoded(plain)
 
 
 def _plain(value: object) -> object:

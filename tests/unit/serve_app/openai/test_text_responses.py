@@ -23,7 +23,7 @@ def test_a_text_is_that_of_the_chat(api: Api) -> None:
         max_tokens=9,
         seed=3,
     )
-    found = api.client.responses.create(
+    response = api.client.responses.create(
         model="toy",
         instructions="be kind",
         input="hi",
@@ -31,22 +31,22 @@ def test_a_text_is_that_of_the_chat(api: Api) -> None:
         metadata={"a": "b"},
         extra_body={"seed": 3},
     )
-    assert found.output_text == chat.choices[0].message.content
-    assert found.status == "incomplete"
-    assert found.incomplete_details is not None
-    assert found.incomplete_details.reason == "max_output_tokens"
-    assert found.metadata == {"a": "b"}
-    assert found.usage is not None
+    assert response.output_text == chat.choices[0].message.content
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.metadata == {"a": "b"}
+    assert response.usage is not None
     assert chat.usage is not None
-    assert found.usage.output_tokens == chat.usage.completion_tokens == 9
-    assert found.usage.input_tokens == chat.usage.prompt_tokens
-    assert found.id.startswith("resp_")
+    assert response.usage.output_tokens == chat.usage.completion_tokens == 9
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.id.startswith("resp_")
 
 
 def test_messages_may_have_parts_and_answers_of_before(api: Api) -> None:
     api.says("fine")
     api.engine.requests.clear()
-    found = api.client.responses.create(
+    response = api.client.responses.create(
         model="toy",
         input=[
             {"role": "user", "content": [{"type": "input_text", "text": "how are you"}]},
@@ -60,8 +60,8 @@ def test_messages_may_have_parts_and_answers_of_before(api: Api) -> None:
             {"role": "user", "content": "really"},
         ],
     )
-    assert found.status == "completed"
-    assert found.output_text == "fine"
+    assert response.status == "completed"
+    assert response.output_text == "fine"
     prompt = api.tokenizer.decode(api.engine.requests[0].prompt, skip_special_tokens=False)
     assert prompt.endswith(
         "<|user|>how are you<|end|><|assistant|>well<|end|><|user|>really<|end|><|assistant|>"
@@ -142,8 +142,8 @@ def test_what_is_not_supported_is_refused_by_name(
 ) -> None:
     answer = api.post(PATH, {"input": "hi", "max_output_tokens": 4} | fields)
     assert answer.status_code == (404 if "model" in fields else 400), answer.text
-    found = answer.json()["error"]["param"]
-    assert param is None or found.startswith(param)
+    error_param = answer.json()["error"]["param"]
+    assert param is None or error_param.startswith(param)
 
 
 def test_an_error_in_a_stream_is_an_event(api: Api) -> None:

@@ -28,13 +28,13 @@ def _config(host: str = "127.0.0.1", port: int = 8000) -> ServiceConfig:
 def _listener(host: str) -> Iterator[int]:
     """A port that is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as taken:
+    with socket.socket(family) as listener:
         try:
-            taken.bind((host, 0))
+            listener.bind((host, 0))
         except OSError as error:
             pytest.skip(f"no {host} here: {error}")
-        taken.listen()
-        yield taken.getsockname()[1]
+        listener.listen()
+        yield listener.getsockname()[1]
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
@@ -127,7 +127,7 @@ def test_the_key_of_the_starting_process_goes_along(monkeypatch: pytest.MonkeyPa
             assert "EESD_API_KEY" not in os.environ, "processes that are started would inherit it"
             serving._bring_up(_config(), serving.Stopping(), api_key=api_key, line=StartLine(print))
         assert os.environ["EESD_API_KEY"] == key
-    with_key, without = [each._bound_deployment.init_args[-1] for each in deployed]
+    with_key, without = [application._bound_deployment.init_args[-1] for application in deployed]
     assert with_key.get_secret_value() == "s3cret"
     assert without is None
 
@@ -149,7 +149,7 @@ def _welcome(config: ServiceConfig, *, has_key: bool) -> str:
 
 def test_the_command_that_stops_a_service_names_what_is_not_the_default() -> None:
     assert serving._stop_command(_config(), "h:1") == "`eesd stop --address h:1`"
-    named = {"app_name": "b", "router": {"name": "r", "namespace": "n"}}
-    config = service_config({"engine": {"model": {"path": str(BUNDLED_MODEL)}}, **named})
+    names = {"app_name": "b", "router": {"name": "r", "namespace": "n"}}
+    config = service_config({"engine": {"model": {"path": str(BUNDLED_MODEL)}}, **names})
     flags = "--app b --router r --namespace n"
     assert serving._stop_command(config, "h:1") == f"`eesd stop --address h:1 {flags}`"

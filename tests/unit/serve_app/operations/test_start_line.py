@@ -56,9 +56,9 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 def test_a_terminal_has_one_line_that_is_drawn_again_with_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     with _terminal(monkeypatch) as terminal:
-        with start_line(terminal.stream, say=said.append) as line:
+        with start_line(terminal.stream, say=lines.append) as line:
             assert line.is_drawn
             line.stage("starting Ray")
             terminal.read_until("starting Ray")
@@ -77,7 +77,7 @@ def test_a_terminal_has_one_line_that_is_drawn_again_with_the_time(
         terminal.stream.flush()
         after = terminal.read_until("end").removeprefix(before)
         assert "loading weights" not in CONTROL.sub("", after.rpartition("\x1b[2K")[2])
-    assert said == ["ready after 3 s"], "the rest went above the line"
+    assert lines == ["ready after 3 s"], "the rest went above the line"
 
 
 def test_the_line_is_never_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_the_line_is_never_wider_than_the_terminal(monkeypatch: pytest.MonkeyPat
             line.show(Shown(stage="loading weights", detail=", ".join(["verify rank 0 1 %"] * 20)))
             drawn = CONTROL.sub("", terminal.read_until("verify"))
             line.end()
-        assert all(len(each) <= 60 for each in re.split(r"[\r\n]", drawn))
+        assert all(len(text) <= 60 for text in re.split(r"[\r\n]", drawn))
 
 
 def test_warnings_do_not_tear_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,17 +111,17 @@ def test_warnings_do_not_tear_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_and_a_dumb_terminal_get_whole_lines_alone(
     term: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     with _terminal(monkeypatch) as terminal:
         monkeypatch.setenv("TERM", term)
         stream: TextIO = io.StringIO() if term == "xterm" else terminal.stream
-        with start_line(stream, say=said.append) as line:
+        with start_line(stream, say=lines.append) as line:
             assert not line.is_drawn
             line.stage("starting Ray")
             line.say("starting tiny ...")
             line.show(Shown(stage="loading weights", num_done=1, num_all=2))
         assert not isinstance(stream, io.StringIO) or stream.getvalue() == ""
-    assert said == ["starting tiny ..."]
+    assert lines == ["starting tiny ..."]
 
 
 def test_where_the_logs_of_actors_are_shown_there_is_no_line(
@@ -129,7 +129,7 @@ def test_where_the_logs_of_actors_are_shown_there_is_no_line(
 ) -> None:
     with (
         _terminal(monkeypatch) as terminal,
-        start_line(terminal.stream, say=print, is_wanted=False) as line,
+        start_line(terminal.stream, say=print, shows_progress=False) as line,
     ):
         assert not line.is_drawn
 
@@ -171,9 +171,9 @@ def test_each_stage_of_a_start_has_its_words() -> None:
 
 
 def test_the_bar_moves_when_every_rank_has_said_how_much_it_loads() -> None:
-    one = shown_of([_report("p", _start((10**9, 2 * 10**9)))], compiles=True)
-    assert (one.stage, one.num_done, one.num_all) == ("loading weights", 0, None)
-    assert one.detail == "kernels are being compiled, 1.0 GB of 2.0 GB, drafting actor 50 %"
+    single = shown_of([_report("p", _start((10**9, 2 * 10**9)))], compiles=True)
+    assert (single.stage, single.num_done, single.num_all) == ("loading weights", 0, None)
+    assert single.detail == "kernels are being compiled, 1.0 GB of 2.0 GB, drafting actor 50 %"
     both = shown_of([_report("p", _start((2 * 10**9, 2 * 10**9), (0, 6 * 10**9)))], compiles=False)
     assert (both.num_done, both.num_all) == (2 * 10**9, 8 * 10**9)
     assert both.detail == "2.0 GB of 8.0 GB, verify rank 0 0 %"

@@ -36,7 +36,7 @@ class _Uneven(ToyStages):
     num_pages: dict[int, int]
     weights: dict[int, str] = field(default_factory=dict)
     products: dict[int, str] = field(default_factory=dict)
-    told: list[tuple[int, int]] = field(default_factory=list)
+    agreements: list[tuple[int, int]] = field(default_factory=list)
 
     def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:
         return _UnevenRank(config, rank=rank, stages=self)
@@ -57,7 +57,7 @@ class _UnevenRank(ToyWorker):
         return self._loaded
 
     def join(self, epoch: Epoch) -> ToyRank:
-        self._stages.told.append((self._rank, epoch.num_pages))
+        self._stages.agreements.append((self._rank, epoch.num_pages))
         return super().join(epoch)
 
 
@@ -81,7 +81,7 @@ def test_the_rank_with_the_least_room_decides_and_later_ranks_keep_the_number(
         for victim in ("verify rank 1", "verify rank 0", "drafting actor"):
             await lose(group, victim)
             await group.start_epoch(timeout_s=10.0)
-        assert set(stages.told) == {(0, 50), (1, 50)}
+        assert set(stages.agreements) == {(0, 50), (1, 50)}
         await group.stop()
 
     asyncio.run(run())
@@ -122,21 +122,21 @@ def test_a_spare_that_takes_a_slot_is_told_the_number_that_the_pipeline_has(
         await lose(group, "verify rank 1")
         assert not group.workers.is_empty(group.workers.slots[-1]), "the spare has the slot"
         await group.start_epoch(timeout_s=10.0)
-        assert set(stages.told) == {(0, 50), (1, 50)}
+        assert set(stages.agreements) == {(0, 50), (1, 50)}
         await group.stop()
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize(
-    ("field_name", "value", "told"),
+    ("field_name", "value", "message"),
     [
         ("weights", "f00d" * 16, "has read other weights than drafting actor: f00df00df0"),
         ("products", "compiled bfloat16 pairs", "multiplies with compiled bfloat16 pairs"),
     ],
 )
 def test_a_rank_with_other_weights_or_products_is_refused_by_name_at_the_next_epoch(
-    tmp_path: Path, cluster: ToyCluster, field_name: str, value: str, told: str
+    tmp_path: Path, cluster: ToyCluster, field_name: str, value: str, message: str
 ) -> None:
     async def run() -> None:
         stages = _Uneven({0: 50, 1: 50})
@@ -144,7 +144,7 @@ def test_a_rank_with_other_weights_or_products_is_refused_by_name_at_the_next_ep
         await group.start_epoch(timeout_s=10.0)
         getattr(stages, field_name)[1] = value
         await lose(group, "verify rank 1")
-        with pytest.raises(ConfigError, match=f"verify rank 1 {told}"):
+        with pytest.raises(ConfigError, match=f"verify rank 1 {message}"):
             await group.start_epoch(timeout_s=10.0)
         await group.stop()
 

@@ -26,8 +26,8 @@ class Room:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *gpus: float) -> None:
         self.asked: list[list[float]] = []
         self.removed: list[PlacementGroups] = []
-        counted = iter(gpus)
-        monkeypatch.setattr(assembly_module, "_gpus_per_rank", lambda engine: next(counted))
+        counts = iter(gpus)
+        monkeypatch.setattr(assembly_module, "_gpus_per_rank", lambda engine: next(counts))
         monkeypatch.setattr(assembly_module, "placement_groups_for", self.place)
         monkeypatch.setattr(assembly_module, "workers_named", lambda *_, **__: {"app/w/0/1": "w"})
         monkeypatch.setattr(assembly_module, "remove_abandoned_groups", self.sweep)
@@ -74,9 +74,9 @@ class _Router:
         return SimpleNamespace(remote=self._listed)
 
     async def _listed(
-        self, app: str, known: str, wait_s: float, *queue: object
+        self, app: str, membership_id: str, wait_s: float, *queue: object
     ) -> tuple[str, list[Listed]]:
-        del app, known, wait_s
+        del app, membership_id, wait_s
         if self._is_silent:
             raise RayError
         return "1", [

@@ -193,10 +193,12 @@ def test_workers_of_another_service_are_nothing_to_this_one(world: World) -> Non
 def test_of_two_claimants_one_gets_all_workers_and_the_other_none(world: World) -> None:
     async def story() -> None:
         await world.dies(await world.started("one"))
-        found = await asyncio.gather(world.orphans("two"), world.orphans("three"))
-        winners = [owner for owner, f in zip(("two", "three"), found, strict=True) if f is not None]
+        claims = await asyncio.gather(world.orphans("two"), world.orphans("three"))
+        winners = [
+            owner for owner, f in zip(("two", "three"), claims, strict=True) if f is not None
+        ]
         assert len(winners) == 1
-        (orphans,) = [f for f in found if f is not None]
+        (orphans,) = [f for f in claims if f is not None]
         group = await claim(orphans, world.workers(*winners))
         assert group.kind is EpochKind.FULL
         assert len(world.cluster.actors) == 3
@@ -407,7 +409,7 @@ def test_workers_without_renewals_hold_their_room_until_the_last_has_exited(
         {"name": "other/q/draft/1", "state": "CREATED", "bundles": {0: {"GPU": 9.0}}},
     ]
     waits = {"name": "next/p/verify/1", "state": "PENDING", "bundles": {0: {"GPU": 2.0}}}
-    table = {str(number): each for number, each in enumerate(groups)}
+    table = {str(number): group for number, group in enumerate(groups)}
     monkeypatch.setattr(held_room, "placement_group_table", lambda: table)
 
     async def story() -> None:
@@ -415,7 +417,7 @@ def test_workers_without_renewals_hold_their_room_until_the_last_has_exited(
         await world.dies(first)
         assert await held_rooms(NAMESPACE) == (), "it might be between two heartbeats"
 
-        await until(lambda: all(each._left_s < 25.0 - 1.2 for each in world.cluster.tenures))
+        await until(lambda: all(tenure._left_s < 25.0 - 1.2 for tenure in world.cluster.tenures))
         (room,) = await held_rooms(NAMESPACE)
         assert (room.app, room.pipeline, room.num_workers) == ("app", "p", 3)
         assert room.resources == {"CPU": 1.0, "GPU": 2.0}
@@ -427,8 +429,8 @@ def test_workers_without_renewals_hold_their_room_until_the_last_has_exited(
         )
         assert await waiting_for_room("next", namespace=NAMESPACE) == "", "it does not wait"
         table["9"] = waits
-        told = await waiting_for_room("next", namespace=NAMESPACE)
-        assert told.startswith("waiting for room: 3 workers of pipeline p (application app)")
+        reason = await waiting_for_room("next", namespace=NAMESPACE)
+        assert reason.startswith("waiting for room: 3 workers of pipeline p (application app)")
         assert await waiting_for_room("nex", namespace=NAMESPACE) == ""
 
         group = await world.claimed("two")

@@ -111,9 +111,9 @@ def test_a_death_that_follows_a_complaint_is_named_as_soon_as_it_is_known(
         await handle_of(group, "drafting actor").actor.leave()  # its loop ends first
         await asyncio.sleep(0.01)
         handle_of(group, "verify rank 1").killed.set()
-        said = str(await asyncio.wait_for(trouble, 5.0))
-        assert "verify rank 1" in said
-        assert "its process has died" in said
+        message = str(await asyncio.wait_for(trouble, 5.0))
+        assert "verify rank 1" in message
+        assert "its process has died" in message
         await group.stop()
 
     asyncio.run(run())

@@ -54,7 +54,7 @@ def test_each_stream_is_told_to_leave_once_its_pages_are_there_the_longest_first
         ("b", "two"),
         ("short", None),
     ]
-    assert [(each.request_id, each.num_pages) for each in report.streams] == [
+    assert [(move.request_id, move.num_pages) for move in report.streams] == [
         ("c", 5),
         ("a", 3),
         ("b", 3),
@@ -66,14 +66,14 @@ def test_each_stream_is_told_to_leave_once_its_pages_are_there_the_longest_first
         11,
         "",
     )
-    assert report.num_bytes == sum(each.num_bytes for each in report.streams) > 0
+    assert report.num_bytes == sum(move.num_bytes for move in report.streams) > 0
     assert [target.found(s.tokens) for s in streams.values()] == [3, 5, 3, 0]
     moments = source.world.moments
-    told = [i for i, what in enumerate(moments) if what.startswith("evict")]
+    evictions = [i for i, what in enumerate(moments) if what.startswith("evict")]
     copied = [i for i, what in enumerate(moments) if what.startswith("send_pages")]
-    assert told[0] < copied[-1], "the first stream leaves before the last one is copied"
+    assert evictions[0] < copied[-1], "the first stream leaves before the last one is copied"
     assert _nothing_is_held(source, target)
-    assert all(not actor.links for each in (source, target) for actor in each.actors)
+    assert all(not actor.links for pipeline in (source, target) for actor in pipeline.actors)
 
 
 def test_streams_whose_pages_are_there_already_come_last_and_send_none() -> None:
@@ -83,7 +83,7 @@ def test_streams_whose_pages_are_there_already_come_last_and_send_none() -> None
     source.begin("again", num_pages=6, topic=1)
     source.begin("new", num_pages=2, topic=2)
     report = _migrated(source, target)
-    assert [(s.request_id, s.num_pages, s.num_found) for s in report.streams] == [
+    assert [(s.request_id, s.num_pages, s.num_present) for s in report.streams] == [
         ("new", 2, 0),
         ("again", 0, 6),
     ]
@@ -97,7 +97,7 @@ def test_a_long_stream_travels_in_parts_that_grow_while_they_are_fast() -> None:
     source.begin("long", num_pages=40)
     tokens = source.streams[RequestId("long")].tokens
     report = _migrated(source, target, timeout_s=5.0)
-    assert (report.streams[0].num_pages, report.streams[0].num_found) == (40, 0)
+    assert (report.streams[0].num_pages, report.streams[0].num_present) == (40, 0)
     assert target.found(tokens) == 40
     calls = [w for w in source.world.moments if w.startswith("send_pages of drafting actor")]
     assert len(calls) == 3, "8, 16 and 16 pages"
@@ -119,7 +119,7 @@ def test_when_the_time_is_up_streams_are_told_to_leave_without_their_pages() -> 
         source.begin(name, num_pages=2, topic=ord(name))
     tokens = source.streams[RequestId("a")].tokens
 
-    async def slow(part: object) -> None:
+    async def slow(request: object) -> None:
         await asyncio.sleep(60)
 
     async def story() -> MigrationReport:
@@ -167,7 +167,7 @@ def test_a_fault_at_any_moment_costs_no_stream_no_page_and_leaves_no_wrong_page(
     fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_migration, "_FIRST_PAGES", 2)
-    num_kept = 0
+    num_alive = 0
     moments = _faults_of_one_run()
     for at in range(len(moments)):
         world = World(fault=fault, fault_at=at)
@@ -184,15 +184,15 @@ def test_a_fault_at_any_moment_costs_no_stream_no_page_and_leaves_no_wrong_page(
             assert sorted(r for r, _ in source.told) == ["a", "b", "c"], case
         assert target.wrong_writes == [], case
         for name, stream in streams.items():
-            num_found = target.found(stream.tokens)  # checks their content
+            num_pages = target.found(stream.tokens)  # checks their content
             if (name, "two") in [(str(r), to) for r, to in source.told]:
-                assert num_found, case
-                num_kept += 1
+                assert num_pages, case
+                num_alive += 1
         for pipeline in (source, target):  # what could not be returned has expired by then
             world.now_s = 1e6
             pipeline.sharing.expire()
         assert _nothing_is_held(source, target), case
-    assert num_kept > len(moments) / 2, "most streams keep pages that were there before the fault"
+    assert num_alive > len(moments) / 2, "most streams keep pages that were there before the fault"
 
 
 @pytest.mark.parametrize("method", ["lease_pages", "reserve_pages", "return_pages", "adopt_pages"])

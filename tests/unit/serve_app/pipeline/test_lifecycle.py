@@ -35,11 +35,11 @@ BEGIN, END = "<!-- lifecycle table -->\n", "<!-- end -->"
 
 
 def _may_start(s: SupervisedState) -> bool:
-    return _is_live(s) and s.epoch is NONE and not s.is_head_refused and not s.must_wait
+    return _is_live(s) and s.epoch is NONE and not s.is_head_unloadable and not s.must_wait
 
 
 def _is_live(s: SupervisedState) -> bool:
-    return s.is_wanted and not s.is_hopeless
+    return s.is_deployed and not s.is_hopeless
 
 
 def _is_well(s: SupervisedState) -> bool:
@@ -47,12 +47,12 @@ def _is_well(s: SupervisedState) -> bool:
 
 
 EXACTLY_WHEN: Mapping[Action, Callable[[SupervisedState], bool]] = {
-    Action.RELEASE: lambda s: not s.is_wanted,
-    Action.GIVE_UP: lambda s: s.is_wanted and s.is_hopeless,
+    Action.RELEASE: lambda s: not s.is_deployed,
+    Action.GIVE_UP: lambda s: s.is_deployed and s.is_hopeless,
     Action.END_EPOCH: lambda s: _is_live(s) and s.epoch is not NONE and s.is_broken,
-    Action.RESET_HEAD: lambda s: _is_live(s) and s.epoch is NONE and s.is_head_refused,
+    Action.RESET_HEAD: lambda s: _is_live(s) and s.epoch is NONE and s.is_head_unloadable,
     Action.WAIT: lambda s: (
-        _is_live(s) and s.epoch is NONE and s.must_wait and not s.is_head_refused
+        _is_live(s) and s.epoch is NONE and s.must_wait and not s.is_head_unloadable
     ),
     Action.START_DEGRADED: lambda s: _may_start(s) and s.can_fall_back,
     Action.START_FULL: lambda s: _may_start(s) and not s.can_fall_back,
@@ -87,8 +87,8 @@ def test_every_rule_is_the_first_that_holds_for_some_state_and_has_its_own_actio
 def test_the_documents_have_the_table() -> None:
     text = DOCUMENT.read_text()
     assert text.count(BEGIN) == 1
-    found = text.split(BEGIN)[1].split(END)[0]
-    assert found == table(), (
+    printed = text.split(BEGIN)[1].split(END)[0]
+    assert printed == table(), (
         f"the table in {DOCUMENT.name} is old: put the output of "
         "`python -m serve_app.pipeline.lifecycle` between its markers"
     )
@@ -111,11 +111,11 @@ class ToyPipeline(RuleBasedStateMachine):
     def serve_starts_it(self, has_fallbacks: bool, has_promoted_head: bool) -> None:
         self.has_fallbacks = has_fallbacks
         self.has_promoted_head = has_promoted_head
-        self.is_wanted = True
+        self.is_deployed = True
         self.is_hopeless = False
         self.epoch = NONE
         self.is_broken = False
-        self.is_head_refused = False
+        self.is_head_unloadable = False
         self.must_wait = False
         self.has_fallback_failed = False
         self.has_been_full = False
@@ -138,11 +138,11 @@ class ToyPipeline(RuleBasedStateMachine):
     def state(self) -> SupervisedState:
         is_draft_ready = self.has_draft and self.has_weights
         return SupervisedState(
-            is_wanted=self.is_wanted,
+            is_deployed=self.is_deployed,
             is_hopeless=self.is_hopeless,
             epoch=self.epoch,
             is_broken=self.is_broken,
-            is_head_refused=self.is_head_refused,
+            is_head_unloadable=self.is_head_unloadable,
             must_wait=self.must_wait,
             can_fall_back=self.has_fallbacks
             and self.has_been_full
@@ -194,7 +194,7 @@ class ToyPipeline(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_over)
     @rule()
     def serve_takes_it_down(self) -> None:
-        self.is_wanted = False
+        self.is_deployed = False
 
     # What the supervisor does.
 
@@ -220,7 +220,7 @@ class ToyPipeline(RuleBasedStateMachine):
         action = next_action(self.state)
         self.reached.add(action)
         if action not in OVER:
-            assert self.is_wanted
+            assert self.is_deployed
             assert not self.is_hopeless
         match action:
             case Action.RELEASE | Action.GIVE_UP:
@@ -230,7 +230,7 @@ class ToyPipeline(RuleBasedStateMachine):
             case Action.RESET_HEAD:
                 assert self.epoch is NONE
                 self.has_draft = self.has_weights = self.has_verify = self.is_silent = False
-                self.is_head_refused = self.has_promoted_head = False
+                self.is_head_unloadable = self.has_promoted_head = False
             case Action.WAIT:
                 self.must_wait = False
             case Action.START_DEGRADED:
@@ -249,8 +249,8 @@ class ToyPipeline(RuleBasedStateMachine):
         return action
 
     def end(self, action: Action) -> None:
-        assert (action is Action.RELEASE) == (not self.is_wanted)
-        assert (action is Action.GIVE_UP) == (self.is_wanted and self.is_hopeless)
+        assert (action is Action.RELEASE) == (not self.is_deployed)
+        assert (action is Action.GIVE_UP) == (self.is_deployed and self.is_hopeless)
         self.epoch, self.is_broken, self.is_over = NONE, False, True
         self.has_draft = self.has_weights = self.has_verify = self.is_silent = False
 
@@ -269,7 +269,7 @@ class ToyPipeline(RuleBasedStateMachine):
         assert self.epoch is NONE, "an epoch is started while there is one"
         assert not self.is_broken
         assert not self.must_wait
-        assert not self.is_head_refused
+        assert not self.is_head_unloadable
         self.epoch = kind
 
     def start_degraded(self) -> None:
@@ -282,12 +282,12 @@ class ToyPipeline(RuleBasedStateMachine):
         self.begin(DEGRADED)
 
     def start_full(self) -> None:
-        assert not self.is_head_refused
+        assert not self.is_head_unloadable
         assert not self.state.can_fall_back, "streams wait though fallbacks could decode"
         if "wrong" in self.failing:
             self.is_hopeless = True
         elif "promoted head" in self.failing and self.has_promoted_head:
-            self.is_head_refused = True
+            self.is_head_unloadable = True
         elif "start" in self.failing or self.is_silent:
             self.failing.discard("start")
             self.must_wait = True
@@ -301,7 +301,7 @@ class ToyPipeline(RuleBasedStateMachine):
         assert self.epoch is DEGRADED
         assert not self.state.is_draft_ready
         if "promoted head" in self.failing and self.has_promoted_head:
-            self.is_head_refused = self.is_broken = True
+            self.is_head_unloadable = self.is_broken = True
         elif "restore" in self.failing:
             self.failing.discard("restore")
             self.has_draft, self.has_weights = True, False
@@ -322,7 +322,7 @@ class ToyPipeline(RuleBasedStateMachine):
         assert not (self.is_broken and self.epoch is NONE)
         if self.is_over:
             assert self.epoch is NONE
-            assert not self.is_wanted or self.is_hopeless
+            assert not self.is_deployed or self.is_hopeless
 
 
 def _play(*, max_examples: int, shrinks: bool = True) -> None:
@@ -344,7 +344,7 @@ def test_whatever_fails_in_any_order_the_table_leads_to_a_full_epoch_and_uses_ev
 
 @pytest.mark.parametrize("missing", [r.action for r in RULES], ids=lambda action: action.name)
 def test_a_table_that_lacks_a_rule_fails(missing: Action, monkeypatch: pytest.MonkeyPatch) -> None:
-    rest = tuple(rule for rule in RULES if rule.action is not missing)
-    monkeypatch.setattr(lifecycle, "RULES", rest)
+    rules = tuple(rule for rule in RULES if rule.action is not missing)
+    monkeypatch.setattr(lifecycle, "RULES", rules)
     with pytest.raises((AssertionError, StopIteration, ExceptionGroup)):
         _play(max_examples=200, shrinks=False)

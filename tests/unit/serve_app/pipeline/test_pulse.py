@@ -20,12 +20,12 @@ def _beats(pulse: Pulse, seconds: float, *statuses: WorkerStatus) -> None:
     for number in range(round(seconds / BEAT_S)):
         pulse.passed(BEAT_S)
         if statuses:
-            pulse.heard(statuses[number % len(statuses)])
+            pulse.received(statuses[number % len(statuses)])
 
 
 def test_a_worker_in_an_epoch_that_does_not_answer_is_lost_after_the_deadline() -> None:
     pulse = Pulse(TIMINGS)
-    pulse.heard(_status(1))
+    pulse.received(_status(1))
     _beats(pulse, 20.0)
     assert pulse.failure() is None
     assert pulse.still_s == 20.0
@@ -36,7 +36,7 @@ def test_a_worker_in_an_epoch_that_does_not_answer_is_lost_after_the_deadline() 
 def test_an_answer_ends_the_silence() -> None:
     pulse = Pulse(TIMINGS)
     _beats(pulse, 19.0)
-    pulse.heard(_status(1))
+    pulse.received(_status(1))
     assert pulse.still_s == 0.0
     _beats(pulse, 19.0)
     assert pulse.failure() is None
@@ -52,7 +52,7 @@ def test_a_worker_that_starts_may_be_silent_for_longer() -> None:
 
 def test_work_without_progress_is_a_loss_though_the_worker_answers() -> None:
     pulse = Pulse(TIMINGS)
-    pulse.heard(_status(7))
+    pulse.received(_status(7))
     _beats(pulse, 21.0, _status(7))
     assert pulse.failure() is None, "a rank that waits for another one would say so first"
     _beats(pulse, 0.5, _status(7))
@@ -93,7 +93,7 @@ def test_rounds_with_waits_between_them_are_not_added_up() -> None:
 def test_a_phase_has_its_own_bound_which_is_never_below_the_deadline() -> None:
     loading = _status(5, epoch=0, phase="loading", allowed_s=60.0)
     pulse = Pulse(TIMINGS)
-    pulse.heard(loading)
+    pulse.received(loading)
     _beats(pulse, 61.0, loading)
     assert pulse.failure() is None
     _beats(pulse, 0.5, loading)
@@ -101,7 +101,7 @@ def test_a_phase_has_its_own_bound_which_is_never_below_the_deadline() -> None:
 
     short = _status(5, epoch=0, phase="joining an epoch", allowed_s=1.0)
     pulse = Pulse(TIMINGS)
-    pulse.heard(short)
+    pulse.received(short)
     _beats(pulse, 21.0, short)
     assert pulse.failure() is None
     _beats(pulse, 0.5, short)
@@ -109,7 +109,7 @@ def test_a_phase_has_its_own_bound_which_is_never_below_the_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    "now",
+    "status",
     [
         _status(5, epoch=2),
         _status(5, phase="joining an epoch"),
@@ -118,32 +118,32 @@ def test_a_phase_has_its_own_bound_which_is_never_below_the_deadline() -> None:
     ],
     ids=["epoch", "phase", "progress", "pages"],
 )
-def test_another_epoch_phase_or_number_is_other_work(now: WorkerStatus) -> None:
+def test_another_epoch_phase_or_number_is_other_work(status: WorkerStatus) -> None:
     pulse = Pulse(TIMINGS)
     _beats(pulse, 15.0, _status(5))
-    _beats(pulse, BEAT_S, now)
+    _beats(pulse, BEAT_S, status)
     assert pulse.still_s == 0.0
-    assert pulse.status == now
+    assert pulse.status == status
 
 
 def test_time_in_which_the_supervisor_was_stopped_is_not_counted() -> None:
     """A supervisor counts at most two beats from one look to the next."""
     pulse = Pulse(TIMINGS)
-    pulse.heard(_status(1))
+    pulse.received(_status(1))
     _beats(pulse, 18.0)
     pulse.passed(2 * BEAT_S)  # stopped for an hour
     assert pulse.failure() is None
-    pulse.heard(_status(2))
+    pulse.received(_status(2))
     assert pulse.still_s == 0.0
 
 
 def test_the_time_that_is_left_is_that_of_silence_or_of_progress_whichever_ends_first() -> None:
     pulse = Pulse(TIMINGS)
-    pulse.heard(_status(1))
+    pulse.received(_status(1))
     assert pulse.left_s == 20.0, "silence"
     _beats(pulse, 5.0, _status(1))
     assert pulse.left_s == 16.0, "progress, with a second for the peers' reports"
-    pulse.heard(_status(1, is_busy=False))
+    pulse.received(_status(1, is_busy=False))
     pulse.passed(BEAT_S)
     assert pulse.left_s == 19.5
     _beats(pulse, 19.5)

@@ -70,23 +70,23 @@ def test_what_is_put_is_what_a_feature_store_reads(
     recorder = opened(tmp_path, empty)
     width = empty.verifier.hidden_size
     put = [piece(seed, width=width) for seed in range(5)]
-    for one in put:
-        recorder.put(one)
+    for segment in put:
+        recorder.put(segment)
     recorder.flush()
     store = FeatureStore.open(tmp_path, expect=identity_of(target))
     assert store.manifest.exits == (EXIT_LAYER,)
     read = list(store.sequences())
     assert [s.tokens_T.tolist() for s in read] == [p.tokens_T.tolist() for p in put]
-    for sequence, one in zip(read, put, strict=True):
-        assert torch.equal(sequence.hidden[EXIT_LAYER], one.hidden_TD.bfloat16())
-        assert sequence.top_ids_TK.tolist() == one.top_ids_TK.tolist()
+    for sequence, segment in zip(read, put, strict=True):
+        assert torch.equal(sequence.hidden[EXIT_LAYER], segment.hidden_TD.bfloat16())
+        assert sequence.top_ids_TK.tolist() == segment.top_ids_TK.tolist()
         torch.testing.assert_close(
             sequence.top_logits_TK - sequence.lse_T[:, None],
-            torch.from_numpy(one.top_logprobs_TK),
+            torch.from_numpy(segment.top_logprobs_TK),
             atol=1e-3,
             rtol=1e-3,
         )
-        assert (sequence.workload, sequence.temperature) == (one.workload, 0.5)
+        assert (sequence.workload, sequence.temperature) == (segment.workload, 0.5)
     counts = recorder.counts()
     assert (counts.num_written, counts.num_dropped) == (5, 0)
     assert counts.num_bytes == sum(file.stat().st_size for file in shards(tmp_path))
@@ -114,9 +114,9 @@ def test_the_oldest_shard_goes_first_and_the_bound_holds_at_every_moment(
         recorder.put(piece(seed, width=width))
         recorder.flush()
         assert sum(file.stat().st_size for file in shards(tmp_path)) <= bound
-    kept = [s.workload for s in FeatureStore.open(tmp_path, expect=None).sequences()]
-    assert 1 < len(kept) < 30
-    assert kept == [f"class {seed}" for seed in range(30 - len(kept), 30)]
+    workloads = [s.workload for s in FeatureStore.open(tmp_path, expect=None).sequences()]
+    assert 1 < len(workloads) < 30
+    assert workloads == [f"class {seed}" for seed in range(30 - len(workloads), 30)]
     assert recorder.counts().num_written == 30
 
 
@@ -132,8 +132,8 @@ def test_a_slow_disk_costs_texts_and_no_time(
     recorder = opened(tmp_path, empty)
     put = [piece(seed, width=empty.verifier.hidden_size) for seed in range(200)]
     began_s = time.perf_counter()
-    for one in put:
-        recorder.put(one)
+    for segment in put:
+        recorder.put(segment)
     assert time.perf_counter() - began_s < 2.5
     assert recorder.counts().num_dropped > 150
 
@@ -164,8 +164,8 @@ def test_two_writers_share_a_folder(tmp_path: Path, empty: FeatureManifest) -> N
             writers[0].flush()
     for writer in writers:
         writer.flush()
-    kept = {s.workload for s in FeatureStore.open(tmp_path, expect=None).sequences()}
-    assert kept == {f"class {seed}" for seed in range(10)}
+    workloads = {s.workload for s in FeatureStore.open(tmp_path, expect=None).sequences()}
+    assert workloads == {f"class {seed}" for seed in range(10)}
 
 
 _WRITER = """
@@ -205,8 +205,8 @@ def test_a_writer_that_is_killed_leaves_a_whole_store_and_the_next_one_clears_up
     recorder.flush()
     store = FeatureStore.open(tmp_path, expect=None)
     assert [s.workload for s in store.sequences()][-1] == "class 77"
-    named = {shard.name for shard in store.manifest.shards}
-    assert {file.name for file in shards(tmp_path)} == named
+    names = {shard.name for shard in store.manifest.shards}
+    assert {file.name for file in shards(tmp_path)} == names
     assert not list(tmp_path.glob(".*.partial"))
 
 
@@ -242,8 +242,8 @@ def test_a_share_of_the_requests_is_sampled(tmp_path: Path, empty: FeatureManife
 def test_the_recorder_is_off_unless_a_folder_is_named(target: Path, tmp_path: Path) -> None:
     tree: dict[str, object] = {"engine": {"model": {"path": str(target)}}}
     assert stages_of(service_config(tree)) == EngineStages()
-    asked = service_config({**tree, "recorder": {"folder": str(tmp_path)}})
-    assert stages_of(asked) == EngineStages(open_recorder=OpenRecorder(asked.recorder))
+    config = service_config({**tree, "recorder": {"folder": str(tmp_path)}})
+    assert stages_of(config) == EngineStages(open_recorder=OpenRecorder(config.recorder))
 
 
 @pytest.fixture(autouse=True)

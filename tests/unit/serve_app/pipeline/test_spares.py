@@ -44,15 +44,15 @@ def _ready(group: WorkerGroup) -> list[str]:
 
 
 def _spare(group: WorkerGroup, name: str) -> ToyHandle:
-    (found,) = [w.handle for w in group.workers.spares.ready if w.slot.name == name]
-    assert isinstance(found, ToyHandle)
-    return found
+    (handle,) = [w.handle for w in group.workers.spares.ready if w.slot.name == name]
+    assert isinstance(handle, ToyHandle)
+    return handle
 
 
-def _run(told: Callable[[], Awaitable[None]]) -> None:
+def _run(story: Callable[[], Awaitable[None]]) -> None:
     async def run() -> None:
         async with asyncio.timeout(40.0):
-            await told()
+            await story()
 
     asyncio.run(run())
 
@@ -81,13 +81,13 @@ def test_a_spare_takes_the_slot_of_a_lost_worker_again_and_again_and_no_token_is
         for epoch in (2, 3, 4):
             seen = ingress.num_tokens
             await until(lambda seen=seen: ingress.num_tokens > seen + 4)
-            taken = _spare(group, spare)
+            ready_spare = _spare(group, spare)
             handle_of(group, victim).killed.set()
             await until(lambda epoch=epoch: group.epoch == epoch and supervisor.is_ready)
-            assert handle_of(group, victim) is taken
+            assert handle_of(group, victim) is ready_spare
             assert group.kind is EpochKind.FULL
             await until(lambda: len(_ready(group)) == 2)
-            assert _spare(group, spare) is not taken
+            assert _spare(group, spare) is not ready_spare
         assert await stream == expected(request)
         assert supervisor.degraded_s == 0.0, "the spare was faster than a fallback"
         await supervisor.stop()
@@ -153,13 +153,13 @@ def test_a_lost_worker_is_spawned_where_no_spare_is_left_and_two_losses_share_on
     async def told() -> None:
         workers = ToyWorkers(cluster, tmp_path, fallback=False, spares=[VERIFY_SPARE])
         group, supervisor = await _started(workers, num_spares=1)
-        taken = _spare(group, "verify spare 0")
+        ready_spare = _spare(group, "verify spare 0")
         before = {handle_of(group, f"verify rank {r}") for r in (0, 1)}
         for handle in before:
             handle.killed.set()
         await until(lambda: group.epoch == 2 and supervisor.is_ready)
         after = {handle_of(group, f"verify rank {r}") for r in (0, 1)}
-        assert taken in after
+        assert ready_spare in after
         assert not before & after
         request = toy_request("after", max_tokens=9)
         assert await answer(group.leader, request) == expected(request)
@@ -168,9 +168,9 @@ def test_a_lost_worker_is_spawned_where_no_spare_is_left_and_two_losses_share_on
     _run(told)
 
 
-@pytest.mark.parametrize("way", ["dies", "freezes"])
+@pytest.mark.parametrize("fault", ["dies", "freezes"])
 def test_a_spare_that_is_lost_is_replaced_and_no_stream_pauses(
-    way: str, tmp_path: Path, cluster: ToyCluster
+    fault: str, tmp_path: Path, cluster: ToyCluster
 ) -> None:
     async def told() -> None:
         workers = ToyWorkers(
@@ -178,7 +178,7 @@ def test_a_spare_that_is_lost_is_replaced_and_no_stream_pauses(
         )
         group, supervisor = await _started(workers)
         lost = _spare(group, "verify spare 0")
-        if way == "dies":
+        if fault == "dies":
             lost.killed.set()
         else:
             lost.thawed.clear()

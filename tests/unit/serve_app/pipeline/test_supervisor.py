@@ -53,7 +53,7 @@ from tests.support.toy_stages import ToyLeader, ToyRank, ToyStages, ToyWorker
 
 
 def _story(
-    told: Callable[[WorkerGroup, Supervisor], Awaitable[None]],
+    story: Callable[[WorkerGroup, Supervisor], Awaitable[None]],
     workers: Callable[[], ToyWorkers],
     *,
     waits: bool = True,
@@ -67,7 +67,7 @@ def _story(
         async with asyncio.timeout(40.0):
             if waits:
                 await supervisor.check()
-            await told(group, supervisor)
+            await story(group, supervisor)
             await supervisor.stop()
 
     asyncio.run(run())
@@ -83,8 +83,8 @@ def test_a_full_disk_is_named_while_a_lost_worker_cannot_be_replaced(
     free_mib = 100
 
     def room(folder: Path) -> os.statvfs_result:
-        known = os.statvfs(folder)
-        return os.statvfs_result((1, 1, *known[2:4], free_mib * 2**20, *known[5:]))
+        stats = os.statvfs(folder)
+        return os.statvfs_result((1, 1, *stats[2:4], free_mib * 2**20, *stats[5:]))
 
     def workers() -> ToyWorkers:
         check = partial(require_room, [tmp_path], room=room)
@@ -94,8 +94,8 @@ def test_a_full_disk_is_named_while_a_lost_worker_cannot_be_replaced(
         nonlocal free_mib
         free_mib = 3
         handle_of(group, "verify rank 1").killed.set()
-        named = f"no space on the disk of {tmp_path}: found 3.0 MiB free, expected at least 16 MiB"
-        await until(lambda: named in supervisor.why_unavailable())
+        cause = f"no space on the disk of {tmp_path}: found 3.0 MiB free, expected at least 16 MiB"
+        await until(lambda: cause in supervisor.why_unavailable())
         free_mib = 100
         await until(lambda: supervisor.is_ready)
 
@@ -126,21 +126,21 @@ def test_a_stream_loses_no_token_when_a_worker_dies_and_the_death_is_not_held_ag
 
 
 @pytest.mark.parametrize(
-    "way", ["bug in the drafting actor", "bug in a verify rank"], ids=["drafting", "verify"]
+    "fault", ["bug in the drafting actor", "bug in a verify rank"], ids=["drafting", "verify"]
 )
 def test_a_poison_request_is_refused_and_all_others_get_every_token(
-    way: str, tmp_path: Path, cluster: ToyCluster
+    fault: str, tmp_path: Path, cluster: ToyCluster
 ) -> None:
     async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
         del group
         good = [toy_request("g" * n, max_tokens=30) for n in range(1, 4)]
-        bad = toy_request("bad", max_tokens=9, prompt=(POISON, WAYS[way]))
-        said = await asyncio.gather(
+        bad = toy_request("bad", max_tokens=9, prompt=(POISON, WAYS[fault]))
+        outcomes = await asyncio.gather(
             *[ToyIngress(supervisor, request).answer() for request in (*good, bad)],
             return_exceptions=True,
         )
-        assert said[:3] == [expected(request) for request in good]
-        assert isinstance(said[3], PoisonRequest)
+        assert outcomes[:3] == [expected(request) for request in good]
+        assert isinstance(outcomes[3], PoisonRequest)
         await until(lambda: supervisor.is_ready)
 
     _story(story, lambda: ToyWorkers(cluster, tmp_path, fallback=False, stages=PoisonedStages()))
@@ -149,16 +149,16 @@ def test_a_poison_request_is_refused_and_all_others_get_every_token(
 def test_an_engine_that_breaks_under_every_request_is_given_up(
     tmp_path: Path, cluster: ToyCluster
 ) -> None:
-    beat_s = 1.0  # the crashes come between two heartbeats
+    heartbeat_s = 1.0  # the crashes come between two heartbeats
 
     async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
         prompt = (POISON, WAYS["bug in the drafting actor"])
         bad = [toy_request(f"bad-{i}", max_tokens=9, prompt=prompt) for i in range(4)]
-        said = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *[ToyIngress(supervisor, request).answer() for request in bad],
             return_exceptions=True,
         )
-        assert all(isinstance(error, EesdError) for error in said)
+        assert all(isinstance(error, EesdError) for error in outcomes)
         with pytest.raises(EngineError, match="given up: it broke 3 times in a row without"):
             await supervisor.check()
         assert supervisor.why_unavailable().startswith("given up: ")
@@ -168,10 +168,10 @@ def test_an_engine_that_breaks_under_every_request_is_given_up(
     _story(
         story,
         lambda: ToyWorkers(
-            cluster, tmp_path, fallback=False, stages=PoisonedStages(), beat_s=beat_s
+            cluster, tmp_path, fallback=False, stages=PoisonedStages(), heartbeat_s=heartbeat_s
         ),
         max_interruptions=2,
-        beat_s=beat_s,
+        heartbeat_s=heartbeat_s,
     )
 
 
@@ -298,19 +298,19 @@ def test_a_submission_that_comes_to_a_leader_on_its_way_out_is_told_so(
 ) -> None:
     async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
         send_on = group.send_streams_on
-        late: list[asyncio.Task[object]] = []
+        answers: list[asyncio.Task[object]] = []
 
         async def sends_on(reason: EesdError) -> None:
             await send_on(reason)
             request = toy_request("late", max_tokens=10_000)
-            late.append(asyncio.ensure_future(answer(group.leader, request)))
+            answers.append(asyncio.ensure_future(answer(group.leader, request)))
             await asyncio.sleep(0.1)
 
         monkeypatch.setattr(group, "send_streams_on", sends_on)
         handle_of(group, "drafting actor").killed.set()
-        await until(lambda: late)
+        await until(lambda: answers)
         with pytest.raises(PeerLost, match="failing back"):
-            await asyncio.wait_for(late[0], 10.0)
+            await asyncio.wait_for(answers[0], 10.0)
         await until(lambda: supervisor.is_ready and not supervisor.is_degraded)
 
     _story(story, lambda: ToyWorkers(cluster, tmp_path))
@@ -399,16 +399,16 @@ def test_a_head_is_not_taken_by_a_pipeline_that_is_degraded_or_not_ready(
     async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
         may_come = _hold_spawns(group)
         with pytest.raises(ConfigError, match="toys draft without a head"):
-            await supervisor.load_head("/heads/two", in_place_of="", pause_s=1.0)
+            await supervisor.load_head("/heads/two", head_key="", pause_s=1.0)
         assert supervisor.promotion is None
         handle_of(group, "drafting actor").killed.set()
         await until(lambda: supervisor.is_degraded)
         with pytest.raises(EngineError, match=r"degraded: .*try again"):
-            await supervisor.load_head("/heads/two", in_place_of="", pause_s=1.0)
+            await supervisor.load_head("/heads/two", head_key="", pause_s=1.0)
         handle_of(group, "verify rank 0").killed.set()
         await until(lambda: not supervisor.is_ready)
         with pytest.raises(EngineError, match=r"unavailable after 0\.1 s: re-forming for"):
-            await supervisor.load_head("/heads/two", in_place_of="", pause_s=0.1)
+            await supervisor.load_head("/heads/two", head_key="", pause_s=0.1)
         may_come.set()
 
     _story(story, lambda: ToyWorkers(cluster, tmp_path))
@@ -622,8 +622,8 @@ def test_a_supervisor_that_has_lost_its_lease_touches_no_worker_any_more(
         assert not any(isinstance(h, ToyHandle) and h.killed.is_set() for h in handles)
 
     def _asked_since(group: WorkerGroup, *, epoch: int) -> list[str]:
-        asked = handle_of(group, "verify rank 0").asked
-        return asked if group.epoch == epoch and asked.count("join") == 2 else []
+        calls = handle_of(group, "verify rank 0").asked
+        return calls if group.epoch == epoch and calls.count("join") == 2 else []
 
     _story(
         story,
@@ -638,10 +638,10 @@ def test_a_pipeline_whose_worker_makes_no_progress_gets_no_new_requests_before_i
     tmp_path: Path, cluster: ToyCluster
 ) -> None:
     published: list[bool] = []
-    told: list[Supervisor] = []
+    supervisors: list[Supervisor] = []
 
     async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
-        told.append(supervisor)
+        supervisors.append(supervisor)
         frozen = handle_of(group, "verify rank 1")
         frozen.thawed.clear()
         await until(lambda: not supervisor.is_ready)
@@ -657,7 +657,7 @@ def test_a_pipeline_whose_worker_makes_no_progress_gets_no_new_requests_before_i
         story,
         lambda: ToyWorkers(cluster, tmp_path, fallback=False, stall_s=0.2),
         stall_s=0.2,
-        published=lambda: published.extend(each.is_ready for each in told),
+        published=lambda: published.extend(supervisor.is_ready for supervisor in supervisors),
     )
 
 

@@ -15,11 +15,11 @@ def _config(timeout_s: float = 20.0, **recovery: float) -> ServiceConfig:
 def test_the_defaults_of_the_configuration_are_in_order() -> None:
     timings = timings_of(_config())
     assert (timings.deadline_s, timings.load_s, timings.lease_s) == (20.0, 900.0, 60.0)
-    assert timings.beat_s < timings.stall_s < timings.deadline_s
+    assert timings.heartbeat_s < timings.stall_s < timings.deadline_s
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             {"lease_s": 15.0},
@@ -32,7 +32,7 @@ def test_the_defaults_of_the_configuration_are_in_order() -> None:
         ),
         (
             {"timeout_s": 0.2},
-            "found beat_s 0.5 and engine.parallel.timeout_s 0.2, expected",
+            "found heartbeat_s 0.5 and engine.parallel.timeout_s 0.2, expected",
         ),
         (
             {"timeout_s": 5.0, "lease_s": 6.0},
@@ -41,18 +41,18 @@ def test_the_defaults_of_the_configuration_are_in_order() -> None:
     ],
 )
 def test_times_in_the_wrong_order_are_refused_with_their_configuration_keys(
-    settings: dict[str, float], told: str
+    settings: dict[str, float], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         timings_of(_config(**settings))
-    assert str(refused.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
     ("shorter", "longer"),
     [
-        ("beat_s", "deadline_s"),
-        ("beat_s", "stall_s"),
+        ("heartbeat_s", "deadline_s"),
+        ("heartbeat_s", "stall_s"),
         ("grace_s", "deadline_s"),
         ("deadline_s", "lease_s"),
         ("deadline_s", "load_s"),

@@ -252,19 +252,19 @@ def test_a_worker_of_another_supervisor_is_trouble_of_its_own_kind(
 class _Costs(ToyStages):
     """Leaders that report the costs that they have measured, or were given."""
 
-    given: list[object] = field(default_factory=list)
+    costs: list[object] = field(default_factory=list)
 
     def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
-        return _MeasuredLeader(config, self.given)
+        return _MeasuredLeader(config, self.costs)
 
 
 class _MeasuredLeader(ToyLeader):
-    def __init__(self, config: EngineConfig, given: list[object]) -> None:
+    def __init__(self, config: EngineConfig, costs: list[object]) -> None:
         super().__init__(config)
-        self._given = given
+        self._costs = costs
 
     def prepare(self, *, cost: Mapping[str, object] | None = None) -> LoadedRank:
-        self._given.append(cost)
+        self._costs.append(cost)
         return super().prepare(cost=cost)
 
     def control(self) -> ControlReport:
@@ -281,7 +281,7 @@ def test_a_new_drafting_actor_on_the_same_node_gets_the_costs_that_the_last_one_
         await until(lambda: group._cost is not None)
         await lose(group, "drafting actor")
         await group.start_epoch(timeout_s=10.0)
-        assert stages.given == [None, {"round_s": 0.5}]
+        assert stages.costs == [None, {"round_s": 0.5}]
         await group.stop()
 
     asyncio.run(run())

@@ -29,11 +29,11 @@ from tests.support.toy_group import VERIFY_SPARE, ToyCluster, ToyHandle, ToyWork
 
 def test_a_damaged_checkpoint_is_told_with_the_rank_and_the_node_that_saw_it() -> None:
     error = CheckpointError(file="/m/model-00002.safetensors", found="a hole", expected="none")
-    told = worker_module.converted(
+    failure = worker_module.converted(
         error, peer="verify rank 1 (pid 7 on 10.0.0.3)", operation="start"
     )
-    assert isinstance(told, ConfigError)
-    assert str(told) == (
+    assert isinstance(failure, ConfigError)
+    assert str(failure) == (
         "verify rank 1 (pid 7 on 10.0.0.3): /m/model-00002.safetensors: found a hole, expected none"
     )
 
@@ -52,8 +52,8 @@ def test_the_end_of_a_process_is_told_where_ray_knows_more_than_its_connection()
         "is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit "
         "detail: Worker exits with an exit code 7. Some common causes include: (1) the process was "
     )
-    told = worker_module._why_gone(of_signal)
-    assert told == "its process has died: Worker exits with an exit code 7"
+    reason = worker_module._why_gone(of_signal)
+    assert reason == "its process has died: Worker exits with an exit code 7"
     assert worker_module.pid_of(of_signal) == 71
     of_link = RayActorError(
         error_msg="Worker exit detail: Worker unexpectedly exits with a connection error code 2. "
@@ -98,9 +98,9 @@ def test_a_process_that_dies_while_it_starts_is_told_with_its_last_words_or_the_
 
 def test_a_process_that_ray_ends_for_want_of_memory_is_lost_like_any_other() -> None:
     error = OutOfMemoryError("Task was killed due to the node running low on memory.")
-    told = worker_module.converted(error, peer="verify rank 1", operation="loading")
-    assert isinstance(told, PeerLost)
-    assert "its process has died: ended by Ray, since its node ran out of memory" in str(told)
+    failure = worker_module.converted(error, peer="verify rank 1", operation="loading")
+    assert isinstance(failure, PeerLost)
+    assert "its process has died: ended by Ray, since its node ran out of memory" in str(failure)
 
     class Handle:
         forever = SimpleNamespace(remote=lambda: _raises(error))
@@ -117,16 +117,16 @@ def test_a_new_worker_that_is_no_longer_needed_is_killed(
 ) -> None:
     async def story() -> None:
         spawns = ToyWorkers(cluster, tmp_path)
-        there = spawns.start_spawn(spawns.slots[0], "start")
-        worker = await there
-        workers._kill_spawned(there)
+        spawn = spawns.start_spawn(spawns.slots[0], "start")
+        worker = await spawn
+        workers._kill_spawned(spawn)
         assert worker.handle.killed.is_set()
         await until(lambda: worker.death.cancelled() and worker._beating.cancelled())
-        under_way = spawns.start_spawn(spawns.slots[1], "start")
-        workers._kill_spawned(under_way)
-        await asyncio.wait({under_way})
-        assert under_way.cancelled()
-        workers._kill_spawned(under_way)
+        second_spawn = spawns.start_spawn(spawns.slots[1], "start")
+        workers._kill_spawned(second_spawn)
+        await asyncio.wait({second_spawn})
+        assert second_spawn.cancelled()
+        workers._kill_spawned(second_spawn)
 
     asyncio.run(story())
 
@@ -182,17 +182,17 @@ def test_a_worker_belongs_to_its_supervisor_before_the_first_heartbeat_and_keeps
     tmp_path: Path, cluster: ToyCluster
 ) -> None:
     async def run() -> None:
-        mine = ToyWorkers(cluster, tmp_path, owner="replica-1")
-        handle = mine._create_actor(mine.slots[0])
+        workers = ToyWorkers(cluster, tmp_path, owner="replica-1")
+        handle = workers._create_actor(workers.slots[0])
         assert (await handle.actor.tenancy()).owner == "replica-1"
-        mine.start_s = 7.0
-        await mine.fill(mine.slots[0], "start")
-        worker = mine.at(mine.slots[0])
+        workers.start_s = 7.0
+        await workers.fill(workers.slots[0], "start")
+        worker = workers.at(workers.slots[0])
         slot = "drafting actor"
         identity = WorkerIdentity(app="app", pipeline="p", slot=slot, digest="d", bundle=slot)
         assert _tenure(worker).identity == identity
         await until(lambda: _tenure(worker)._start_s == 7.0)  # the lease carries it
-        await mine.release_all()
+        await workers.release_all()
 
     asyncio.run(run())
 
@@ -201,9 +201,9 @@ def test_heartbeats_renew_the_lease_and_without_them_it_runs_down(
     tmp_path: Path, cluster: ToyCluster
 ) -> None:
     async def run() -> None:
-        mine = ToyWorkers(cluster, tmp_path)
-        await mine.fill(mine.slots[0], "start")
-        worker = mine.at(mine.slots[0])
+        workers = ToyWorkers(cluster, tmp_path)
+        await workers.fill(workers.slots[0], "start")
+        worker = workers.at(workers.slots[0])
         tenure = _tenure(worker)
         tenure._left_s = 1.0
         await until(lambda: tenure._left_s > 5.0)
@@ -211,7 +211,7 @@ def test_heartbeats_renew_the_lease_and_without_them_it_runs_down(
         await asyncio.sleep(0.05)
         left_s = tenure._left_s
         await until(lambda: tenure._left_s < left_s, within_s=5.0)
-        await mine.release_all()
+        await workers.release_all()
 
     asyncio.run(run())
 

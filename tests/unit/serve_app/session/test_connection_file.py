@@ -132,10 +132,10 @@ def test_the_connection_file_of_a_killed_service_is_named_without_a_wait(
     private: Path, dead: str
 ) -> None:
     began_s = time.perf_counter()
-    with connection_file_for(8000, address=dead), pytest.raises(ConfigError) as refused:
+    with connection_file_for(8000, address=dead), pytest.raises(ConfigError) as caught:
         prepare_to_connect(None, port=8000)
-    assert "the service on port 8000 is gone" in str(refused.value)
-    assert str(private / "service-8000.json") in str(refused.value)
+    assert "the service on port 8000 is gone" in str(caught.value)
+    assert str(private / "service-8000.json") in str(caught.value)
     with pytest.raises(ConfigError, match="nothing accepts connections"):
         connected_ray(dead, shows_logs=False).__enter__()
     assert time.perf_counter() - began_s < 2.0

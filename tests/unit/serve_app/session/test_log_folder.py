@@ -35,8 +35,8 @@ def test_the_last_ten_are_kept_and_those_of_running_services(tmp_path: Path) -> 
     new = new_log_folder(tmp_path / "logs", port=8000)
     left = {folder.name for folder in (tmp_path / "logs").iterdir()}
     days = [10, *range(16, 25)]
-    kept = {f"202601{day}-000000-port8000-1" for day in days}
-    assert left == {new.name, "of-the-user"} | kept
+    names = {f"202601{day}-000000-port8000-1" for day in days}
+    assert left == {new.name, "of-the-user"} | names
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_the_option(tmp_path: Path) -> None:

@@ -76,12 +76,12 @@ def test_two_processes_are_disconnected_and_a_third_is_not(host: str) -> None:
 
 
 def test_a_command_of_the_operators_is_told_host_pid_and_signal(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    script = f"open({str(said)!r}, 'w').write(' '.join(__import__('sys').argv[1:]))"
+    file = tmp_path / "said"
+    script = f"open({str(file)!r}, 'w').write(' '.join(__import__('sys').argv[1:]))"
     command = f'{sys.executable} -c "{script}" {{host}} {{pid}} {{signal}}'
     at = ProcessInfo(pid=12, host="10.0.0.7", node_id="n")
     assert asyncio.run(SignalsByCommand(command).send(signal.SIGKILL, to=at))
-    assert said.read_text() == "10.0.0.7 12 KILL"
+    assert file.read_text() == "10.0.0.7 12 KILL"
 
 
 def test_a_command_that_fails_is_reported_with_its_own_words() -> None:

@@ -39,7 +39,7 @@ QUIET: dict[str, object] = {
 
 
 def _streamed(
-    *tokens: int, name: str = "chaos-0", asked_s: float = 0.0, arrivals_s: tuple[float, ...] = ()
+    *tokens: int, name: str = "chaos-0", request_s: float = 0.0, arrivals_s: tuple[float, ...] = ()
 ) -> Streamed:
     return Streamed(
         name=name,
@@ -49,9 +49,9 @@ def _streamed(
         finish_reason="length",
         is_done=True,
         error=None,
-        asked_s=asked_s,
+        asked_s=request_s,
         arrivals_s=arrivals_s,
-        ended_s=arrivals_s[-1] if arrivals_s else asked_s,
+        ended_s=arrivals_s[-1] if arrivals_s else request_s,
     )
 
 
@@ -101,27 +101,29 @@ def test_whatever_piece_comes_twice_is_found_wherever_it_stands() -> None:
     rng = Random(0)
     for _ in range(200):
         # All different, so that nothing repeats by itself.
-        wanted = rng.sample(range(1000), 30)
+        expected = rng.sample(range(1000), 30)
         end = rng.randrange(1, 30)
         start = rng.randrange(end)
-        got = wanted[:end] + wanted[start:]
+        got = expected[:end] + expected[start:]
         for seen in (got, got[:30]):
-            if seen != wanted:
-                assert fate_of(_streamed(*wanted), _streamed(*seen)) == "repeated"
+            if seen != expected:
+                assert fate_of(_streamed(*expected), _streamed(*seen)) == "repeated"
 
 
 def test_another_a_missing_and_an_additional_token_are_a_changed_text() -> None:
-    wanted = _streamed(1, 2, 3, 4, 5)
+    expected = _streamed(1, 2, 3, 4, 5)
     for other in ((1, 2, 9, 4, 5), (1, 2, 4, 5), (1, 2, 3, 4, 5, 6), (1, 2, 3, 4)):
-        assert fate_of(wanted, _streamed(*other)) == "changed"
+        assert fate_of(expected, _streamed(*other)) == "changed"
 
 
 def test_where_tokens_were_left_out_is_said_and_how_many() -> None:
-    wanted = [_streamed(*range(10), name=f"chaos-{i}") for i in range(3)]
+    expected = [_streamed(*range(10), name=f"chaos-{i}") for i in range(3)]
     got = [_streamed(0, 1, 2, 5, 6, 7, 8, 9), _streamed(0, 1, 77, *range(3, 10)), _streamed(0, 1)]
     cut = replace(got[2], is_done=False)
-    wanted, got = ([replace(s, ended_s=1.0) for s in each] for each in (wanted, [*got[:2], cut]))
-    rows = summarise(wanted, got, [])["not_the_same"]
+    expected, got = (
+        [replace(s, ended_s=1.0) for s in streams] for streams in (expected, [*got[:2], cut])
+    )
+    rows = summarise(expected, got, [])["not_the_same"]
     assert isinstance(rows, list)
     assert [(r["same_until"], r["missing_there"]) for r in rows] == [(3, 2), (2, None), (2, 8)]
 
@@ -134,33 +136,33 @@ def test_text_count_and_reason_have_to_agree_too(field: dict[str, object]) -> No
 
 def test_silence_lasts_from_the_fault_to_the_token_after_the_longest_pause() -> None:
     # Struck at 10.0; a token that was on its way comes at 10.1, the next one at 14.0.
-    stream = _streamed(1, 2, 3, 4, asked_s=9.0, arrivals_s=(9.5, 10.1, 14.0, 14.1))
+    stream = _streamed(1, 2, 3, 4, request_s=9.0, arrivals_s=(9.5, 10.1, 14.0, 14.1))
     assert silence_after(_fault(at=10.0), stream) == pytest.approx(4.0)
 
 
 def test_tokens_of_a_rank_before_its_kill_has_landed_are_no_recovery() -> None:
     # The kill is sent at 10.0 and has arrived on the other host at 12.0 at the latest.
-    stream = _streamed(1, 2, 3, 4, asked_s=9.0, arrivals_s=(10.4, 10.8, 11.9, 16.0))
+    stream = _streamed(1, 2, 3, 4, request_s=9.0, arrivals_s=(10.4, 10.8, 11.9, 16.0))
     assert silence_after(_fault(at=10.0, landed=12.0), stream) == pytest.approx(6.0)
 
 
 def test_a_pause_long_after_a_fault_is_not_of_its_making() -> None:
-    stream = _streamed(1, 2, 3, 4, asked_s=9.0, arrivals_s=(9.9, 10.2, 12.0, 30.0))
+    stream = _streamed(1, 2, 3, 4, request_s=9.0, arrivals_s=(9.9, 10.2, 12.0, 30.0))
     assert silence_after(_fault(at=10.0), stream) == pytest.approx(2.0)
 
 
 def test_a_stream_that_never_spoke_again_has_no_silence_to_measure() -> None:
-    assert silence_after(_fault(at=10.0), _streamed(1, asked_s=9.0, arrivals_s=(9.5,))) is None
+    assert silence_after(_fault(at=10.0), _streamed(1, request_s=9.0, arrivals_s=(9.5,))) is None
 
 
 def test_a_request_still_waiting_for_its_first_token_waits_too() -> None:
     assert silence_after(
-        _fault(at=10.0), _streamed(1, asked_s=9.9, arrivals_s=(13.0,))
+        _fault(at=10.0), _streamed(1, request_s=9.9, arrivals_s=(13.0,))
     ) == pytest.approx(3.0)
 
 
 def test_a_fault_after_which_no_stream_spoke_again_counts_as_infinite() -> None:
-    ended = _streamed(1, name="chaos-0", asked_s=9.0, arrivals_s=(9.5,))
+    ended = _streamed(1, name="chaos-0", request_s=9.0, arrivals_s=(9.5,))
     cut = replace(ended, name="chaos-1", is_done=False, finish_reason=None, ended_s=40.0)
     assert recovery_of(_fault(at=10.0, streams={"chaos-0"}), [ended, cut]) is None
     recovery = recovery_of(_fault(at=10.0, streams={"chaos-0", "chaos-1"}), [ended, cut])
@@ -172,7 +174,7 @@ def test_a_fault_after_which_no_stream_spoke_again_counts_as_infinite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("figures", "reasons"),
     [
         ({}, []),
         ({"kills": 0}, ["nothing was broken: give it longer streams, or more of them"]),
@@ -185,10 +187,10 @@ def test_a_fault_after_which_no_stream_spoke_again_counts_as_infinite() -> None:
     ],
 )
 def test_a_run_that_broke_nothing_or_was_not_noticed_is_no_success(
-    found: dict[str, object], said: list[str]
+    figures: dict[str, object], reasons: list[str]
 ) -> None:
     good = {"kills": 3, "lost": 0, "repeated": 0, "changed": 0} | QUIET
-    assert complaints(good | found) == said
+    assert complaints(good | figures) == reasons
 
 
 def test_recovery_is_of_the_struck_pipelines_streams_alone() -> None:
@@ -231,8 +233,8 @@ def test_the_summary_counts_fates_kills_and_interruptions() -> None:
         _fault("router", at=2.2, streams=set(), number=2),
     ]
     report = summarise(undisturbed, disturbed, faults)
-    wanted = {"requests": 4, "kills": 3, "lost": 1, "repeated": 1, "changed": 1}
-    assert {key: report[key] for key in wanted} == wanted
+    expected = {"requests": 4, "kills": 3, "lost": 1, "repeated": 1, "changed": 1}
+    assert {key: report[key] for key in expected} == expected
     assert (report["resumed"], report["resumptions"]) == (1, 2)
     assert (report["recovery_p50_s"], report["recovery_p95_s"]) == (3.9, 4.0)
     assert (report["interruptions"], report["most_interruptions_of_one"]) == (3, 2)
@@ -305,14 +307,14 @@ def _listened(wish: str) -> Streamed:
 
 
 def test_a_whole_stream_is_heard_to_its_end() -> None:
-    heard = _listened("whole")
-    assert heard.is_complete
-    assert (heard.tokens, heard.text, heard.num_tokens) == ((5, 6, 7), "\u0085" * 3, 3)
-    assert heard.asked_s < heard.arrivals_s[0] <= heard.arrivals_s[1] <= heard.ended_s
+    stream = _listened("whole")
+    assert stream.is_complete
+    assert (stream.tokens, stream.text, stream.num_tokens) == ((5, 6, 7), "\u0085" * 3, 3)
+    assert stream.asked_s < stream.arrivals_s[0] <= stream.arrivals_s[1] <= stream.ended_s
 
 
 @pytest.mark.parametrize(
-    ("wish", "said", "tokens"),
+    ("wish", "message", "tokens"),
     [
         ("refused", "answered 429", ()),
         ("error", "given up", (5, 6)),
@@ -320,20 +322,20 @@ def test_a_whole_stream_is_heard_to_its_end() -> None:
     ],
 )
 def test_a_stream_that_fails_says_how_and_keeps_what_came(
-    wish: str, said: str, tokens: tuple[int, ...]
+    wish: str, message: str, tokens: tuple[int, ...]
 ) -> None:
-    heard = _listened(wish)
-    assert not heard.is_complete
-    assert heard.error is not None
-    assert said in heard.error
-    assert heard.tokens == tokens
+    stream = _listened(wish)
+    assert not stream.is_complete
+    assert stream.error is not None
+    assert message in stream.error
+    assert stream.tokens == tokens
 
 
 def test_a_stream_that_ends_without_a_reason_is_not_complete() -> None:
-    heard = _listened("quiet")
-    assert heard.is_done
-    assert heard.error is None
-    assert not heard.is_complete
+    stream = _listened("quiet")
+    assert stream.is_done
+    assert stream.error is None
+    assert not stream.is_complete
 
 
 class _Breaking:
@@ -381,9 +383,9 @@ class _Breaking:
 
 def test_a_stream_whose_connection_breaks_continues_after_its_last_whole_event() -> None:
     service = _Breaking()
-    heard = service.heard(max_attempts=4)
-    assert heard.is_complete
-    assert (heard.tokens, heard.num_resumed) == ((0, 1, 2), 2)
+    stream = service.heard(max_attempts=4)
+    assert stream.is_complete
+    assert (stream.tokens, stream.num_resumed) == ((0, 1, 2), 2)
     assert service.asked_after == [None, "0", "0", "1"]
 
 
@@ -400,6 +402,6 @@ def test_a_stream_that_breaks_too_often_or_is_refused_says_how() -> None:
     broken = _Breaking().heard(max_attempts=3)
     assert (broken.tokens, broken.num_resumed, broken.is_complete) == ((0, 1), 1, False)
     assert "the connection broke" in (broken.error or "")
-    refused = _Breaking(answers_400=True).heard(max_attempts=4)
-    assert (refused.tokens, refused.num_resumed) == ((0,), 0)
-    assert "answered 400" in (refused.error or "")
+    refusal = _Breaking(answers_400=True).heard(max_attempts=4)
+    assert (refusal.tokens, refusal.num_resumed) == ((0,), 0)
+    assert "answered 400" in (refusal.error or "")

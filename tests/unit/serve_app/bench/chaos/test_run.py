@@ -22,10 +22,10 @@ def injector() -> FaultInjector:
 
 
 async def run_without_faults(
-    one: FaultInjector, *afterwards: Callable[[], Awaitable[None]]
+    faults: FaultInjector, *afterwards: Callable[[], Awaitable[None]]
 ) -> None:
-    one._afterwards.extend(asyncio.ensure_future(each()) for each in afterwards)
-    await one.run(iter(()), until=asyncio.Event(), say=lambda _: None)
+    faults._afterwards.extend(asyncio.ensure_future(action()) for action in afterwards)
+    await faults.run(iter(()), until=asyncio.Event(), say=lambda _: None)
 
 
 def test_one_mending_that_fails_spoils_neither_another_nor_the_report(tmp_path: Path) -> None:
@@ -36,9 +36,9 @@ def test_one_mending_that_fails_spoils_neither_another_nor_the_report(tmp_path: 
         await asyncio.sleep(0.05)
         (tmp_path / "mended").touch()
 
-    one = injector()
-    asyncio.run(run_without_faults(one, fails, mends))
-    assert one.injected.missed == ["mending: no such host"]
+    faults = injector()
+    asyncio.run(run_without_faults(faults, fails, mends))
+    assert faults.injected.missed == ["mending: no such host"]
     assert (tmp_path / "mended").exists()
 
 
@@ -49,9 +49,9 @@ def test_a_link_is_mended_although_the_first_attempt_fails(
     first, second = tmp_path / "first", tmp_path / "second"
     up = f"sh -c 'test -e {first} && touch {second} || {{{{ touch {first}; exit 1; }}}}'"
     links = LinkCommands(down="true", up=up, cut_s=0.0)
-    one = injector()
-    asyncio.run(run_without_faults(one, lambda: run._mend_later(links, "h")))
-    assert one.injected.missed == []
+    faults = injector()
+    asyncio.run(run_without_faults(faults, lambda: run._mend_later(links, "h")))
+    assert faults.injected.missed == []
     assert second.exists()
 
 
@@ -64,7 +64,7 @@ class ReadyService(NoService):
 
 @pytest.mark.parametrize("num_open", [0, 2])
 def test_a_fault_that_was_not_noticed_is_told_by_its_own_number(num_open: int) -> None:
-    one = FaultInjector(
+    faults = FaultInjector(
         ReadyService(), signals=SignalsByCommand("true"), links=None, patience_s=-1.0
     )
 
@@ -72,8 +72,8 @@ def test_a_fault_that_was_not_noticed_is_told_by_its_own_number(num_open: int) -
         return answer
 
     async def run() -> bool:
-        one._open = [(7, lambda: says(False)), (8, lambda: says(True))][:num_open]
-        return await one._wait_until_mended(asyncio.Event())
+        faults._open = [(7, lambda: says(False)), (8, lambda: says(True))][:num_open]
+        return await faults._wait_until_mended(asyncio.Event())
 
     assert asyncio.run(run())
-    assert one.injected.unnoticed == [7][:num_open]
+    assert faults.injected.unnoticed == [7][:num_open]

@@ -27,8 +27,8 @@ def test_every_turn_of_the_schedule_has_every_quick_kind_and_the_slow_ones_in_tu
     for turn in turns:
         counts = Counter(kind for kind in turn if kind in quick)
         assert counts == dict.fromkeys(quick, 1) | {"verify rank": 2}
-    (one, *others) = [[kind for kind in turn if kind in slow] for turn in turns]
-    assert all(len(each) == 1 for each in (one, *others))
+    (first, *others) = [[kind for kind in turn if kind in slow] for turn in turns]
+    assert all(len(kinds_of_turn) == 1 for kinds_of_turn in (first, *others))
     for start in (0, 5):
         assert {kind for turn in turns[start : start + 5] for kind in turn if kind in slow} == slow
 
@@ -57,8 +57,10 @@ def test_gaps_have_the_mean_that_was_asked_for() -> None:
 
 def test_requests_are_the_same_for_a_seed_and_of_every_sampling() -> None:
     prompts = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}]
-    first, again = (bodies_of(prompts, model="m", num=80, seed=9, max_tokens=100) for _ in range(2))
-    assert first == again
+    first, second = (
+        bodies_of(prompts, model="m", num=80, seed=9, max_tokens=100) for _ in range(2)
+    )
+    assert first == second
     assert {body["temperature"] for body in first} == {0.0, 0.8, 1.0}
     assert {body["ignore_eos"] for body in first} == {True, False}
     assert len({body["seed"] for body in first}) == 80

@@ -105,11 +105,11 @@ CASES = {
 
 
 def read(
-    form: ToolFormat, pieces: Sequence[str], *, most_calls: int | None = None
+    form: ToolFormat, chunks: Sequence[str], *, max_calls: int | None = None
 ) -> tuple[str, list[tuple[str, str]], list[str]]:
-    parser = ToolCallParser(form, names=["f", "g"], seed="s", most_calls=most_calls)
+    parser = ToolCallParser(form, names=["f", "g"], seed="s", max_calls=max_calls)
     content, calls, ids = "", list[tuple[str, str]](), list[str]()
-    for parsed in [*map(parser.feed, pieces), parser.finish()]:
+    for parsed in [*map(parser.feed, chunks), parser.finish()]:
         content += parsed.content
         for call in parsed.calls:
             if call.id is not None:
@@ -129,12 +129,12 @@ def test_calls_are_found_in_whatever_pieces_the_text_comes(name: str) -> None:
     expected = read(form, [text])
     assert expected[:2] == (content, list(calls))
     for seed in range(20):
-        rng, rest, pieces = random.Random(seed), text, list[str]()
-        while rest:
+        rng, remainder, chunks = random.Random(seed), text, list[str]()
+        while remainder:
             size = rng.randint(1, 7)
-            pieces.append(rest[:size])
-            rest = rest[size:]
-        assert read(form, pieces) == expected
+            chunks.append(remainder[:size])
+            remainder = remainder[size:]
+        assert read(form, chunks) == expected
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,25 +143,25 @@ def test_what_was_made_of_a_beginning_stays(name: str) -> None:
     form, text, content, calls = CASES[name]
     for at in range(len(text)):
         first = ToolCallParser(form, names=["f", "g"], seed="s")
-        begun = first.feed(text[:at])
-        rest = [first.feed(text[at:]), first.finish()]
-        assert begun.content + "".join(each.content for each in rest) == content
+        prefix = first.feed(text[:at])
+        suffix = [first.feed(text[at:]), first.finish()]
+        assert prefix.content + "".join(parsed.content for parsed in suffix) == content
         arguments = [""] * len(calls)
-        for delta in (call for each in (begun, *rest) for call in each.calls):
+        for delta in (call for parsed in (prefix, *suffix) for call in parsed.calls):
             arguments[delta.index] += delta.arguments
-        assert arguments == [each for _, each in calls]
+        assert arguments == [text for _, text in calls]
 
 
 def test_only_so_many_calls_are_shown() -> None:
     form, text, _, _ = CASES["two after text"]
-    content, calls, ids = read(form, [text], most_calls=1)
+    content, calls, ids = read(form, [text], max_calls=1)
     assert (content, calls, len(ids)) == ("Let me see.", [F], 1)
 
 
 def test_ids_differ_and_have_the_length_that_templates_ask_for() -> None:
     _, _, ids = read(MISTRAL, [CASES["Mistral"].text])
     assert len(set(ids)) == 2
-    assert all(len(each) == 9 and each.isalnum() for each in ids)
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
     assert ids == read(MISTRAL, [CASES["Mistral"].text])[2]
 
 

@@ -73,11 +73,11 @@ def tools_api(
     app = toy_api(
         engine, tokenizer=tokenizer, max_model_len=4096, resume_window_s=60.0, limits=LIMITS
     )
-    made = Api(engine=engine, tokenizer=tokenizer)
+    api = Api(engine=engine, tokenizer=tokenizer)
     with serving(app) as url:
-        made.url = url
-        with made.http, made.client:
-            yield name, made
+        api.url = url
+        with api.http, api.client:
+            yield name, api
 
 
 def test_formats_are_known_by_what_their_templates_write() -> None:
@@ -89,7 +89,7 @@ def test_formats_are_known_by_what_their_templates_write() -> None:
 
 def taken(name: str, calls: list[Any]) -> list[Any]:
     """Returns those that the templates of the format can take back."""
-    return calls if FORMATS[name].takes_several else calls[:1]
+    return calls if FORMATS[name].allows_parallel_calls else calls[:1]
 
 
 def test_calls_are_in_the_answer(tools_api: tuple[str, Api]) -> None:
@@ -108,8 +108,8 @@ def test_calls_are_in_the_answer(tools_api: tuple[str, Api]) -> None:
             {"name": "now", "arguments": "{}"},
         ],
     )
-    (one,) = api.post(CHAT, body | {"parallel_tool_calls": False}).json()["choices"]
-    assert [call["function"]["name"] for call in one["message"]["tool_calls"]] == ["weather"]
+    (single,) = api.post(CHAT, body | {"parallel_tool_calls": False}).json()["choices"]
+    assert [call["function"]["name"] for call in single["message"]["tool_calls"]] == ["weather"]
 
 
 def test_a_text_is_a_text(tools_api: tuple[str, Api]) -> None:
@@ -130,24 +130,24 @@ def test_a_stream_has_the_calls_piece_by_piece(tools_api: tuple[str, Api]) -> No
         tools=TOOLS,  # type: ignore[arg-type]
         stream=True,
     )
-    found: list[dict[str, Any]] = []
-    num_pieces, finish = 0, None
+    calls: list[dict[str, Any]] = []
+    num_deltas, finish = 0, None
     for chunk in stream:
         (choice,) = chunk.choices
         assert not choice.delta.content
         finish = choice.finish_reason or finish
         for call in choice.delta.tool_calls or []:
-            num_pieces += 1
+            num_deltas += 1
             assert call.function is not None
             if call.id is not None:
-                found.append({"id": call.id, "name": call.function.name, "arguments": ""})
-            found[call.index]["arguments"] += call.function.arguments or ""
+                calls.append({"id": call.id, "name": call.function.name, "arguments": ""})
+            calls[call.index]["arguments"] += call.function.arguments or ""
     assert finish == "tool_calls"
-    assert [(each["name"], each["arguments"]) for each in found] == taken(
+    assert [(call["name"], call["arguments"]) for call in calls] == taken(
         name, [("weather", '{"city": "Rome", "days": 12}'), ("now", '{"zone": "x"}')]
     )
-    assert num_pieces > 3, "arguments come as they are generated"
-    assert len({each["id"] for each in found}) == len(found)
+    assert num_deltas > 3, "arguments come as they are generated"
+    assert len({call["id"] for call in calls}) == len(calls)
 
 
 def test_a_resumed_stream_goes_on_in_the_middle_of_a_call(tools_api: tuple[str, Api]) -> None:
@@ -159,8 +159,8 @@ def test_a_resumed_stream_goes_on_in_the_middle_of_a_call(tools_api: tuple[str, 
     assert len(with_ids) > 4
     for at in with_ids:
         answer = api.http.post(CHAT, json=body, headers={"Last-Event-ID": whole[at].id})
-        rest = [event.data for event in parsed(answer.text)]
-        assert rest == [event.data for event in whole[at + 1 :]]
+        suffix = [event.data for event in parsed(answer.text)]
+        assert suffix == [event.data for event in whole[at + 1 :]]
 
 
 def test_the_template_gets_tools_and_earlier_calls(tools_api: tuple[str, Api]) -> None:
@@ -231,9 +231,9 @@ def test_a_forced_call_is_a_grammar(tools_api: tuple[str, Api], choice: str) -> 
     name, api = tools_api
     api.says(said(name, ("weather", '{"city": "Rome"}')))
     api.engine.requests.clear()
-    named = {"type": "function", "function": {"name": choice}}
-    asked = choice if choice == "required" else named
-    answer = api.post(CHAT, {"messages": [USER], "tools": TOOLS, "tool_choice": asked})
+    function_choice = {"type": "function", "function": {"name": choice}}
+    tool_choice = choice if choice == "required" else function_choice
+    answer = api.post(CHAT, {"messages": [USER], "tools": TOOLS, "tool_choice": tool_choice})
     assert answer.status_code == 200, answer.text
     grammar = api.engine.requests[0].sampling.grammar
     assert grammar is not None
@@ -241,9 +241,9 @@ def test_a_forced_call_is_a_grammar(tools_api: tuple[str, Api], choice: str) -> 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("parallel", [True, False])
 def test_whatever_a_grammar_allows_are_calls_that_match(
-    name: str, several: bool, tmp_path_factory: pytest.TempPathFactory
+    name: str, parallel: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tokenizer = tool_tokenizer(tmp_path_factory.mktemp("walk"), name)
     form, ends = FORMATS[name], set(tokenizer.eos_token_ids)
@@ -252,8 +252,8 @@ def test_whatever_a_grammar_allows_are_calls_that_match(
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return tokens[0] if len(tokens) == 1 else None
 
-    grammar = calls_grammar(form, SCHEMAS, several=several, special_id=special_id)
-    compiler, most = GrammarCompiler(lambda: tokenizer), 0
+    grammar = calls_grammar(form, SCHEMAS, parallel=parallel, special_id=special_id)
+    compiler, max_calls = GrammarCompiler(lambda: tokenizer), 0
     for seed in range(12):
         rng, matcher, tokens = random.Random(seed), compiler.matcher(grammar), list[int]()
         for _ in range(300):
@@ -271,11 +271,11 @@ def test_whatever_a_grammar_allows_are_calls_that_match(
         fed, ended = parser.feed(text.removesuffix("<|end|>")), parser.finish()
         if tokens[-1] in ends:
             assert fed.content + ended.content == ""
-            assert 1 <= parser.num_calls <= (99 if several else 1)
+            assert 1 <= parser.num_calls <= (99 if parallel else 1)
             for call in fed.calls:
                 jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name or ""])
-            most = max(most, parser.num_calls)
-    assert most == 1 or (several and most > 1)
+            max_calls = max(max_calls, parser.num_calls)
+    assert max_calls == 1 or (parallel and max_calls > 1)
 
 
 @pytest.mark.parametrize(

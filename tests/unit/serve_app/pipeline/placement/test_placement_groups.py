@@ -49,7 +49,8 @@ class Ray:
 
     def _nodes_now(self) -> tuple[Node, ...]:
         return tuple(
-            Node(node_id=each, name=each, resources={}, free={}, labels={}) for each in self.alive
+            Node(node_id=node_id, name=node_id, resources={}, free={}, labels={})
+            for node_id in self.alive
         )
 
 
@@ -68,10 +69,10 @@ def test_a_claimed_group_that_was_kept_to_a_node_that_dies_is_placed_anywhere(
     ray.alive = {"b"}
     ray.states["app/p/draft/one-1"] = "RESCHEDULING"
     groups._poll()
-    assert [each["bundle_label_selector"] for each in ray.asked] == [None]
+    assert [request["bundle_label_selector"] for request in ray.asked] == [None]
     assert "app/p/draft/one-1" not in ray.states
-    (again,) = [name for name in ray.states if name.startswith("app/p/draft/")]
-    assert again.startswith("app/p/draft/two-"), "it belongs to this supervisor"
+    (name,) = [name for name in ray.states if name.startswith("app/p/draft/")]
+    assert name.startswith("app/p/draft/two-"), "it belongs to this supervisor"
     assert groups.missing
 
 

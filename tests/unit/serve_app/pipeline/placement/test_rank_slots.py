@@ -133,23 +133,23 @@ def _all(slots: tuple[RankSlot, ...], strategy: str = "PACK") -> Bundles:
 
 
 def test_a_resource_that_no_node_has_is_named_for_each_bundle_and_node() -> None:
-    said = why_unplaced(_all(_slots(tpu=1)), [_node("a", CPU=8), _node("b", CPU=8, tpu=0.5)])
-    assert said == (
+    reason = why_unplaced(_all(_slots(tpu=1)), [_node("a", CPU=8), _node("b", CPU=8, tpu=0.5)])
+    assert reason == (
         "verify rank 0, verify rank 1 need CPU 2, tpu 1: node a has tpu 0; node b has tpu 0.5"
     )
 
 
 def test_only_the_bundle_that_is_one_too_many_is_named() -> None:
-    said = why_unplaced(_all(_slots(tpu=1)), [_node("a", CPU=8), _node("b", CPU=8, tpu=1)])
-    assert said == (
+    reason = why_unplaced(_all(_slots(tpu=1)), [_node("a", CPU=8), _node("b", CPU=8, tpu=1)])
+    assert reason == (
         "verify rank 1 needs CPU 2, tpu 1: node a has tpu 0; node b is filled by verify rank 0"
     )
 
 
 def test_what_is_there_but_taken_is_told_from_what_is_not_there() -> None:
     nodes = [_node("a", CPU=4, GPU=1, free={"CPU": 4}), _node("b", CPU=4)]
-    said = why_unplaced(_all(_slots(GPU=1)[:2]), nodes)
-    assert said == (
+    reason = why_unplaced(_all(_slots(GPU=1)[:2]), nodes)
+    assert reason == (
         "verify rank 0 needs CPU 2, GPU 1: node a has GPU 1 of 1 in use; node b has GPU 0"
     )
 
@@ -158,24 +158,24 @@ def test_a_label_that_is_missing_is_named() -> None:
     config = PlacementConfig.model_validate({"draft": {"labels": {"eesd.io/stage": "draft"}}})
     slots = rank_slots(config, num_verify_ranks=1, gpus_per_rank=0.0)
     nodes = [_node("a", CPU=4, labels={"eesd.io/stage": "verify"}), _node("b", CPU=4)]
-    said = why_unplaced(_all(slots), nodes)
-    assert said == (
+    reason = why_unplaced(_all(slots), nodes)
+    assert reason == (
         "drafting actor needs CPU 0.5, label eesd.io/stage=draft: node a has no label "
         "eesd.io/stage=draft; node b has no label eesd.io/stage=draft"
     )
 
 
 def test_a_strict_pack_that_is_too_large_for_one_node() -> None:
-    said = why_unplaced(_all(_slots(), "STRICT_PACK"), [_node("a", CPU=4), _node("b", CPU=3)])
-    assert said == (
+    reason = why_unplaced(_all(_slots(), "STRICT_PACK"), [_node("a", CPU=4), _node("b", CPU=3)])
+    assert reason == (
         "all 3 bundles together (strategy STRICT_PACK) needs CPU 5: node a has CPU 4; "
         "node b has CPU 3"
     )
 
 
 def test_a_strict_spread_over_too_few_nodes() -> None:
-    said = why_unplaced(_all(_slots(), "STRICT_SPREAD"), [_node("a", CPU=9), _node("b", CPU=9)])
-    assert said == (
+    reason = why_unplaced(_all(_slots(), "STRICT_SPREAD"), [_node("a", CPU=9), _node("b", CPU=9)])
+    assert reason == (
         "drafting actor needs CPU 1: node a is for verify rank 0 (strategy STRICT_SPREAD: a node "
         "each); node b is for verify rank 1 (strategy STRICT_SPREAD: a node each)"
     )
@@ -184,19 +184,19 @@ def test_a_strict_spread_over_too_few_nodes() -> None:
 def test_a_stage_kept_from_the_nodes_of_the_other_says_so() -> None:
     config = PlacementConfig.model_validate({"stages": "STRICT_SPREAD"})
     _, draft = groups_of(rank_slots(config, num_verify_ranks=2, gpus_per_rank=0.0), config)
-    kept = related(draft, "STRICT_SPREAD", to_nodes=["id-a"])
+    restricted = related(draft, "STRICT_SPREAD", to_nodes=["id-a"])
     node = _node("a", CPU=9)
     assert could_hold(draft, [node])
-    assert not could_hold(kept, [node])
-    assert why_unplaced(kept, [node]) == (
+    assert not could_hold(restricted, [node])
+    assert why_unplaced(restricted, [node]) == (
         "drafting actor needs CPU 0.5: node a holds the other stage "
         "(placement.stages keeps the two apart)"
     )
 
 
 def test_a_large_cluster_is_not_listed_node_by_node() -> None:
-    said = why_unplaced(_all(_slots(tpu=1)), [_node(f"n{i}", CPU=8) for i in range(40)])
-    assert said.endswith("node n3 has tpu 0; and 36 nodes more")
+    reason = why_unplaced(_all(_slots(tpu=1)), [_node(f"n{i}", CPU=8) for i in range(40)])
+    assert reason.endswith("node n3 has tpu 0; and 36 nodes more")
 
 
 def test_a_cluster_without_nodes_says_so() -> None:
@@ -205,14 +205,14 @@ def test_a_cluster_without_nodes_says_so() -> None:
 
 def test_ranks_get_a_gpu_each_and_share_one_only_where_there_is_one() -> None:
     def share(num_gpus: float, ranks: int, *, must: bool = False) -> float:
-        return gpus_per_rank(num_gpus=num_gpus, num_verify_ranks=ranks, must_have_one=must)
+        return gpus_per_rank(num_gpus=num_gpus, num_verify_ranks=ranks, needs_gpu=must)
 
     assert share(0, 1) == 0.0
     assert share(0, 1, must=True) == 1.0  # an autoscaler may bring one
     assert share(1, 1) == 0.5
     assert share(1, 2) == 1.0
     assert share(8, 4) == 1.0
-    assert gpus_per_rank(num_gpus=1, num_verify_ranks=1, num_draft_ranks=2, must_have_one=True) == 1
+    assert gpus_per_rank(num_gpus=1, num_verify_ranks=1, num_draft_ranks=2, needs_gpu=True) == 1
 
 
 def test_what_the_operator_says_of_gpus_wins() -> None:
@@ -226,8 +226,8 @@ def test_what_the_operator_says_of_gpus_wins() -> None:
 @pytest.mark.parametrize("strategy", ["PACK", "STRICT_PACK"])
 @pytest.mark.parametrize("draft", [0.1, 0.2, 0.3, 0.35])
 def test_parts_of_a_gpu_fit_one_by_ray_s_arithmetic(draft: float, strategy: Strategy) -> None:
-    parts = {"draft": {"num_gpus": draft}, "verify": {"num_gpus": 1 - draft}}
-    placement = PlacementConfig.model_validate({"strategy": strategy, **parts})
+    gpus = {"draft": {"num_gpus": draft}, "verify": {"num_gpus": 1 - draft}}
+    placement = PlacementConfig.model_validate({"strategy": strategy, **gpus})
     slots = rank_slots(placement, num_verify_ranks=1, gpus_per_rank=1.0)
     groups = groups_of(slots, placement)
     require_room(groups, strategy, [_node("a", CPU=4, GPU=1)])
@@ -264,13 +264,13 @@ def _all_slots(**placement: object) -> Bundles:
 
 
 def test_only_a_bundle_larger_than_every_node_and_every_node_type_is_impossible() -> None:
-    here, large = _node("head", CPU=8.0), _node("node type large", CPU=8.0, GPU=8.0)
+    head, large = _node("head", CPU=8.0), _node("node type large", CPU=8.0, GPU=8.0)
     small = _node("node type small", CPU=8.0, GPU=0.5)
     group = _all_slots()
-    require_possible(group, [here], [])  # no node types are known: a node may still come
-    require_possible(group, [here], [small, large])
+    require_possible(group, [head], [])  # no node types are known: a node may still come
+    require_possible(group, [head], [small, large])
     with pytest.raises(ConfigError, match=r"actor needs CPU 0\.5, GPU 1.* node type small"):
-        require_possible(group, [here], [small])
+        require_possible(group, [head], [small])
 
 
 def test_a_strict_pack_must_fit_one_node_type_as_a_whole() -> None:
