@@ -182,11 +182,11 @@ class _Recorder:
         )
 
     def take(self, tokens: Sequence[TokenId], outcome: Outcome) -> None:
-        known = self._tokens[self.at : self.at + len(tokens)]
-        if known != list(tokens[: len(known)]):
+        recorded = self._tokens[self.at : self.at + len(tokens)]
+        if recorded != list(tokens[: len(recorded)]):
             raise EngineError(
                 f"recording: resumed at token {self.at}, the text continued with {list(tokens)}, "
-                f"expected {known} as before: record with numerics invariant"
+                f"expected {recorded} as before: record with numerics invariant"
             )
         self._tokens[self.at : self.at + len(tokens)] = tokens
         for offset in range(len(tokens)):
@@ -279,10 +279,10 @@ class TraceSet:
             raise _unreadable(file, f"{type(error).__name__}: {error}") from error
 
 
-def _unreadable(file: Path, found: str) -> CheckpointError:
+def _unreadable(file: Path, content: str) -> CheckpointError:
     return CheckpointError(
         file=file,
-        found=found,
+        found=content,
         expected=f"recorded traces, version {_VERSION}",
         advice="record them again with --record",
     )

@@ -49,7 +49,7 @@ def _streamed(
         finish_reason="length",
         is_done=True,
         error=None,
-        asked_s=asked_s,
+        start_s=asked_s,
         arrivals_s=arrivals_s,
         ended_s=arrivals_s[-1] if arrivals_s else asked_s,
     )
@@ -308,7 +308,7 @@ def test_a_whole_stream_is_heard_to_its_end() -> None:
     heard = _listened("whole")
     assert heard.is_complete
     assert (heard.tokens, heard.text, heard.num_tokens) == ((5, 6, 7), "\u0085" * 3, 3)
-    assert heard.asked_s < heard.arrivals_s[0] <= heard.arrivals_s[1] <= heard.ended_s
+    assert heard.start_s < heard.arrivals_s[0] <= heard.arrivals_s[1] <= heard.ended_s
 
 
 @pytest.mark.parametrize(
