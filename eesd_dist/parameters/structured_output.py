@@ -100,8 +100,8 @@ class AskedGrammar(NamedTuple):
 def has_grammar(fields: StructuredFields) -> bool:
     """Returns whether `asked_grammar` has something to do."""
     is_text = fields.response_format is not None and fields.response_format.type == "text"
-    asked = fields.model_fields_set & StructuredFields.model_fields.keys()
-    return bool(asked - {"response_format"} if is_text else asked)
+    names = fields.model_fields_set & StructuredFields.model_fields.keys()
+    return bool(names - {"response_format"} if is_text else names)
 
 
 class _Asked(NamedTuple):
@@ -112,13 +112,13 @@ class _Asked(NamedTuple):
 
 def asked_grammar(fields: StructuredFields) -> AskedGrammar | None:
     """Returns the grammar that a request asks for; None for any text. Raises RequestError."""
-    found = list(_asked(fields))
-    if not found:
+    grammars = list(_asked(fields))
+    if not grammars:
         return None
-    if len(found) > 1:
-        names = " and ".join(each.param for each in found)
-        raise RequestError(f"found {names}, expected one of them", param=found[1].param)
-    ((param, kind, value),) = found
+    if len(grammars) > 1:
+        names = " and ".join(grammar.param for grammar in grammars)
+        raise RequestError(f"found {names}, expected one of them", param=grammars[1].param)
+    ((param, kind, value),) = grammars
     with naming(param):
         grammar = _grammar(kind, value, whitespace=_whitespace(fields))
         notes = normal_schema(_parsed(value))[1] if kind == "json" else []
@@ -137,16 +137,16 @@ def naming(param: str) -> Iterator[None]:
 
 
 def _asked(fields: StructuredFields) -> Iterator[_Asked]:
-    asked = fields.response_format
-    if asked is not None and asked.type == "json_object":
+    response_format = fields.response_format
+    if response_format is not None and response_format.type == "json_object":
         yield _Asked("response_format", "json", {"type": "object"})
-    if asked is not None and asked.type == "json_schema":
-        if asked.json_schema is None:
+    if response_format is not None and response_format.type == "json_schema":
+        if response_format.json_schema is None:
             raise RequestError(
                 "response_format.json_schema is missing: send the schema, or type: json_object",
                 param="response_format.json_schema",
             )
-        schema = asked.json_schema.schema_
+        schema = response_format.json_schema.schema_
         yield _Asked(
             "response_format.json_schema.schema",
             "json",

@@ -160,8 +160,8 @@ class PageLeases:
         """Reserves pages for the leased ones that are not cached here, at most `limit` and as far
         as there is room: a shorter prefix is useful too.
 
-        `num_reserved` pages stay free for requests of this pipeline; `untouchable` ones may still be
-        read or written by a planned round.
+        `num_reserved` pages stay free for requests of this pipeline; `untouchable` ones may still
+        be read or written by a planned round.
         """
         number = self._new_number()
         arriving: dict[PageId, PageId] = {}

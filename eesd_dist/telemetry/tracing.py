@@ -34,11 +34,11 @@ class Tracing:
         self,
         provider: "TracerProvider | None" = None,
         *,
-        kept: KeptSpans | None = None,
+        span_store: KeptSpans | None = None,
         max_round_spans: int = MAX_ROUND_SPANS,
     ) -> None:
         self._provider = provider
-        self._kept = kept
+        self._kept = span_store
         self.tracer = (provider or NoOpTracerProvider()).get_tracer("eesd")
         self.rounds = (
             None if provider is None else RoundSpans(self.tracer, max_rounds=max_round_spans)
@@ -75,5 +75,5 @@ def make_tracing(options: TracingOptions, *, process: str, service: str = "eesd"
     # Imported here so that a process that does not trace never loads the SDK.
     from eesd_dist.telemetry.provider import make_provider
 
-    provider, kept = make_provider(options, process=process, service=service)
-    return Tracing(provider, kept=kept, max_round_spans=options.max_round_spans)
+    provider, span_store = make_provider(options, process=process, service=service)
+    return Tracing(provider, span_store=span_store, max_round_spans=options.max_round_spans)

@@ -102,7 +102,7 @@ class DraftWatch:
             if self._spans is not None:
                 self._spans.record_round(stats)
             if self._starts is not None:
-                self._starts.record(stats, result.emissions, late=late)
+                self._starts.record(stats, result.emissions, resubmitted=late)
         for emission in result.emissions:
             watched = self._requests.get(emission.request_id)
             if watched is None or emission.request_id in late:

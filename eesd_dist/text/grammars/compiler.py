@@ -147,7 +147,7 @@ class GrammarCompiler:
         return TokenMatcher(
             compiled.deep_copy(),
             vocab_size=tokenizer.vocab_size,
-            compile_again=compile_again,
+            recompile=compile_again,
             reader=self._reader,
         )
 
@@ -180,7 +180,7 @@ def digest_of(grammar: str) -> bytes:
 
 def _error_at_once(compiled: LLMatcher, tokenizer: LLTokenizer) -> str:
     """Returns what goes wrong in the first tokens; empty: nothing."""
-    matcher = TokenMatcher(compiled, vocab_size=tokenizer.vocab_size, compile_again=None)
+    matcher = TokenMatcher(compiled, vocab_size=tokenizer.vocab_size, recompile=None)
     ends, text = set(tokenizer.eos_tokens), list[int]()
     for _ in range(_NUM_TRIED):
         mask = matcher.mask_after()
@@ -191,7 +191,7 @@ def _error_at_once(compiled: LLMatcher, tokenizer: LLTokenizer) -> str:
             for bit in range(8)
             if byte >> bit & 1
         )
-        token = next((each for each in allowed if each not in ends), None)
+        token = next((candidate for candidate in allowed if candidate not in ends), None)
         if compiled.is_error() or token is None:
             break
         text.append(token)
@@ -215,9 +215,9 @@ def _reason(error: str) -> str:
 def _unsupported(error: str) -> str:
     """Returns the keywords that an error names; empty for another error, which may quote what a
     client has sent."""
-    found = _UNSUPPORTED.search(error)
+    match = _UNSUPPORTED.search(error)
     try:
-        names = json.loads(found[1]) if found is not None else []
+        names = json.loads(match[1]) if match is not None else []
     except ValueError:
         return ""
     return ", ".join(names) if all(isinstance(name, str) for name in names) else ""

@@ -119,10 +119,10 @@ def test_trees_are_raced_against_the_chains_of_the_same_controller(ran: Ran) -> 
         assert set(row) == trees
         race = ran.report["live"]["trees"][name]
         assert {"plain", "goodput", "calibration"} | trees == set(race["variants"])
-    asked = {variant.label: variant.params.tree for variant in tree_variants()}
-    assert asked["goodput"] == "none"
-    assert asked["goodput, static tree"] == "static"
-    assert asked["calibration, dynamic tree"] == "dynamic"
+    shapes = {variant.label: variant.params.tree for variant in tree_variants()}
+    assert shapes["goodput"] == "none"
+    assert shapes["goodput, static tree"] == "static"
+    assert shapes["calibration, dynamic tree"] == "dynamic"
 
 
 def test_the_replay_goes_through_every_controller_and_length(ran: Ran) -> None:
