@@ -168,7 +168,7 @@ class _Recorder:
         self._guesses: dict[int, Guess] = {}
         self.at = 0
         """Position of the next round."""
-        self._asked = 0
+        self._missing_at = 0
 
     def request(self, request_id: RequestId, *, at: int) -> Request:
         return Request(
@@ -205,14 +205,14 @@ class _Recorder:
     def go_to_first_missing(self) -> int:
         missing = self.first_missing()
         assert missing is not None
-        self.at = self._asked = missing
+        self.at = self._missing_at = missing
         return missing
 
     def check_progress(self) -> None:
-        if self._asked not in self._guesses:
+        if self._missing_at not in self._guesses:
             raise EngineError(
                 f"recording: a draft of {self._length} tokens found no room at token "
-                f"{self._asked}: raise cache.num_pages"
+                f"{self._missing_at}: raise cache.num_pages"
             )
 
     def trace(self) -> Trace:

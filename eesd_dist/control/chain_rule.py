@@ -164,7 +164,7 @@ class Follower:
     def __init__(self, rule: ChainRule, *, max_length: int) -> None:
         self._rule = rule
         self._is_free = not rule.prices.any()
-        self._most = max_length
+        self._max_length = max_length
         self._means: list[float] = []
         self._num_drafted = self._num_looks = 0
         self._looked = self._spent = 0.0
@@ -174,7 +174,7 @@ class Follower:
 
     def wants_guess(self) -> bool:
         """Returns whether to guess another token; after a guess that was taken, or before any."""
-        if self._num_drafted == self._most:
+        if self._num_drafted == self._max_length:
             return False
         if self._is_free:
             self._answer = YES if self._num_drafted + 1 < len(self._rule.prices) else NO
@@ -204,7 +204,7 @@ class Follower:
 
     def may_go_on(self) -> bool:
         """Returns whether another guess may be wanted after the present one, if that is taken."""
-        return self._num_drafted + 1 < min(self._most, len(self._rule.prices) - 1)
+        return self._num_drafted + 1 < min(self._max_length, len(self._rule.prices) - 1)
 
     @property
     def takes_any(self) -> bool:

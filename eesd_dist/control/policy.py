@@ -61,7 +61,7 @@ class DraftPolicy:
         self._requests: dict[RequestId, _Request] = {}
         self._rounds: list[tuple[BatchController, DraftRound]] = []
         """Groups with requests in this round."""
-        self._awake: Set[RequestId] = frozenset()
+        self._active: Set[RequestId] = frozenset()
         """Requests that may draft in this round."""
 
     @property
@@ -144,9 +144,9 @@ class DraftPolicy:
         for request_id in request_ids:
             self._take_advice(request_id)
         active = [i for i in request_ids if not self._requests[i].group.rests(i)]
-        self._rounds, self._awake = [], frozenset(active)
+        self._rounds, self._active = [], frozenset(active)
         if not active:
-            return self._awake
+            return self._active
         self._setup.trees.begin_round()
         count = len(request_ids) if num_requests is None else num_requests
         num_rows = max(count, num_known or 0)
@@ -160,13 +160,13 @@ class DraftPolicy:
                     overlapped=overlapped,
                 )
                 self._rounds.append((group, group.begin_round(load)))
-        return self._awake
+        return self._active
 
     def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
         """Returns how many tokens found by prompt lookup to draft for a request of this round; 0:
         the exit head drafts. Called before anything else is asked in a round; `find`: as of
         `DraftRound.lookup_length`."""
-        if not self._setup.speculation.prompt_lookup or request_id not in self._awake:
+        if not self._setup.speculation.prompt_lookup or request_id not in self._active:
             return 0
         group = self._requests[request_id].group
         (round_,) = (round_ for owner, round_ in self._rounds if owner is group)
@@ -206,7 +206,7 @@ class DraftPolicy:
         worth: set[RequestId] = set()
         for group, round_ in self._rounds:
             group_ids = [
-                i for i in request_ids if self._requests[i].group is group and i in self._awake
+                i for i in request_ids if self._requests[i].group is group and i in self._active
             ]
             worth |= round_.worth_a_guess(group_ids)
         return worth

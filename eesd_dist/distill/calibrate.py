@@ -128,8 +128,8 @@ def calibrate(
         acceptance=sum(accepted for _, accepted in judged) / len(judged),
         before=_reliability([(evidence.top1_prob, accepted) for evidence, accepted in judged]),
         after=_reliability([(forecast.after, forecast.accepted) for forecast in forecasts]),
-        by_temperature=_parts(forecasts, of=lambda forecast: f"{forecast.temperature:g}"),
-        by_class=_parts(forecasts, of=lambda forecast: forecast.workload),
+        by_temperature=_groups(forecasts, of=lambda forecast: f"{forecast.temperature:g}"),
+        by_class=_groups(forecasts, of=lambda forecast: forecast.workload),
     )
     out = options.out or machine.head
     out.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def _forecasts_of_others(prompts: Sequence[Prompt], answers: Sequence[Answer]) -
     return forecasts
 
 
-def _parts(
+def _groups(
     forecasts: Sequence[_Forecast], *, of: Callable[[_Forecast], str]
 ) -> dict[str, PartReliability]:
     by_name: dict[str, list[_Forecast]] = {}

@@ -209,7 +209,7 @@ def plan(
     sources += [
         Source(tokens=tuple(segment), workload="text", is_prompt=False)
         for text in texts
-        for segment in _pieces(text, length=recipe.max_length)
+        for segment in _segments(text, length=recipe.max_length)
     ]
     if not sources:
         prompts_file = None if options.text_only else options.prompts
@@ -351,7 +351,7 @@ def _spent_s(folder: Path) -> float:
     return float(spent_s) if isinstance(spent_s, int | float) else 0.0
 
 
-def _pieces(text: Sequence[int], *, length: int) -> Iterator[Sequence[int]]:
+def _segments(text: Sequence[int], *, length: int) -> Iterator[Sequence[int]]:
     """Yields pieces of at most `length` tokens of a text, without pieces of a single token."""
     for first in range(0, len(text), length):
         if len(segment := text[first : first + length]) > 1:

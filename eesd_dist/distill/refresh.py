@@ -41,7 +41,7 @@ from eesd_dist.model.spec import ModelSpec, read_json
 from eesd_dist.provenance import collect_provenance
 
 REPORT_FILE = "refresh.json"
-_ASKED_FILE = "asked.json"
+_SETTINGS_FILE = "asked.json"
 _LEAST_HELD_OUT = 8
 """Minimum held-out pieces: an interval over fewer is meaningless."""
 _PER_SHARD = 256
@@ -70,7 +70,7 @@ class RefreshRequest:
         """Folder of intermediate files; removed when the new head is written."""
         return self.out.with_name(f"{self.out.name}.work")
 
-    def asked(self) -> dict[str, object]:
+    def settings(self) -> dict[str, object]:
         """Returns the options that determine the new head; a folder of other options is refused."""
         digest = hashlib.sha256()
         for file in sorted(self.head.glob("*.json")) + sorted(self.head.glob("*.safetensors")):
@@ -143,12 +143,12 @@ def refresh(
     """
     spec = ModelSpec.from_folder(request.model)
     config = HeadConfig.read(request.head, target=spec, target_path=request.model)
-    settings = request.asked()
+    settings = request.settings()
     if request.out.exists():
         return _finished(request.out, settings, say=say)
     training = request.training(config, options or TrainOptions())
     with only_one(request.work):
-        _claim(request.work / _ASKED_FILE, settings, features=training.features)
+        _claim(request.work / _SETTINGS_FILE, settings, features=training.features)
         store = copy_recording(
             request.recording,
             training.features,

@@ -177,7 +177,7 @@ class RunRequest:
         """Returns the number of prompts to calibrate or evaluate on, reduced for short runs."""
         return max(2, round(count * min(1.0, self.minutes / DEFAULT_MINUTES)))
 
-    def asked(self) -> dict[str, object]:
+    def settings(self) -> dict[str, object]:
         """Returns the options that determine the files of a run; not the number of processes."""
         options, recipe = self.collect, self.collection.recipe()
         training = self.training.job()
@@ -223,7 +223,7 @@ def run(request: RunRequest, *, executor: Executor, say: Say) -> Path:
 
 def _claim(request: RunRequest) -> None:
     """Stores the request, or compares it with the stored one."""
-    file, settings = request.out / RUN_FILE, request.asked()
+    file, settings = request.out / RUN_FILE, request.settings()
     if file.exists():
         require_same(file, settings)
         return

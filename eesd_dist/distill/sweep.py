@@ -36,7 +36,7 @@ from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 
 SWEEP_FILE = "sweep.json"
-_ASKED_FILE = "asked.json"
+_SETTINGS_FILE = "asked.json"
 _FOLDER_NAME = re.compile(r"exit_(\d+)_")
 
 
@@ -119,7 +119,7 @@ class SweepRequest:
         require_positive(self, "max_tokens")
         require_temperatures(self.temperatures)
 
-    def asked(self) -> dict[str, object]:
+    def settings(self) -> dict[str, object]:
         """Returns options that must not change between runs into one folder; combinations may."""
         options = self.options
         return {
@@ -244,11 +244,11 @@ def sweep(request: SweepRequest, *, executor: Executor, say: Say) -> SweepReport
     Raises ConfigError if the folder has other settings, or the features lack a layer.
     """
     _require_layers(request)
-    settings = request.asked()
+    settings = request.settings()
     tried = request.combinations
     with only_one(request.out):
         # A table must not mix figures of different settings.
-        claim(request.out / _ASKED_FILE, settings)
+        claim(request.out / _SETTINGS_FILE, settings)
         for number, combination in enumerate(tried, start=1):
             say(f"sweep: {number} of {len(tried)}, {combination.name}")
             _try_apart(request, combination, executor)

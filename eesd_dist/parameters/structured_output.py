@@ -104,7 +104,7 @@ def has_grammar(fields: StructuredFields) -> bool:
     return bool(names - {"response_format"} if is_text else names)
 
 
-class _Asked(NamedTuple):
+class _GrammarField(NamedTuple):
     param: str
     kind: Literal["json", "regex", "choice", "grammar"]
     value: Any
@@ -112,7 +112,7 @@ class _Asked(NamedTuple):
 
 def asked_grammar(fields: StructuredFields) -> AskedGrammar | None:
     """Returns the grammar that a request asks for; None for any text. Raises RequestError."""
-    grammars = list(_asked(fields))
+    grammars = list(_grammar_fields(fields))
     if not grammars:
         return None
     if len(grammars) > 1:
@@ -136,10 +136,10 @@ def naming(param: str) -> Iterator[None]:
         raise RequestError(f"{param}: {error}", param=param) from error
 
 
-def _asked(fields: StructuredFields) -> Iterator[_Asked]:
+def _grammar_fields(fields: StructuredFields) -> Iterator[_GrammarField]:
     response_format = fields.response_format
     if response_format is not None and response_format.type == "json_object":
-        yield _Asked("response_format", "json", {"type": "object"})
+        yield _GrammarField("response_format", "json", {"type": "object"})
     if response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None:
             raise RequestError(
@@ -147,14 +147,14 @@ def _asked(fields: StructuredFields) -> Iterator[_Asked]:
                 param="response_format.json_schema",
             )
         schema = response_format.json_schema.schema_
-        yield _Asked(
+        yield _GrammarField(
             "response_format.json_schema.schema",
             "json",
             {"type": "object"} if schema is None else schema,
         )
     inner = fields.structured_outputs
     if inner is not None and inner.json_object:
-        yield _Asked("structured_outputs.json_object", "json", {"type": "object"})
+        yield _GrammarField("structured_outputs.json_object", "json", {"type": "object"})
     for kind, new, old in (
         ("json", None if inner is None else inner.json_, fields.guided_json),
         ("regex", None if inner is None else inner.regex, fields.guided_regex),
@@ -162,9 +162,9 @@ def _asked(fields: StructuredFields) -> Iterator[_Asked]:
         ("grammar", None if inner is None else inner.grammar, fields.guided_grammar),
     ):
         if new is not None:
-            yield _Asked(f"structured_outputs.{kind}", kind, new)  # type: ignore[arg-type]
+            yield _GrammarField(f"structured_outputs.{kind}", kind, new)  # type: ignore[arg-type]
         if old is not None:
-            yield _Asked(f"guided_{kind}", kind, old)  # type: ignore[arg-type]
+            yield _GrammarField(f"guided_{kind}", kind, old)  # type: ignore[arg-type]
 
 
 def _whitespace(fields: StructuredFields) -> dict[str, str | None]:

@@ -274,12 +274,12 @@ class BeliefBook:
 
         Call it in a thread, on a copy: it pauses regularly to let other threads run.
         """
-        _write_whole(file, self._pieces())
+        _write_whole(file, self._chunks())
 
     def load(self, file: Path) -> None:
         self.restore(read_snapshot(file))
 
-    def _pieces(self) -> Iterator[str]:
+    def _chunks(self) -> Iterator[str]:
         """Yields the snapshot as JSON text in small pieces."""
         head = json.dumps(priors_to_json(self.priors()))
         yield head.removesuffix("}") + ', "live": ['

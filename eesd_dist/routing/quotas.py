@@ -84,7 +84,7 @@ class QuotaBook:
     def __init__(self, *, expiry_s: float) -> None:
         self._expiry_s = expiry_s
         self._accounts: dict[str, _Account] = {}
-        self._heard_s: dict[str, float] = {}
+        self._received_s: dict[str, float] = {}
         """Time when each ingress was last heard of."""
         self._closed: OrderedDict[str, int | None] = OrderedDict()
         """Permits that are not held any more, and what was charged for each: in advance, where its
@@ -185,10 +185,10 @@ class QuotaBook:
             self._closed.popitem(last=False)
 
     def _hear(self, ingress: str, time_s: float) -> None:
-        self._heard_s[ingress] = time_s
-        silent = {name for name, at_s in self._heard_s.items() if time_s - at_s > self._expiry_s}
+        self._received_s[ingress] = time_s
+        silent = {name for name, at_s in self._received_s.items() if time_s - at_s > self._expiry_s}
         for name in silent:
-            del self._heard_s[name]
+            del self._received_s[name]
             for account in self._accounts.values():
                 # Of requests that the service has lost; an ingress that was only silent tells of
                 # its permits again.

@@ -173,7 +173,7 @@ class PageLeases:
             salt = salt_of(request)
             table = self._pages.match_prefix([*request.tokens, _ANY], salt=salt)
             num_cached += len(table)
-            shared = _known(request.pages[len(table) :], arriving)
+            shared = _arriving(request.pages[len(table) :], arriving)
             self._pages.retain(shared)
             table += shared
             missing = request.pages[len(table) :]
@@ -267,6 +267,6 @@ class _Table:
     salt: str
 
 
-def _known(leased: Sequence[PageId], arriving: dict[PageId, PageId]) -> list[PageId]:
+def _arriving(leased: Sequence[PageId], arriving: dict[PageId, PageId]) -> list[PageId]:
     """Returns the pages here of a prefix shared with an earlier request of the same lease."""
     return [arriving[page] for page in takewhile(arriving.__contains__, leased)]

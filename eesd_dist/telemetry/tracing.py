@@ -38,7 +38,7 @@ class Tracing:
         max_round_spans: int = MAX_ROUND_SPANS,
     ) -> None:
         self._provider = provider
-        self._kept = span_store
+        self._span_store = span_store
         self.tracer = (provider or NoOpTracerProvider()).get_tracer("eesd")
         self.rounds = (
             None if provider is None else RoundSpans(self.tracer, max_rounds=max_round_spans)
@@ -51,7 +51,7 @@ class Tracing:
 
     def spans(self, trace_ids: Collection[str] | None = None) -> tuple[SpanRecord, ...]:
         """Returns the kept spans of these traces; None: of all."""
-        return () if self._kept is None else self._kept.read(trace_ids)
+        return () if self._span_store is None else self._span_store.read(trace_ids)
 
     def flush(self) -> None:
         """Sends pending spans; call before a process is killed. If the collector does not answer,

@@ -58,7 +58,7 @@ class TextAssembler:
         )
 
     def take(self, emission: Emission) -> TextDelta:
-        token_texts = self._pieces(emission)
+        token_texts = self._token_texts(emission)
         checked = self._stops.push(token_texts)
         text = checked.text
         if checked.matched is None and emission.finish_reason is not None:
@@ -73,7 +73,7 @@ class TextAssembler:
             stop_reason=stop_reason,
         )
 
-    def _pieces(self, emission: Emission) -> list[str]:
+    def _token_texts(self, emission: Emission) -> list[str]:
         has_hidden_end = self._ended_by_token(emission) and not self._include_stop
         tokens = emission.tokens[:-1] if has_hidden_end else emission.tokens
         token_texts = [self._decoder.feed_one(token) for token in tokens]

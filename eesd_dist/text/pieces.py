@@ -48,7 +48,7 @@ class Pieces:
     @classmethod
     def of_decoder(cls, decoder: object, *, file: object) -> Self:
         """Reads `decoder`, the section of that name in tokenizer.json. Raises CheckpointError."""
-        steps = list(_parts(decoder))
+        steps = list(_decoder_steps(decoder))
         kinds = [step.get("type") for step in steps]
         if "ByteLevel" in kinds:
             return cls(kind="byte-level")
@@ -97,12 +97,12 @@ def _byte_level(entry: str) -> bytes:
         return entry.encode()
 
 
-def _parts(decoder: object) -> Iterator[Mapping[str, object]]:
+def _decoder_steps(decoder: object) -> Iterator[Mapping[str, object]]:
     if not isinstance(decoder, Mapping):
         return
     if decoder.get("type") == "Sequence":
         for step in cast("Sequence[object]", decoder.get("decoders", ())):
-            yield from _parts(step)
+            yield from _decoder_steps(step)
     else:
         yield decoder
 

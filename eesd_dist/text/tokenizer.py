@@ -101,7 +101,7 @@ class Tokenizer:
         self._backend = backend
         self._foreign = {id_: text for text, id_ in vocabulary.items() if id_ >= vocab_size}
         """Tokens that the model does not have."""
-        self._pieces = decoder_rules
+        self._decoder_rules = decoder_rules
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(TokenId(token) for token in eos_token_ids)
         self._special_token_ids = _special_ids(backend)
@@ -295,7 +295,7 @@ class Tokenizer:
             self._text_of(run, are_raw_bytes=are_raw_bytes)
             for are_raw_bytes, run in groupby(shown, self._raw_byte_ids.__contains__)
         )
-        return text.removeprefix(" ") if self._pieces.strips_first_space else text
+        return text.removeprefix(" ") if self._decoder_rules.strips_first_space else text
 
     def _text_of(self, tokens: Iterable[TokenId], *, are_raw_bytes: bool) -> str:
         content = b"".join(map(self.token_bytes, tokens))
@@ -316,7 +316,7 @@ class Tokenizer:
         return b"" if entry is None else self._bytes_of(entry, token)
 
     def _bytes_of(self, entry: str, token: int) -> bytes:
-        return self._pieces.bytes_of(entry, is_literal=token in self._added)
+        return self._decoder_rules.bytes_of(entry, is_literal=token in self._added)
 
 
 def leave_out_torch() -> None:

@@ -16,7 +16,7 @@ class CostTable:
         self._cost = cost
         self._steps = [0.0]
         self._rows = [0.0]
-        self._known: dict[int, float] = {}
+        self._input_s: dict[int, float] = {}
         self._rounds: dict[tuple[int, int, int, bool], list[float]] = {}
         self.guess_share = cost.guess_batch(1) / cost.draft_step_s if cost.draft_step_s else 0.0
 
@@ -40,9 +40,9 @@ class CostTable:
         return rounds_s
 
     def known(self, rows: int) -> float:
-        if rows not in self._known:
-            self._known[rows] = self._cost.known_batch(rows)
-        return self._known[rows]
+        if rows not in self._input_s:
+            self._input_s[rows] = self._cost.known_batch(rows)
+        return self._input_s[rows]
 
     def steps(self, max_tokens: int) -> list[float]:
         """Returns the seconds of levels of 0, 1, 2, ... up to at least `most` tokens."""

@@ -35,7 +35,7 @@ def held_out_batches(
 ) -> list[HeldOutBatch]:
     """Returns this rank's part of all rows of selected sequences, sorted by length. Features of
     other ranks' sequences are not kept in memory."""
-    names = _named(store, only, length=shape.length)
+    names = _row_names(store, only, length=shape.length)
     batches = [names[at : at + shape.rows] for at in range(0, len(names), shape.rows)]
     shares = [batch[rank::num_ranks] for batch in batches]
     own = [share or batch[:1] for share, batch in zip(shares, batches, strict=True)]
@@ -46,7 +46,7 @@ def held_out_batches(
     ]
 
 
-def _named(store: FeatureStore, only: Collection[int], *, length: int) -> list[_RowName]:
+def _row_names(store: FeatureStore, only: Collection[int], *, length: int) -> list[_RowName]:
     """Returns the rows of these sequences, shorter ones first."""
     selected = frozenset(only)
     return sorted(

@@ -41,7 +41,7 @@ class TokenMatcher:
         ones each time it has grown by some hundred tokens. None: it fails there. `reader`: for
         `mask_in_thread`."""
         self._matcher = matcher
-        self._compile_again = recompile
+        self._recompile = recompile
         self._reader = reader
         self._begins_again_at = 0
         """Length of the text from which it may get new states."""
@@ -120,9 +120,9 @@ class TokenMatcher:
 
     def _begin_again(self, *, in_thread: bool = False) -> bool:
         """Reads the text with states of its own."""
-        if self._compile_again is None or len(self._read) < self._begins_again_at:
+        if self._recompile is None or len(self._read) < self._begins_again_at:
             return False
-        self._matcher = self._compile_again()
+        self._matcher = self._recompile()
         self._begins_again_at = len(self._read) + _BEGINS_AGAIN_AFTER
         if in_thread:
             return all(map(self._consume_in_thread, self._read))
@@ -146,21 +146,21 @@ class BackgroundReader:
 
     def consume(self, matcher: LLMatcher, token: int) -> tuple[bool, float]:
         """Reads one token; returns whether the text may have it, and the seconds used."""
-        state = self._mine()
+        state = self._thread_state()
         started = state.clock()
         accepted = state.executor.consume_token_par([(matcher, token), (state.ended, token)])
         return bool(accepted[0]), state.clock() - started
 
     def mask(self, matcher: LLMatcher) -> tuple[bytes, float]:
         """Returns the tokens that may follow, and the seconds used."""
-        state = self._mine()
+        state = self._thread_state()
         size = ctypes.sizeof(state.words) // 2
         pair = [(matcher, 0), (state.open, 1)]
         started = state.clock()
         state.executor.unsafe_compute_mask_ptr(pair, ctypes.addressof(state.words), size, 2)
         return bytes(state.words)[:size], state.clock() - started
 
-    def _mine(self) -> threading.local:
+    def _thread_state(self) -> threading.local:
         state = self._of_thread
         if not hasattr(state, "executor"):
             state.ended, state.open = self._ended.deep_copy(), self._ended.deep_copy()

@@ -378,7 +378,7 @@ class Charging(RuleBasedStateMachine):
     def lose_the_ingress(self, ingress: str) -> None:
         """It dies with its requests; the book hears of the other one only."""
         other = "two" if ingress == "one" else "one"
-        self.book._heard_s[ingress] = -100.0
+        self.book._received_s[ingress] = -100.0
         self.running[ingress].clear()
         self._send(other, Message("hold", held=dict(self.running[other])), arrives=True)
         self.known[ingress].clear()

@@ -29,9 +29,9 @@ class PieceCodec:
         self.eos_token_ids = tuple(map(TokenId, spec.eos_token_ids))
         self.special_token_ids = frozenset(self.eos_token_ids)
         strings = [*_SINGLE, *_DOUBLE]
-        self._pieces = [strings[at % len(strings)].encode() for at in range(spec.vocab_size)]
+        self._token_texts = [strings[at % len(strings)].encode() for at in range(spec.vocab_size)]
         self._token_of: dict[bytes, TokenId] = {}
-        for at, content in enumerate(self._pieces):
+        for at, content in enumerate(self._token_texts):
             if at not in self.special_token_ids:
                 self._token_of.setdefault(content, TokenId(at))
 
@@ -53,7 +53,7 @@ class PieceCodec:
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def token_bytes(self, token: TokenId) -> bytes:
-        return b"" if token in self.special_token_ids else self._pieces[token]
+        return b"" if token in self.special_token_ids else self._token_texts[token]
 
 
 def grammars_of(spec: ModelSpec) -> GrammarCompiler:
