@@ -89,14 +89,14 @@ def is_kept(function: Callable[..., None], *modules: ModuleType) -> bool:
     return any(_folder(function, modules).rglob("*.nbi"))
 
 
-class Later(Generic[T]):
+class LazyCompiled(Generic[T]):
     """A value that takes seconds to make: a thread makes it while work goes on without it."""
 
     def __init__(self, make: Callable[[], T | None], *, is_ready: bool = False) -> None:
         """`make` is called by a thread, STARTING_S after the first `get`; `is_ready`: now, since it
         takes no time, or nothing may go on without it."""
         self._make = make
-        self._made = make() if is_ready else None
+        self._value = make() if is_ready else None
         self._is_asleep = not is_ready
 
     @classmethod
@@ -111,11 +111,11 @@ class Later(Generic[T]):
             timer = threading.Timer(STARTING_S, self._run)
             timer.daemon = True
             timer.start()
-        return self._made
+        return self._value
 
     def _run(self) -> None:
         try:
-            self._made = self._make()
+            self._value = self._make()
         except Exception:  # the work goes on without it
             logger.exception("a compiled call is missing")
 

@@ -289,7 +289,7 @@ def cases_of(topologies: Sequence[Topology], *, in_process: bool) -> tuple[Case,
     return tuple(cases)
 
 
-class _Here:
+class _LocalRunner:
     """Both stages in this process."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -306,8 +306,8 @@ class _Here:
 
 
 @contextmanager
-def _here(config: EngineConfig) -> Iterator[PlacedRunner]:
-    runner = _Here(config)
+def _local_runner(config: EngineConfig) -> Iterator[PlacedRunner]:
+    runner = _LocalRunner(config)
     try:
         yield runner
     finally:
@@ -329,7 +329,7 @@ def run(options: ExactOptions, *, actors: Actors, is_cluster: bool) -> int:
     for case in cases:
         config = engine_config(options.model, options.head, case)
         started = time.perf_counter()
-        with (actors if case.verify_ranks else _here)(config) as runner:
+        with (actors if case.verify_ranks else _local_runner)(config) as runner:
             num_hosts = len(set(runner.hosts()))
             comparison = compare(
                 runner,

@@ -3,7 +3,7 @@
 On a machine that has kept none, every rank would compile the same ones before its first round, and
 slow down the rounds of those that are ready. One process compiles them for all
 (`workers/compiling`). Ranks wait for the kernel of layers before they load, and take the calls of a
-whole round when they are there (`compiled.Later`).
+whole round when they are there (`compiled.LazyCompiled`).
 """
 
 import fcntl
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from eesd_dist.compiled import Later, kernels_folder
+from eesd_dist.compiled import LazyCompiled, kernels_folder
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def wait_for_layers() -> None:
 
 def when_kept(
     make: Callable[[], T | None], *, is_kept: Callable[[], bool], is_needed: bool
-) -> Later[T]:
+) -> LazyCompiled[T]:
     """Returns what `make` makes with a kernel: now if it is kept or `is_needed`, else later."""
 
     def make_later() -> T | None:
@@ -73,7 +73,7 @@ def when_kept(
         return make()
 
     is_ready = is_needed or is_kept()
-    return Later(make if is_ready else make_later, is_ready=is_ready)
+    return LazyCompiled(make if is_ready else make_later, is_ready=is_ready)
 
 
 def _wait_for(is_kept: Callable[[], bool], *, longest_s: float) -> None:
