@@ -839,7 +839,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.requests.append(request)
         self.ledger.answers[request.request_id] = list(generated)
 
-    @rule(wanted=st.booleans())
+    @rule(overlap=st.booleans())
     def set_overlap(self, overlap: bool) -> None:
         self.scheduler.set_overlap(overlap)
 

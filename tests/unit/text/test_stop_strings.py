@@ -32,7 +32,7 @@ _letters = st.text("ab", max_size=4)
 _stops = st.lists(st.text("ab", min_size=1, max_size=3), max_size=3)
 
 
-@given(pieces=st.lists(_letters, max_size=8), stops=_stops)
+@given(token_texts=st.lists(_letters, max_size=8), stops=_stops)
 def test_the_text_is_cut_where_the_first_stop_string_is_complete(
     token_texts: list[str], stops: list[str]
 ) -> None:
@@ -43,7 +43,7 @@ def test_the_text_is_cut_where_the_first_stop_string_is_complete(
         assert len(text + matched) > len("".join(token_texts[: num_tokens - 1]))
 
 
-@given(pieces=st.lists(_letters, max_size=8), stops=_stops, include=st.booleans())
+@given(token_texts=st.lists(_letters, max_size=8), stops=_stops, include=st.booleans())
 def test_it_does_not_matter_how_many_pieces_come_at_a_time(
     token_texts: list[str], stops: list[str], include: bool
 ) -> None:
