@@ -118,14 +118,16 @@ def _flattened(run: Run, defaults: Mapping[str, object]) -> Callable[..., None]:
     @wraps(run)
     def call(**values: Any) -> None:
         try:
-            status = run(**{name: _gathered(each, values) for name, each in parameters.items()})
+            status = run(
+                **{name: _gathered(parameter, values) for name, parameter in parameters.items()}
+            )
         except BrokenPipeError:  # the reader of the output has closed it: not an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             status = 0
         if status:
             raise Exit(status)
 
-    leaves = [leaf for each in parameters.values() for leaf in _leaves(each, defaults)]
+    leaves = [leaf for parameter in parameters.values() for leaf in _leaves(parameter, defaults)]
     call.__signature__ = Signature(leaves)  # type: ignore[attr-defined]
     return call
 
@@ -139,27 +141,27 @@ class _Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _refuse_removed(args, known={name for param in self.params for name in param.opts})
+        _refuse_removed(args, options={name for param in self.params for name in param.opts})
         if all(param.param_type_name == "option" for param in self.params):
-            several = {name for param in self.params if param.multiple for name in param.opts}
-            args = list(_repeated(args, several))
+            repeatable = {name for param in self.params if param.multiple for name in param.opts}
+            args = list(_repeated(args, repeatable))
         return super().parse_args(ctx, args)
 
 
-def _refuse_removed(words: Sequence[str], *, known: set[str]) -> None:
+def _refuse_removed(words: Sequence[str], *, options: set[str]) -> None:
     for word in words:
         flag = word.partition("=")[0]
-        replacement = None if flag in known else replacement_of(flag)
+        replacement = None if flag in options else replacement_of(flag)
         if replacement is not None:
             raise ConfigError(f"{flag}: {replacement}")
 
 
-def _repeated(words: Sequence[str], several: set[str]) -> Iterator[str]:
+def _repeated(words: Sequence[str], repeatable: set[str]) -> Iterator[str]:
     """Yields the words with `--exits 1 2` written as `--exits 1 --exits 2`."""
     option, is_first = "", False
     for word in words:
         if word.startswith("-"):
-            option, is_first = word if word in several else "", True
+            option, is_first = word if word in repeatable else "", True
         elif option and not is_first:
             yield option
         else:
@@ -170,8 +172,8 @@ def _repeated(words: Sequence[str], several: set[str]) -> Iterator[str]:
 def _leaves(parameter: Parameter, defaults: Mapping[str, object]) -> Iterator[Parameter]:
     kind = parameter.annotation
     if isinstance(kind, type) and is_dataclass(kind):
-        for each in signature(kind).parameters.values():
-            yield from _leaves(each, defaults)
+        for field in signature(kind).parameters.values():
+            yield from _leaves(field, defaults)
     elif kind is Context:
         yield parameter
     else:
@@ -182,8 +184,8 @@ def _leaves(parameter: Parameter, defaults: Mapping[str, object]) -> Iterator[Pa
 def _gathered(parameter: Parameter, values: dict[str, Any]) -> Any:
     kind = parameter.annotation
     if isinstance(kind, type) and is_dataclass(kind):
-        parts = signature(kind).parameters
-        return kind(**{name: _gathered(each, values) for name, each in parts.items()})
+        fields = signature(kind).parameters
+        return kind(**{name: _gathered(field, values) for name, field in fields.items()})
     value = values[parameter.name]
     return tuple(value) if isinstance(value, list) else value
 

@@ -37,9 +37,9 @@ def can_compile() -> bool:
 
 def cache_folder() -> Path:
     """Returns the folder of what a start-up may reuse; it need not exist or be writable."""
-    named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        return Path(named)
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder:
+        return Path(folder)
     return user_folder("XDG_CACHE_HOME", ".cache", in_temporary="cache")
 
 
@@ -64,39 +64,39 @@ def use_in_kernels(functions: Iterable[Callable[..., object]]) -> None:
         register_jitable(error_model="numpy")(function)
 
 
-def kernel(function: Callable[..., None], *parts: ModuleType) -> Callable[..., None]:
+def kernel(function: Callable[..., None], *modules: ModuleType) -> Callable[..., None]:
     """Returns the function, compiled at its first call or loaded from the cache on disk. Calls
-    release the GIL. `parts`: the modules of what it calls, other than its own; of a package, all of
+    release the GIL. `modules`: those of what it calls, other than its own; of a package, all of
     its files."""
     import numba
 
-    folder = _folder(function, parts)
+    folder = _folder(function, modules)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Numba reads the setting when a function is decorated.
         numba.config.CACHE_DIR = str(folder)
-        kept: Callable[..., None] = numba.njit(nogil=True, error_model="numpy", cache=True)(
+        compiled: Callable[..., None] = numba.njit(nogil=True, error_model="numpy", cache=True)(
             function
         )
     except (OSError, RuntimeError) as error:
         logger.info("kernel not kept: folder=%s reason=%s", folder, error)
         return inner(function)
-    return kept
+    return compiled
 
 
-def is_kept(function: Callable[..., None], *parts: ModuleType) -> bool:
+def is_kept(function: Callable[..., None], *modules: ModuleType) -> bool:
     """Returns whether an earlier process has kept this kernel, for some types of arguments."""
-    return any(_folder(function, parts).rglob("*.nbi"))
+    return any(_folder(function, modules).rglob("*.nbi"))
 
 
-class Later(Generic[T]):
+class LazyCompiled(Generic[T]):
     """A value that takes seconds to make: a thread makes it while work goes on without it."""
 
     def __init__(self, make: Callable[[], T | None], *, is_ready: bool = False) -> None:
         """`make` is called by a thread, STARTING_S after the first `get`; `is_ready`: now, since it
         takes no time, or nothing may go on without it."""
         self._make = make
-        self._made = make() if is_ready else None
+        self._value = make() if is_ready else None
         self._is_asleep = not is_ready
 
     @classmethod
@@ -111,24 +111,24 @@ class Later(Generic[T]):
             timer = threading.Timer(STARTING_S, self._run)
             timer.daemon = True
             timer.start()
-        return self._made
+        return self._value
 
     def _run(self) -> None:
         try:
-            self._made = self._make()
+            self._value = self._make()
         except Exception:  # the work goes on without it
             logger.exception("a compiled call is missing")
 
 
-def _folder(function: Callable[..., None], parts: tuple[ModuleType, ...]) -> Path:
-    return kernels_folder() / _digest(function, parts)[:16]
+def _folder(function: Callable[..., None], modules: tuple[ModuleType, ...]) -> Path:
+    return kernels_folder() / _digest(function, modules)[:16]
 
 
-def _digest(function: Callable[..., None], parts: tuple[ModuleType, ...]) -> str:
+def _digest(function: Callable[..., None], modules: tuple[ModuleType, ...]) -> str:
     own = inspect.getfile(function)
     files = [Path(own)]
-    for part in parts:
-        file = Path(inspect.getfile(part))
+    for module in modules:
+        file = Path(inspect.getfile(module))
         files += sorted(file.parent.glob("*.py")) if file.name == "__init__.py" else [file]
     digest = sha256(f"{own} {sys.implementation.cache_tag}".encode())
     for file in files:

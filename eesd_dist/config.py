@@ -287,13 +287,13 @@ class EngineConfig(Section):
 def complaint_of(error: ValidationError, root: type[BaseModel]) -> str:
     """Returns the first error of a tree, and the number of the others."""
     first = error.errors(include_url=False)[0]
-    path, found = [str(part) for part in first["loc"]], first["input"]
-    text = f"{'.'.join(path)}: {first['msg']}, found {found!r}"
+    path, value = [str(key) for key in first["loc"]], first["input"]
+    text = f"{'.'.join(path)}: {first['msg']}, found {value!r}"
     if first["type"] == "extra_forbidden":
-        text = f"{'.'.join(path)}: unknown key, found {found!r}; {_known_keys(path, root)}"
-    elif isinstance(found, dict) and first["type"].endswith("_type"):
+        text = f"{'.'.join(path)}: unknown key, found {value!r}; {_known_keys(path, root)}"
+    elif isinstance(value, dict) and first["type"].endswith("_type"):
         text += ": this key takes a value, set it without a key below it"
-    elif (replacement := replacement_of(f"{'.'.join(path)}: {found}")) is not None:
+    elif (replacement := replacement_of(f"{'.'.join(path)}: {value}")) is not None:
         text += f"; {replacement}"
     more = error.error_count() - 1
     return f"{text} (and {more} more)" if more else text
@@ -305,8 +305,8 @@ def _known_keys(path: Sequence[str], root: type[BaseModel]) -> str:
     if replacement is not None:
         return replacement
     section = root
-    for part in path[:-1]:
-        field = section.model_fields.get(part)
+    for key in path[:-1]:
+        field = section.model_fields.get(key)
         kinds = () if field is None else (field.annotation, *get_args(field.annotation))
         sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
         if not sections:

@@ -188,8 +188,8 @@ class WireError(EngineError):
 
 def listed(names: Sequence[str], *, limit: int = 8) -> str:
     """Returns the first names, and how many more there are."""
-    rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+    num_more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def os_error_text(error: OSError) -> str:

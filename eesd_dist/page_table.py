@@ -48,8 +48,8 @@ class PageTable(Sequence[int]):
     @overload
     def __getitem__(self, at: slice) -> "PageTable": ...
     def __getitem__(self, at: int | slice) -> "int | PageTable":
-        found = self.array[at]
-        return PageTable._over(found) if isinstance(at, slice) else int(found)
+        pages = self.array[at]
+        return PageTable._over(pages) if isinstance(at, slice) else int(pages)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.array.tolist())

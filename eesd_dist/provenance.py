@@ -123,13 +123,13 @@ def _num_usable_cpus() -> int:
 
 def _versions() -> tuple[tuple[str, str], ...]:
     """Reads versions from package metadata: importing torch to get its version takes seconds."""
-    found: list[tuple[str, str]] = []
+    versions: list[tuple[str, str]] = []
     for name in PACKAGES:
         try:
-            found.append((name, metadata.version(name)))
+            versions.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             continue
-    return tuple(found)
+    return tuple(versions)
 
 
 def _gpus() -> tuple[str, ...]:

@@ -15,8 +15,8 @@ def user_folder(variable: str, in_home: str, *, in_temporary: str) -> Path:
 
     Raises ConfigError if the private temporary folder is needed and another user's.
     """
-    if named := os.environ.get(variable):
-        return Path(named) / "eesd"
+    if setting := os.environ.get(variable):
+        return Path(setting) / "eesd"
     home = Path(os.path.expanduser("~"))  # without HOME and an entry in the table of users: "~"
     if home.is_absolute() and _can_be_written(home / in_home / "eesd"):
         return home / in_home / "eesd"
@@ -34,8 +34,8 @@ def temporary_folder() -> Path:
 
 def require_private(folder: Path) -> None:
     """Raises ConfigError unless the folder is this user's alone; a link to one is not."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or not is_private(found):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or not is_private(status):
         raise ConfigError(
             f"{folder}: expected a folder that only you can read, since it holds secrets and code "
             "that your processes run: remove it, chmod 700, or name others (XDG_RUNTIME_DIR, "
@@ -43,8 +43,8 @@ def require_private(folder: Path) -> None:
         )
 
 
-def is_private(found: os.stat_result) -> bool:
-    return found.st_uid == os.getuid() and not found.st_mode & 0o077
+def is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _can_be_written(folder: Path) -> bool:

@@ -136,7 +136,9 @@ class Router:
             self._ingresses.note(
                 app,
                 ingress,
-                IngressReport(num_waiting=num_waiting, targets=targets, heard_s=time.monotonic()),
+                IngressReport(
+                    num_waiting=num_waiting, targets=targets, received_s=time.monotonic()
+                ),
             )
         if membership_id == self._membership_id:
             with suppress(TimeoutError):
@@ -150,14 +152,14 @@ class Router:
 
     async def ingress_pages(self, app: str) -> dict[str, bytes]:
         """Returns the latest metrics of each ingress of a service, as Prometheus text."""
-        return self._ingresses.pages(app, now_s=time.monotonic())
+        return self._ingresses.pages(app, time_s=time.monotonic())
 
     async def acquire(
         self, app: str, caller: str, quota: Quota, permit: str, ingress: str
     ) -> Standing:
         """Gives a permit for one request of a caller, or refuses it."""
         return self._quota_book(app).acquire(
-            caller, quota, permit=permit, ingress=ingress, now_s=time.monotonic()
+            caller, quota, permit=permit, ingress=ingress, time_s=time.monotonic()
         )
 
     async def reserve(
@@ -170,7 +172,7 @@ class Router:
             permit=permit,
             ingress=ingress,
             num_tokens=num_tokens,
-            now_s=time.monotonic(),
+            time_s=time.monotonic(),
         )
 
     async def release(
@@ -179,11 +181,11 @@ class Router:
         """Takes a permit back, and charges the tokens that its request has used."""
         book = self._quota_book(app)
         time_s = time.monotonic()
-        book.release(caller, permit=permit, ingress=ingress, num_tokens=num_tokens, now_s=time_s)
+        book.release(caller, permit=permit, ingress=ingress, num_tokens=num_tokens, time_s=time_s)
 
     async def hold(self, app: str, ingress: str, held: Held) -> None:
         """Takes the permits that are in use at an ingress, in place of those known."""
-        self._quota_book(app).hold(ingress, held, now_s=time.monotonic())
+        self._quota_book(app).hold(ingress, held, time_s=time.monotonic())
 
     def _quota_book(self, app: str) -> QuotaBook:
         return self._quotas.setdefault(app, QuotaBook(expiry_s=self._config.expiry_s))
@@ -205,26 +207,26 @@ class Router:
         """Returns how many pipelines a service should have from now on; `count` is what it has, and
         stays while no ingress reports."""
         time_s = time.monotonic()
-        ingress = self._ingresses.latest(app, now_s=time_s)
+        ingress = self._ingresses.latest(app, time_s=time_s)
         if ingress is None:  # which targets hold is not known yet
             return count
         targets = ingress.targets or targets
         fleet = self._fleet(app)
         if fleet is None:
-            fleet = self._fleets[app] = Fleet(targets, count=count, now_s=time_s)
+            fleet = self._fleets[app] = Fleet(targets, count=count, time_s=time_s)
         was = fleet.state.decision
         size = fleet.look(
             [listed.report for listed in self._directory.listed(app)],
             targets=targets,
-            num_waiting=self._ingresses.num_waiting(app, now_s=time_s),
+            num_waiting=self._ingresses.num_waiting(app, time_s=time_s),
             count=count,
-            now_s=time_s,
+            time_s=time_s,
         )
         decision = fleet.state.decision
         if decision != was:
             logger.info(
                 "autoscaling: app=%s was=%d wanted=%d signal=%s reason=%s",
-                *(app, was.wanted, decision.wanted, decision.signal, decision.reason),
+                *(app, was.target, decision.target, decision.signal, decision.reason),
             )
         return size
 

@@ -26,7 +26,7 @@ os.environ.setdefault("EESD_CACHE_DIR", _cache.name)
 _state = tempfile.TemporaryDirectory(prefix="eesd-test-state-")
 os.environ["XDG_STATE_HOME"] = _state.name
 # Tests must not use a collector or cluster of the caller.
-for name in [each for each in os.environ if each.startswith("OTEL_")] + ["RAY_ADDRESS"]:
+for name in [variable for variable in os.environ if variable.startswith("OTEL_")] + ["RAY_ADDRESS"]:
     os.environ.pop(name, None)
 # No test needs files from a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

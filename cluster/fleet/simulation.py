@@ -63,7 +63,7 @@ class FleetSimulation:
         self._load = load
         self._rng = Random(seed)
         self._env = simpy.Environment()
-        self._fleet = Fleet(setting.targets, count=setting.initial, now_s=0.0)
+        self._fleet = Fleet(setting.targets, count=setting.initial, time_s=0.0)
         self._names = count()
         self._nodes: list[_Node] = []
         self._waiting: list[Job] = []
@@ -158,11 +158,11 @@ class FleetSimulation:
             targets=self._setting.targets,
             num_waiting=len(self._waiting),
             count=present,
-            now_s=self._env.now,
+            time_s=self._env.now,
         )
         decision = self._fleet.state.decision
         if decision != was:
-            change = Change(at_s=self._env.now, was=was.wanted, wanted=decision.wanted)
+            change = Change(at_s=self._env.now, was=was.target, wanted=decision.target)
             self.outcome.changes.append(change)
         for _ in range(wanted - present):
             self._add(is_ready=False)

@@ -34,19 +34,19 @@ def main(options: BatchedOptions) -> None:
     torch.set_num_threads(1)
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     variants = _variants(options, longest=max(len(prompt.tokens) for prompt in prompts))
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    by_batch: dict[str, dict[str, dict[str, float]]] = {}
     say(f"{'requests':>9}" + "".join(f"{name:>16}" for name in variants) + "   tokens/s")
     for batch in options.batches:
-        wanted = list(islice(cycle(prompts), batch))
+        batch_prompts = list(islice(cycle(prompts), batch))
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         texts: dict[str, list[list[int]]] = {}
         for repeat in range(options.repeats + 1):
             for name, generate in variants.items():
                 started = time.perf_counter()
-                texts[name] = generate(wanted)
+                texts[name] = generate(batch_prompts)
                 if repeat:  # in the first one a GPU's graphs of a new size are captured
                     seconds[name].append(time.perf_counter() - started)
-        found[str(batch)] = {
+        by_batch[str(batch)] = {
             name: {
                 "tokens_per_s": round(batch * options.max_tokens / statistics.median(took), 1),
                 "texts_unlike_plain": sum(
@@ -55,21 +55,23 @@ def main(options: BatchedOptions) -> None:
             }
             for name, took in seconds.items()
         }
-        rates = (found[str(batch)][name]["tokens_per_s"] for name in variants)
+        rates = (by_batch[str(batch)][name]["tokens_per_s"] for name in variants)
         say(f"{batch:>9}" + "".join(f"{rate:>16.1f}" for rate in rates))
-    print_report({"batches": found})
+    print_report({"batches": by_batch})
 
 
 def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate]:
-    most = max(options.batches)
-    pages_each = -(-(longest + options.max_tokens + 16) // _PAGE_SIZE)
+    max_running = max(options.batches)
+    pages_per_request = -(-(longest + options.max_tokens + 16) // _PAGE_SIZE)
     engine = LocalEngine(
         EngineConfig(
             model=ModelConfig(path=options.model, device=options.device),
             cache=CacheConfig(
-                page_size=_PAGE_SIZE, num_pages=most * pages_each, prefix_caching=False
+                page_size=_PAGE_SIZE,
+                num_pages=max_running * pages_per_request,
+                prefix_caching=False,
             ),
-            scheduler=SchedulerConfig(max_running=most),
+            scheduler=SchedulerConfig(max_running=max_running),
         )
     )
     ours = partial(_ours, engine, options.max_tokens)

@@ -71,7 +71,7 @@ class Scale:
     loads_of_classes: tuple[int, ...] = (1,)
     """Loads at which the replay runs each class separately."""
     bursts: tuple[int, ...] = BURSTS
-    fixed_at_most: int | None = None
+    max_fixed: int | None = None
     """Live: maximum number of fixed lengths, the fastest by replay; None: all."""
     tree_loads: tuple[int, ...] = (1, 4, 16)
     """Live: loads at which chains are compared with trees, all classes."""
@@ -94,7 +94,7 @@ QUICK = Scale(
     class_repeats=1,
     mixed_blocks=2,
     load_blocks=2,
-    fixed_at_most=3,
+    max_fixed=3,
     tree_loads=(1, 8),
     trees_by_class=False,
     contenders_only=True,
@@ -226,8 +226,8 @@ def _live_variants(ceiling: int, rates: Rates | None, scale: Scale) -> list[Vari
     """Returns plain decoding, fixed lengths and controllers; at a small scale only the fixed
     lengths that were fastest in the replay. Plain decoding is the fixed length 0."""
     fixed = [variant for variant in fixed_variants(ceiling) if variant is not PLAIN]
-    if rates is not None and scale.fixed_at_most is not None:
-        fastest = rates.fixed_in_order()[: scale.fixed_at_most]
+    if rates is not None and scale.max_fixed is not None:
+        fastest = rates.fixed_in_order()[: scale.max_fixed]
         fixed = [variant for variant in fixed if variant.label in fastest]
     return [PLAIN, *fixed, *_controllers(contenders_only=scale.contenders_only)]
 

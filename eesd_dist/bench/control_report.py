@@ -191,8 +191,8 @@ def rounds_lines(race: Race) -> list[str]:
     lines: list[str] = []
     for label in (PLAIN.label, CONTENDERS[0]):
         times_ms = ms_per_round(without_prefill(race.rounds(label)))
-        parts = ", ".join(f"{stage} {times_ms[stage]:.2f}" for stage in STAGES if times_ms)
-        lines.append(f"{'':20} {label}, ms a round: {parts}")
+        breakdown = ", ".join(f"{stage} {times_ms[stage]:.2f}" for stage in STAGES if times_ms)
+        lines.append(f"{'':20} {label}, ms a round: {breakdown}")
     return lines
 
 

@@ -29,7 +29,7 @@ class Guest:
     text: int
     """Index into the texts, or the traces, of the comparison."""
     after_tokens: int = 0
-    most_running: int | None = None
+    max_running: int | None = None
     """It waits until fewer requests than this run."""
 
 
@@ -61,17 +61,17 @@ def texts_of(
 
 def take_per_class(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """Returns the first `count` prompts of each class."""
-    taken: dict[str, list[Prompt]] = {}
+    by_class: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        taken.setdefault(prompt.workload, []).append(prompt)
-    return [prompt for group in taken.values() for prompt in group[:count]]
+        by_class.setdefault(prompt.workload, []).append(prompt)
+    return [prompt for group in by_class.values() for prompt in group[:count]]
 
 
 def in_turn(num_texts: int, load: int, *, rng: Random) -> Crowd:
     """Returns a crowd of all classes of which `load` requests run at a time: a few times as many,
     so that what the last ones do alone counts little."""
     texts = _drawn(num_texts, _TURNS * load, rng=rng)
-    return tuple(Guest(text=text, most_running=load) for text in texts)
+    return tuple(Guest(text=text, max_running=load) for text in texts)
 
 
 def mixed(num_texts: int, *, max_tokens: int, rng: Random, bursts: Sequence[int] = BURSTS) -> Crowd:
@@ -79,8 +79,8 @@ def mixed(num_texts: int, *, max_tokens: int, rng: Random, bursts: Sequence[int]
     texts = iter(_drawn(num_texts, sum(bursts), rng=rng))
     guests: list[Guest] = []
     for size in bursts:
-        mark = int(_OVERLAP * max_tokens * len(guests))
-        guests.extend(Guest(text=next(texts), after_tokens=mark) for _ in range(size))
+        after_tokens = int(_OVERLAP * max_tokens * len(guests))
+        guests.extend(Guest(text=next(texts), after_tokens=after_tokens) for _ in range(size))
     return tuple(guests)
 
 

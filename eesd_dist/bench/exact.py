@@ -269,11 +269,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def cases_of(topologies: Sequence[Topology], *, with_one_process: bool) -> tuple[Case, ...]:
+def cases_of(topologies: Sequence[Topology], *, in_process: bool) -> tuple[Case, ...]:
     dtypes: tuple[DType, ...] = ("float32", "bfloat16")
     cases: list[Case] = []
     for dtype in dtypes:
-        if with_one_process:
+        if in_process:
             cases.append(Case(verify_ranks=0, dtype=dtype, numerics="invariant"))
         cases += [
             Case(
@@ -284,12 +284,12 @@ def cases_of(topologies: Sequence[Topology], *, with_one_process: bool) -> tuple
             )
             for topology in topologies
         ]
-    if with_one_process:
+    if in_process:
         cases.append(Case(verify_ranks=0, dtype="bfloat16", numerics="fast"))
     return tuple(cases)
 
 
-class _Here:
+class _LocalRunner:
     """Both stages in this process."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -306,8 +306,8 @@ class _Here:
 
 
 @contextmanager
-def _here(config: EngineConfig) -> Iterator[PlacedRunner]:
-    runner = _Here(config)
+def _local_runner(config: EngineConfig) -> Iterator[PlacedRunner]:
+    runner = _LocalRunner(config)
     try:
         yield runner
     finally:
@@ -320,7 +320,7 @@ def run(options: ExactOptions, *, actors: Actors, is_cluster: bool) -> int:
     say = say_unless(options.json)
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     topologies = options.topology or (ACROSS if is_cluster else HERE)
-    cases = cases_of(topologies, with_one_process=not is_cluster)
+    cases = cases_of(topologies, in_process=not is_cluster)
     compared = len(cases) * len(CONTROLLER_NAMES) * len(SAMPLING) * len(BATCHES)
     # Some texts end before `max_tokens`: a third is added to reach the number of tokens.
     max_tokens = max(8, round(1.33 * options.tokens / compared))
@@ -329,9 +329,9 @@ def run(options: ExactOptions, *, actors: Actors, is_cluster: bool) -> int:
     for case in cases:
         config = engine_config(options.model, options.head, case)
         started = time.perf_counter()
-        with (actors if case.verify_ranks else _here)(config) as runner:
+        with (actors if case.verify_ranks else _local_runner)(config) as runner:
             num_hosts = len(set(runner.hosts()))
-            compared_here = compare(
+            comparison = compare(
                 runner,
                 prompts,
                 max_tokens=max_tokens,
@@ -340,9 +340,9 @@ def run(options: ExactOptions, *, actors: Actors, is_cluster: bool) -> int:
                 label=case.label,
                 finished=progress.finished,
             )
-        tally = compared_here.total
+        tally = comparison.total
         row = dataclasses.asdict(case) | dataclasses.asdict(tally)
-        row |= dataclasses.asdict(compared_here) | {"num_hosts": num_hosts}
+        row |= dataclasses.asdict(comparison) | {"num_hosts": num_hosts}
         rows.append(row | {"seconds": round(time.perf_counter() - started, 1)})
         where = f" on {num_hosts} hosts" if num_hosts > 1 else ""
         say(f"{case.label:42} {tally.tokens:7} tokens, {tally.mismatches} differ{where}")

@@ -172,12 +172,12 @@ class ChangeOfClass:
 
     def _lost_by_part(self, label: str) -> list[dict[str, float]]:
         """Returns the loss in each part of the stream: in its first rounds, and in later ones."""
-        parts: list[list[float]] = [[] for _ in self.classes]
+        segments: list[list[float]] = [[] for _ in self.classes]
         for lost, (turn,) in zip(self.lost(label), self.runs[label].rounds, strict=True):
-            parts[sum(turn.at >= seam for seam in self.seams)].append(lost)
+            segments[sum(turn.at >= seam for seam in self.seams)].append(lost)
         return [
-            {"first": _mean_ms(part[:_FIRST_ROUNDS]), "later": _mean_ms(part[_FIRST_ROUNDS:])}
-            for part in parts
+            {"first": _mean_ms(segment[:_FIRST_ROUNDS]), "later": _mean_ms(segment[_FIRST_ROUNDS:])}
+            for segment in segments
         ]
 
 
@@ -322,7 +322,7 @@ class Judge:
             by_label={variant.label: self._rate(crowds, variant) for variant in self.all_variants},
             oracle=_rate(
                 [
-                    replay(crowd, self.fixed[-1], self._setting, told=accepted_length)
+                    replay(crowd, self.fixed[-1], self._setting, lengths=accepted_length)
                     for crowd in crowds
                 ]
             ),
@@ -341,7 +341,7 @@ class Judge:
             Arrival(
                 trace=self._traces[guest.text],
                 after_tokens=guest.after_tokens,
-                most_running=guest.most_running,
+                max_running=guest.max_running,
             )
             for guest in crowd
         ]
@@ -362,8 +362,10 @@ class Judge:
         return {
             variant.label: Curve.mean_of(
                 [
-                    Curve(lost_s=tuple(accumulate(known.regret(self.alone(trace, variant), trace))))
-                    for known, trace in zip(best, traces, strict=True)
+                    Curve(
+                        lost_s=tuple(accumulate(schedule.regret(self.alone(trace, variant), trace)))
+                    )
+                    for schedule, trace in zip(best, traces, strict=True)
                 ]
             )
             for variant in self.all_variants
@@ -387,9 +389,9 @@ class Judge:
         shortest accepted drafts."""
         groups = sorted(self._set.by_workload().items(), key=lambda item: _ease(item[1]))
         hard, easy = groups[0], groups[-1]
-        parts = [easy[1], hard[1], easy[1]]
-        ends = list(accumulate(sum(len(trace) for trace in part) for part in parts))
-        stream = joined([trace for part in parts for trace in part])
+        segments = [easy[1], hard[1], easy[1]]
+        ends = list(accumulate(sum(len(trace) for trace in segment) for segment in segments))
+        stream = joined([trace for segment in segments for trace in segment])
         return ChangeOfClass(
             stream=stream,
             seams=tuple(ends[:-1]),
@@ -434,7 +436,8 @@ class Judge:
         ]
         return Reliability(
             forecasts=tuple(
-                (calibrator.probability(seen), kept) for seen, kept in judged_tokens(outcomes)
+                (calibrator.probability(seen), accepted)
+                for seen, accepted in judged_tokens(outcomes)
             )
         )
 

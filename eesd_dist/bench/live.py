@@ -103,7 +103,7 @@ class Race:
 
 
 def _arrives(guest: Guest, emitted: int, running: int) -> bool:
-    has_room = guest.most_running is None or running < guest.most_running
+    has_room = guest.max_running is None or running < guest.max_running
     return has_room and guest.after_tokens <= emitted
 
 

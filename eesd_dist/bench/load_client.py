@@ -44,7 +44,7 @@ class Streamed:
     """Number of errors answered by a front that was being replaced."""
     error: str | None
     """Error of the service or the connection."""
-    asked_s: float
+    start_s: float
     arrivals_s: tuple[float, ...]
     """Times of chunks with tokens."""
     ended_s: float
@@ -56,7 +56,7 @@ class Streamed:
     @property
     def longest_pause_s(self) -> float:
         """Longest time between two chunks with tokens, or before the first."""
-        times = (self.asked_s, *self.arrivals_s)
+        times = (self.start_s, *self.arrivals_s)
         return max((b - a for a, b in pairwise(times)), default=0.0)
 
 
@@ -127,7 +127,7 @@ class Listener:
             num_resumed=self._num_resumed,
             num_turned_away=self._num_turned_away,
             error=self._error,
-            asked_s=self._asked_s,
+            start_s=self._asked_s,
             arrivals_s=tuple(self._arrivals_s),
             ended_s=time.monotonic(),
         )
@@ -193,9 +193,9 @@ async def _trouble(
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
     """Yields whole lines. `aiter_lines` also splits at characters that texts have, e.g. U+0085."""
-    rest = b""
-    async for part in response.aiter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
+    remainder = b""
+    async for chunk in response.aiter_bytes():
+        *lines, remainder = (remainder + chunk).split(b"\n")
         for line in lines:
             yield line.decode()
 

@@ -47,9 +47,9 @@ def sample_of(stream: Streamed) -> Sample:
     arrivals = stream.arrivals_s or (stream.ended_s,)
     draft = stream.metrics.get("speculative_decoding") or {}
     return Sample(
-        first_token_s=arrivals[0] - stream.asked_s,
+        first_token_s=arrivals[0] - stream.start_s,
         gaps_s=tuple(b - a for a, b in pairwise(arrivals)),
-        total_s=stream.ended_s - stream.asked_s,
+        total_s=stream.ended_s - stream.start_s,
         num_tokens=stream.num_tokens,
         num_drafted=draft.get("num_draft_tokens", 0),
         num_accepted=draft.get("num_accepted_draft_tokens", 0),
@@ -106,16 +106,16 @@ async def run(
         for requests in by_mode.values():
             await _in_turn(client, requests[:3])
         samples = await _in_turn(client, by_mode["off"][:6])
-        alone_s = statistics.median(sample.total_s for sample in samples)
-        alone = {"off": ms_per_round(await _rounds(client, len(samples)))}
+        single_s = statistics.median(sample.total_s for sample in samples)
+        single_rounds = {"off": ms_per_round(await _rounds(client, len(samples)))}
         await _in_turn(client, by_mode["auto"][:6])
-        alone["auto"] = ms_per_round(await _rounds(client, len(samples)))
+        single_rounds["auto"] = ms_per_round(await _rounds(client, len(samples)))
         rows: list[dict[str, Any]] = []
         for load in loads:
             for mode, requests in by_mode.items():
                 offered = list(islice(cycle(requests), max(per_load, 2 * load)))
                 began_s = time.perf_counter()
-                streams = await offer(client, offered, rate_per_s=load / alone_s, seed=seed + load)
+                streams = await offer(client, offered, rate_per_s=load / single_s, seed=seed + load)
                 wall_s = time.perf_counter() - began_s
                 row: dict[str, Any] = {"load": load, "speculation": mode}
                 row |= row_of([sample_of(stream) for stream in streams], wall_s)
@@ -126,7 +126,7 @@ async def run(
                     f"  per token p50 {row['time_per_token_ms']['p50']:7.2f} ms"
                 )
         rounds = ms_per_round(await _rounds(client, None))
-    return {"alone_s": round(alone_s, 4), "rows": rows, "alone": alone, "rounds": rounds}
+    return {"alone_s": round(single_s, 4), "rows": rows, "alone": single_rounds, "rounds": rounds}
 
 
 async def _in_turn(

@@ -30,12 +30,12 @@ class Topology:
     @classmethod
     def parse(cls, text: str) -> "Topology":
         """Parses `4`, or `2x2`: verify ranks, then draft ranks."""
-        found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
-        if found is None:
+        match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
+        if match is None:
             raise ValueError(
                 f"found {text!r}, expected verify ranks or verify x draft ranks, like 4 or 2x2"
             )
-        return cls(verify_ranks=int(found[1]), draft_ranks=int(found[2] or 1))
+        return cls(verify_ranks=int(match[1]), draft_ranks=int(match[2] or 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ class Arrival:
 
     trace: Trace
     after_tokens: int = 0
-    most_running: int | None = None
+    max_running: int | None = None
     """It waits until fewer requests than this run."""
 
 
@@ -123,9 +123,9 @@ class Replayer:
         self._book = book
 
     def run(
-        self, arrivals: Sequence[Arrival], *, told: Lengths | None = None, tag: str = "replay"
+        self, arrivals: Sequence[Arrival], *, lengths: Lengths | None = None, tag: str = "replay"
     ) -> Replayed:
-        """Runs every request to its end. `told` decides the lengths instead of the controller;
+        """Runs every request to its end. `lengths` decides instead of the controller;
         `tag` is the prefix of the request ids, which seed their draws."""
         waiting = deque(enumerate(arrivals))
         live: dict[RequestId, _Reader] = {}
@@ -134,12 +134,12 @@ class Replayer:
             while (
                 waiting
                 and len(live) < self._setting.max_running
-                and len(live) < (waiting[0][1].most_running or len(live) + 1)
+                and len(live) < (waiting[0][1].max_running or len(live) + 1)
                 and (waiting[0][1].after_tokens <= run.tokens or not live)
             ):
                 reader = self._admit(*waiting.popleft(), tag=tag)
                 live[reader.request_id] = reader
-            levels = _draft(list(live.values()), self._policy, told)
+            levels = _draft(list(live.values()), self._policy, lengths)
             run.seconds.append(_seconds(self._setting.cost, list(live.values()), levels))
             self._commit(live, run)
         return run
@@ -186,11 +186,11 @@ def replay(
     variant: Variant,
     setting: ReplaySetting,
     *,
-    told: Lengths | None = None,
+    lengths: Lengths | None = None,
     tag: str = "replay",
 ) -> Replayed:
     """Replays one run without earlier beliefs."""
-    return Replayer(variant, setting).run(arrivals, told=told, tag=tag)
+    return Replayer(variant, setting).run(arrivals, lengths=lengths, tag=tag)
 
 
 class _Reader:
@@ -245,35 +245,37 @@ class _Level:
     """Level of a round: number of guesses, and of those drafted."""
 
     offered: int
-    taken: int
+    chosen: int
 
 
-def _draft(readers: Sequence[_Reader], policy: DraftPolicy, told: Lengths | None) -> list[_Level]:
+def _draft(
+    readers: Sequence[_Reader], policy: DraftPolicy, lengths: Lengths | None
+) -> list[_Level]:
     """Drafts like the draft stage: by the controllers' rules where they can give them, else level
     by level, over all requests that still draft."""
     for reader in readers:
         reader.drafted = 0
     active = [reader for reader in readers if reader.room > 0]
-    if told is not None:
-        return _draft_as_told(active, told)
+    if lengths is not None:
+        return _draft_by_lengths(active, lengths)
     levels: list[_Level] = []
-    awake = policy.begin_round(
+    drafting_ids = policy.begin_round(
         [reader.request_id for reader in active],
         num_requests=len(readers),
         num_known=sum(reader.num_known for reader in readers),
     )
-    active = [reader for reader in active if reader.request_id in awake]
+    active = [reader for reader in active if reader.request_id in drafting_ids]
     rules = policy.chain_rules({reader.request_id: reader.temperature for reader in active})
     if rules is not None:
         return _draft_by_rules(active, rules, policy)
     while active:
         worth = policy.worth_a_guess([reader.request_id for reader in active])
         active = [reader for reader in active if reader.request_id in worth]
-        taken = policy.choose([reader.offer() for reader in active]) if active else []
-        going_on = [reader for reader, is_taken in zip(active, taken, strict=True) if is_taken]
+        choices = policy.choose([reader.offer() for reader in active]) if active else []
+        going_on = [reader for reader, is_chosen in zip(active, choices, strict=True) if is_chosen]
         for reader in going_on:
             reader.drafted += 1
-        levels.append(_Level(offered=len(active), taken=len(going_on)))
+        levels.append(_Level(offered=len(active), chosen=len(going_on)))
         active = [reader for reader in going_on if reader.drafted < reader.room]
     return levels
 
@@ -291,29 +293,29 @@ def _draft_by_rules(
     return [
         _Level(
             offered=sum(count > depth for count in guesses),
-            taken=sum(count > depth for count in drafted),
+            chosen=sum(count > depth for count in drafted),
         )
         for depth in range(max(guesses, default=0))
     ]
 
 
-def _draft_as_told(active: Sequence[_Reader], told: Lengths) -> list[_Level]:
+def _draft_by_lengths(active: Sequence[_Reader], lengths: Lengths) -> list[_Level]:
     for reader in active:
-        reader.drafted = min(reader.room, told(reader.trace, reader.at))
+        reader.drafted = min(reader.room, lengths(reader.trace, reader.at))
     longest = max((reader.drafted for reader in active), default=0)
     counts = [sum(reader.drafted > level for reader in active) for level in range(longest)]
-    return [_Level(offered=count, taken=count) for count in counts]
+    return [_Level(offered=count, chosen=count) for count in counts]
 
 
 def _seconds(cost: CostModel, readers: Sequence[_Reader], levels: Sequence[_Level]) -> float:
     """Returns the seconds of a round: `CostModel.batch_seconds`, and guesses that are dropped."""
     wasted = sum(
-        max(0.0, cost.guess_batch(level.offered) - cost.guess_batch(level.taken))
+        max(0.0, cost.guess_batch(level.offered) - cost.guess_batch(level.chosen))
         for level in levels
     )
     lengths = [reader.drafted for reader in readers]
-    known = sum(reader.num_known for reader in readers)
-    return cost.batch_seconds(lengths, num_known=known) + wasted
+    num_rows = sum(reader.num_known for reader in readers)
+    return cost.batch_seconds(lengths, num_known=num_rows) + wasted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,11 +331,11 @@ class Clairvoyant:
         """Computes the schedule by dynamic programming from the end; a round leads to `after`."""
         lengths = range(ceiling + 1)
         first = [cost.batch_seconds([k], num_known=trace.num_prompt) for k in lengths]
-        later = [cost.batch_seconds([k]) for k in lengths]
+        steady = [cost.batch_seconds([k]) for k in lengths]
         remaining = [0.0] * (len(trace) + 1)
         best = [0] * len(trace)
         for at in reversed(range(len(trace))):
-            price = later if at else first
+            price = steady if at else first
             options = [
                 (price[length] + remaining[trace.after(at, length)], length)
                 for length in range(trace.room(at, ceiling=ceiling) + 1)

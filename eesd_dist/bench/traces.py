@@ -168,7 +168,7 @@ class _Recorder:
         self._guesses: dict[int, Guess] = {}
         self.at = 0
         """Position of the next round."""
-        self._asked = 0
+        self._missing_at = 0
 
     def request(self, request_id: RequestId, *, at: int) -> Request:
         return Request(
@@ -182,11 +182,11 @@ class _Recorder:
         )
 
     def take(self, tokens: Sequence[TokenId], outcome: Outcome) -> None:
-        known = self._tokens[self.at : self.at + len(tokens)]
-        if known != list(tokens[: len(known)]):
+        recorded = self._tokens[self.at : self.at + len(tokens)]
+        if recorded != list(tokens[: len(recorded)]):
             raise EngineError(
                 f"recording: resumed at token {self.at}, the text continued with {list(tokens)}, "
-                f"expected {known} as before: record with numerics invariant"
+                f"expected {recorded} as before: record with numerics invariant"
             )
         self._tokens[self.at : self.at + len(tokens)] = tokens
         for offset in range(len(tokens)):
@@ -205,14 +205,14 @@ class _Recorder:
     def go_to_first_missing(self) -> int:
         missing = self.first_missing()
         assert missing is not None
-        self.at = self._asked = missing
+        self.at = self._missing_at = missing
         return missing
 
     def check_progress(self) -> None:
-        if self._asked not in self._guesses:
+        if self._missing_at not in self._guesses:
             raise EngineError(
                 f"recording: a draft of {self._length} tokens found no room at token "
-                f"{self._asked}: raise cache.num_pages"
+                f"{self._missing_at}: raise cache.num_pages"
             )
 
     def trace(self) -> Trace:
@@ -279,10 +279,10 @@ class TraceSet:
             raise _unreadable(file, f"{type(error).__name__}: {error}") from error
 
 
-def _unreadable(file: Path, found: str) -> CheckpointError:
+def _unreadable(file: Path, content: str) -> CheckpointError:
     return CheckpointError(
         file=file,
-        found=found,
+        found=content,
         expected=f"recorded traces, version {_VERSION}",
         advice="record them again with --record",
     )

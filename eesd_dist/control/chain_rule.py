@@ -161,10 +161,10 @@ def takes(
 class Follower:
     """Follows a rule along one chain, guess by guess."""
 
-    def __init__(self, rule: ChainRule, *, most: int) -> None:
+    def __init__(self, rule: ChainRule, *, max_length: int) -> None:
         self._rule = rule
         self._is_free = not rule.prices.any()
-        self._most = most
+        self._max_length = max_length
         self._means: list[float] = []
         self._num_drafted = self._num_looks = 0
         self._looked = self._spent = 0.0
@@ -174,7 +174,7 @@ class Follower:
 
     def wants_guess(self) -> bool:
         """Returns whether to guess another token; after a guess that was taken, or before any."""
-        if self._num_drafted == self._most:
+        if self._num_drafted == self._max_length:
             return False
         if self._is_free:
             self._answer = YES if self._num_drafted + 1 < len(self._rule.prices) else NO
@@ -190,19 +190,21 @@ class Follower:
         self._drawn_survival *= drawn
         self._survival *= mean
         left = rule.optimism - self._spent
-        taken, cost, value = takes(rule, num_drafted, self._drawn_survival, self._survival, left)
+        is_drafted, cost, value = takes(
+            rule, num_drafted, self._drawn_survival, self._survival, left
+        )
         if self._answer == PROBE:
-            taken, cost, self._probed = True, 0.0, True
+            is_drafted, cost, self._probed = True, 0.0, True
         if self._answer == LOOK:
             self._num_looks += 1
             self._looked += max(value, 0.0) - rule.guess_price
         self._spent += cost
-        self._num_drafted += bool(taken)
-        return bool(taken)
+        self._num_drafted += bool(is_drafted)
+        return bool(is_drafted)
 
     def may_go_on(self) -> bool:
         """Returns whether another guess may be wanted after the present one, if that is taken."""
-        return self._num_drafted + 1 < min(self._most, len(self._rule.prices) - 1)
+        return self._num_drafted + 1 < min(self._max_length, len(self._rule.prices) - 1)
 
     @property
     def takes_any(self) -> bool:
@@ -223,7 +225,7 @@ class Follower:
 def follow(rule: ChainRule, gaps: Sequence[float]) -> ChainReport:
     """Drafts by a rule from guesses that are known, at most one for each gap: what a compiled
     drafter does."""
-    chain = Follower(rule, most=len(gaps))
+    chain = Follower(rule, max_length=len(gaps))
     for gap in gaps:
         if not (chain.wants_guess() and chain.takes(gap)):
             break

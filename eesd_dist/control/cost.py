@@ -89,11 +89,11 @@ class CostModel:
         `num_known`: known rows of the round, if more than one per request. `overlapped`: another
         microbatch is verified while this one is drafted, so that the longer of the two counts.
         """
-        known = len(lengths) if num_known is None else num_known
+        num_rows = len(lengths) if num_known is None else num_known
         longest = max(lengths, default=0)
         levels = [sum(length > level for length in lengths) for level in range(longest)]
-        drafting = self.known_batch(known) + sum(map(self.draft_batch, levels))
-        verifying = self.verify_batch(known + sum(lengths), len(lengths))
+        drafting = self.known_batch(num_rows) + sum(map(self.draft_batch, levels))
+        verifying = self.verify_batch(num_rows + sum(lengths), len(lengths))
         return max(drafting, verifying) if overlapped else drafting + verifying
 
     def _table_slope(self) -> float:
@@ -104,14 +104,14 @@ class CostModel:
         mean = (self.verify_s[last] - self.verify_s[0]) / last
         return max(self.verify_s[last] - self.verify_s[last - 1], mean, 0.0)
 
-    def _scaled(self, one_s: float, points: Points, count: int) -> float:
+    def _scaled(self, row_s: float, points: Points, count: int) -> float:
         """Scales to `count` rows; without measurements like a verify pass, which has the same
         kernels."""
         if count <= 0:
             return 0.0
         if points and points[-1][0] > 1:
-            return interpolated([(1, one_s), *(p for p in points if p[0] > 1)], count)
-        return one_s * self.verify_batch(count) / self.verify_s[0]
+            return interpolated([(1, row_s), *(p for p in points if p[0] > 1)], count)
+        return row_s * self.verify_batch(count) / self.verify_s[0]
 
     def to_json(self) -> dict[str, object]:
         return {

@@ -79,8 +79,8 @@ class Line:
         ratio, extra = self._widest
         self._var_ratio = min(self._var_ratio + ratio / _DRIFT_ROUNDS, ratio)
         self._var_extra = min(self._var_extra + extra / _DRIFT_ROUNDS, extra)
-        most = 0.99 * math.sqrt(self._var_ratio * self._var_extra)
-        self._covariance = min(max(self._covariance, -most), most)
+        bound = 0.99 * math.sqrt(self._var_ratio * self._var_extra)
+        self._covariance = min(max(self._covariance, -bound), bound)
 
 
 class LearntCost:
@@ -101,8 +101,8 @@ class LearntCost:
             return False
         profile = self._profile
         levels_s = _drafting_s(profile, cost)
-        known_s = profile.known_batch(cost.num_requests)
-        self._drafting.observe(levels_s, cost.other_s - known_s)
+        input_s = profile.known_batch(cost.num_requests)
+        self._drafting.observe(levels_s, cost.other_s - input_s)
         self._verifying.observe(
             profile.verify_batch(cost.num_rows, cost.num_requests), cost.verify_s
         )

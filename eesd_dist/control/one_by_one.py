@@ -69,7 +69,7 @@ class _Round:
         self, controllers: Mapping[RequestId, Controller], trees: TreeGrowth, *, longest: int
     ) -> None:
         self._controllers = controllers
-        self._most = longest
+        self._max_length = longest
         self._trees = trees
         self._answers: dict[RequestId, bool] = {}
         """Answers of this level that needed no evidence."""
@@ -103,7 +103,7 @@ class _Round:
 
     def _length(self, controller: Controller) -> int:
         length = 0
-        while length < self._most and controller.keep_drafting(_NOT_COMPUTED):
+        while length < self._max_length and controller.keep_drafting(_NOT_COMPUTED):
             length += 1
         return length
 

@@ -50,5 +50,5 @@ class OverlapPolicy:
 
 def lengths_of(mean: float, num_requests: int) -> list[int]:
     """Returns draft lengths of so many requests that add up to this mean."""
-    each, more = divmod(round(mean * num_requests), num_requests)
-    return [each + (i < more) for i in range(num_requests)]
+    length, more = divmod(round(mean * num_requests), num_requests)
+    return [length + (i < more) for i in range(num_requests)]

@@ -61,7 +61,7 @@ class DraftPolicy:
         self._requests: dict[RequestId, _Request] = {}
         self._rounds: list[tuple[BatchController, DraftRound]] = []
         """Groups with requests in this round."""
-        self._awake: Set[RequestId] = frozenset()
+        self._active: Set[RequestId] = frozenset()
         """Requests that may draft in this round."""
 
     @property
@@ -143,30 +143,33 @@ class DraftPolicy:
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._take_advice(request_id)
-        awake = [i for i in request_ids if not self._requests[i].group.rests(i)]
-        self._rounds, self._awake = [], frozenset(awake)
-        if not awake:
-            return self._awake
+        active = [i for i in request_ids if not self._requests[i].group.rests(i)]
+        self._rounds, self._active = [], frozenset(active)
+        if not active:
+            return self._active
         self._setup.trees.begin_round()
         count = len(request_ids) if num_requests is None else num_requests
-        known = max(count, num_known or 0)
+        num_rows = max(count, num_known or 0)
         for group in self._groups.values():
-            mine = tuple(i for i in awake if self._requests[i].group is group)
-            if mine:
+            group_ids = tuple(i for i in active if self._requests[i].group is group)
+            if group_ids:
                 load = RoundLoad(
-                    request_ids=mine, num_requests=count, num_known=known, overlapped=overlapped
+                    request_ids=group_ids,
+                    num_requests=count,
+                    num_known=num_rows,
+                    overlapped=overlapped,
                 )
                 self._rounds.append((group, group.begin_round(load)))
-        return self._awake
+        return self._active
 
     def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
         """Returns how many tokens found by prompt lookup to draft for a request of this round; 0:
         the exit head drafts. Called before anything else is asked in a round; `find`: as of
         `DraftRound.lookup_length`."""
-        if not self._setup.speculation.prompt_lookup or request_id not in self._awake:
+        if not self._setup.speculation.prompt_lookup or request_id not in self._active:
             return 0
         group = self._requests[request_id].group
-        (round_,) = (round_ for mine, round_ in self._rounds if mine is group)
+        (round_,) = (round_ for owner, round_ in self._rounds if owner is group)
         return round_.lookup_length(request_id, find)
 
     def chain_rules(
@@ -175,51 +178,53 @@ class DraftPolicy:
         """Returns the decisions on the chains of these requests of the round in advance, if their
         controllers can make them. A drafter that uses them calls `report` once, and asks nothing
         else in this round. `temperatures`: of each request's choices, 0 if they are greedy."""
-        mine = [
+        by_round = [
             (round_, {i: t for i, t in temperatures.items() if self._requests[i].group is group})
             for group, round_ in self._rounds
         ]
-        if not all(round_.has_rules(asked) for round_, asked in mine):
+        if not all(round_.has_rules(group_temperatures) for round_, group_temperatures in by_round):
             return None
         rules: dict[RequestId, ChainRule] = {}
-        for round_, asked in mine:
-            if asked:
-                rules.update(round_.chain_rules(asked))
+        for round_, group_temperatures in by_round:
+            if group_temperatures:
+                rules.update(round_.chain_rules(group_temperatures))
         return rules
 
     def report(self, reports: Mapping[RequestId, ChainReport]) -> None:
         """Takes what was drafted by the chain rules."""
         for group, round_ in self._rounds:
-            mine = {
+            group_reports = {
                 request_id: report
                 for request_id, report in reports.items()
                 if self._requests[request_id].group is group
             }
-            if mine:
-                round_.report(mine)
+            if group_reports:
+                round_.report(group_reports)
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> Set[RequestId]:
         """Returns requests with a next guess worth the exit head's time; the other drafts end."""
         worth: set[RequestId] = set()
         for group, round_ in self._rounds:
-            mine = [i for i in request_ids if self._requests[i].group is group and i in self._awake]
-            worth |= round_.worth_a_guess(mine)
+            group_ids = [
+                i for i in request_ids if self._requests[i].group is group and i in self._active
+            ]
+            worth |= round_.worth_a_guess(group_ids)
         return worth
 
     def choose(self, offers: Sequence[Offer]) -> list[bool]:
         """Returns which of one level's offers to draft. A request without any is not offered
         again."""
-        taken = [False] * len(offers)
+        choices = [False] * len(offers)
         for group, round_ in self._rounds:
-            mine = [
+            positions = [
                 at
                 for at, offer in enumerate(offers)
                 if self._requests[offer.request_id].group is group
             ]
-            chosen = round_.choose([offers[at] for at in mine])
-            for at, is_taken in zip(mine, chosen, strict=True):
-                taken[at] = is_taken
-        return taken
+            chosen = round_.choose([offers[at] for at in positions])
+            for at, is_chosen in zip(positions, chosen, strict=True):
+                choices[at] = is_chosen
+        return choices
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
         """Learns from verdicts, unless `speculation.learn` is off."""

@@ -17,10 +17,10 @@ from eesd_dist.removed import replacement_of
 class PerRequest:
     """Entry of a controller that decides for each request alone."""
 
-    build_one: ControllerBuilder
+    build_controller: ControllerBuilder
 
     def build(self, setup: ControlSetup) -> BatchController:
-        return OneByOne(self.build_one, setup)
+        return OneByOne(self.build_controller, setup)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,10 +54,10 @@ class SmartSpec:
         return _OneLength(self.length_for(load), self._trees)
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
-        mine = [outcome for outcome in outcomes if outcome.request_id in self._requests]
-        if mine:
+        own_outcomes = [outcome for outcome in outcomes if outcome.request_id in self._requests]
+        if own_outcomes:
             self._acceptance = self._acceptance.scaled(self._discount)
-        for outcome in mine:
+        for outcome in own_outcomes:
             self._acceptance = self._acceptance.after(outcome)
 
     def take_cost(self, cost: CostModel) -> None:

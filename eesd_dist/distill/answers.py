@@ -59,7 +59,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Query:
     """A text to generate."""
 
     prompt: Prompt
@@ -95,7 +95,7 @@ class Answer:
     """A text, the outcomes of its rounds in order, and how like the target's the head's
     distributions are over it."""
 
-    asked: Asked
+    query: Query
     tokens: Sequence[int]
     outcomes: Sequence[Outcome]
     judged: Judged
@@ -117,30 +117,30 @@ def answer(
     source = executor.rows(machine.engine(_PLAIN, batch=_BATCH, max_length=max_length))
     head = HeadAlone(machine.model, machine.head, dtype=machine.dtype, max_length=max_length)
     vocabulary = DraftVocabulary(head.vocab_ids, vocab_size=spec.vocab_size)
-    wanted = FeatureSpec(exits=(head.exit_layer,), top_k=min(_TOP_K, spec.vocab_size))
-    asked = [
-        Asked(prompt=prompt, temperature=temperature, seed=seed + number)
+    features = FeatureSpec(exits=(head.exit_layer,), top_k=min(_TOP_K, spec.vocab_size))
+    queries = [
+        Query(prompt=prompt, temperature=temperature, seed=seed + number)
         for temperature in temperatures
         for number, prompt in enumerate(prompts)
     ]
     requests = [
-        one.request(
+        query.request(
             f"{title}-{number}",
             max_tokens=max_tokens,
             stop_token_ids=spec.eos_token_ids,
             mode="off",
-            features=wanted,
+            features=features,
         )
-        for number, one in enumerate(asked)
+        for number, query in enumerate(queries)
     ]
     answers: list[Answer] = []
-    with tqdm(total=len(asked), desc=title, unit="text", file=sys.stderr, disable=None) as bar:
-        for first in range(0, len(asked), _BATCH):
+    with tqdm(total=len(queries), desc=title, unit="text", file=sys.stderr, disable=None) as bar:
+        for first in range(0, len(queries), _BATCH):
             some = requests[first : first + _BATCH]
             answers += [
-                _answered(one, request, text, head, vocabulary)
-                for one, request, text in zip(
-                    asked[first : first + _BATCH], some, source.rows_of(some), strict=True
+                _answered(query, request, text, head, vocabulary)
+                for query, request, text in zip(
+                    queries[first : first + _BATCH], some, source.rows_of(some), strict=True
                 )
             ]
             bar.update(len(some))
@@ -148,18 +148,18 @@ def answer(
 
 
 def _answered(
-    asked: Asked, request: Request, text: TextRows, head: HeadAlone, vocabulary: DraftVocabulary
+    query: Query, request: Request, text: TextRows, head: HeadAlone, vocabulary: DraftVocabulary
 ) -> Answer:
     guesses = head.guesses(text, request)
     return Answer(
-        asked=asked,
+        query=query,
         tokens=text.tokens[len(request.prompt) :],
         outcomes=rounds_of(guesses, text, request, draft_length=MAX_DRAFT_TOKENS),
         judged=judge_text(
             guesses.logits_GV,
             text,
             num_prompt=len(request.prompt),
-            temperature=asked.temperature,
+            temperature=query.temperature,
             vocabulary=vocabulary,
         ),
     )

@@ -87,11 +87,11 @@ class CalibrationReport:
     @property
     def worst(self) -> tuple[str, PartReliability]:
         """Returns the part with the largest error after calibration, and its name."""
-        parts = {
-            **{f"T = {name}": part for name, part in self.by_temperature.items()},
-            **{f"class {name}": part for name, part in self.by_class.items()},
+        groups = {
+            **{f"T = {name}": group for name, group in self.by_temperature.items()},
+            **{f"class {name}": group for name, group in self.by_class.items()},
         }
-        return max(parts.items(), key=lambda named: named[1].after.ece)
+        return max(groups.items(), key=lambda pair: pair[1].after.ece)
 
 
 def calibrate(
@@ -127,9 +127,9 @@ def calibrate(
         num_judged=len(forecasts),
         acceptance=sum(accepted for _, accepted in judged) / len(judged),
         before=_reliability([(evidence.top1_prob, accepted) for evidence, accepted in judged]),
-        after=_reliability([(one.after, one.accepted) for one in forecasts]),
-        by_temperature=_parts(forecasts, of=lambda one: f"{one.temperature:g}"),
-        by_class=_parts(forecasts, of=lambda one: one.workload),
+        after=_reliability([(forecast.after, forecast.accepted) for forecast in forecasts]),
+        by_temperature=_groups(forecasts, of=lambda forecast: f"{forecast.temperature:g}"),
+        by_class=_groups(forecasts, of=lambda forecast: forecast.workload),
     )
     out = options.out or machine.head
     out.mkdir(parents=True, exist_ok=True)
@@ -175,44 +175,44 @@ def _forecasts_of_others(prompts: Sequence[Prompt], answers: Sequence[Answer]) -
     fold_of = {prompt: number % _FOLDS for number, prompt in enumerate(prompts)}
     forecasts: list[_Forecast] = []
     for fold in range(_FOLDS):
-        seen = _judged([one for one in answers if fold_of[one.asked.prompt] != fold])
+        seen = _judged([answer for answer in answers if fold_of[answer.query.prompt] != fold])
         if not seen:
             continue
         calibrator = fit_calibrator(seen)
         forecasts += [
             _Forecast(
-                temperature=one.asked.temperature,
-                workload=one.asked.prompt.workload,
+                temperature=answer.query.temperature,
+                workload=answer.query.prompt.workload,
                 before=evidence.top1_prob,
                 after=calibrator.probability(evidence),
                 accepted=accepted,
             )
-            for one in answers
-            if fold_of[one.asked.prompt] == fold
-            for evidence, accepted in _judged([one])
+            for answer in answers
+            if fold_of[answer.query.prompt] == fold
+            for evidence, accepted in _judged([answer])
         ]
     return forecasts
 
 
-def _parts(
+def _groups(
     forecasts: Sequence[_Forecast], *, of: Callable[[_Forecast], str]
 ) -> dict[str, PartReliability]:
-    named: dict[str, list[_Forecast]] = {}
-    for one in forecasts:
-        named.setdefault(of(one), []).append(one)
+    by_name: dict[str, list[_Forecast]] = {}
+    for forecast in forecasts:
+        by_name.setdefault(of(forecast), []).append(forecast)
     return {
         name: PartReliability(
             num_judged=len(some),
-            acceptance=sum(one.accepted for one in some) / len(some),
-            before=_reliability([(one.before, one.accepted) for one in some]),
-            after=_reliability([(one.after, one.accepted) for one in some]),
+            acceptance=sum(forecast.accepted for forecast in some) / len(some),
+            before=_reliability([(forecast.before, forecast.accepted) for forecast in some]),
+            after=_reliability([(forecast.after, forecast.accepted) for forecast in some]),
         )
-        for name, some in sorted(named.items())
+        for name, some in sorted(by_name.items())
     }
 
 
 def _judged(answers: Sequence[Answer]) -> list[tuple[Evidence, bool]]:
-    return judged_tokens(outcome for one in answers for outcome in one.outcomes)
+    return judged_tokens(outcome for answer in answers for outcome in answer.outcomes)
 
 
 def _reliability(forecasts: Sequence[tuple[float, bool]]) -> Reliability:
@@ -239,11 +239,11 @@ def _draw_reliability(
         (before, "head's own top-1 probability", "#d1495b"),
         (after, "calibrated", "#1b6ca8"),
     ):
-        total = sum(one.num_judged for one in bins)
-        forecasts = [one.mean_forecast for one in bins]
-        shares = [one.accepted_share for one in bins]
+        total = sum(bin_.num_judged for bin_ in bins)
+        forecasts = [bin_.mean_forecast for bin_ in bins]
+        shares = [bin_.accepted_share for bin_ in bins]
         axes.plot(forecasts, shares, color=colour, linewidth=1.0)
-        sizes = [10.0 + 600.0 * one.num_judged / total for one in bins]
+        sizes = [10.0 + 600.0 * bin_.num_judged / total for bin_ in bins]
         axes.scatter(forecasts, shares, s=sizes, color=colour, alpha=0.6, label=label)
     axes.set(
         xlim=(0.0, 1.0),

@@ -132,17 +132,17 @@ def collect(request: CollectRequest, *, executor: Executor, say: Say) -> Feature
     Raises CheckpointError when the folder has features of other options.
     """
     recipe = request.recipe()
-    chunks = planned(request.options, recipe, part=request.part, say=say)
+    chunks = planned(request.options, recipe, portion=request.part, say=say)
     with only_one(request.out):
         if (request.out / MANIFEST_FILE).exists():
             return _finished(request.out, plan_sha256(chunks, recipe), say=say)
         entries = done_already(request.out, chunks, recipe)
         left = [chunk for chunk in chunks if chunk.index not in entries]
         say(f"collect: {len(chunks)} shards planned, {len(entries)} there already")
-        made = _make(request, recipe, left, executor, num_done=len(entries)) if left else []
+        new_entries = _make(request, recipe, left, executor, num_done=len(entries)) if left else []
         manifest = finish(
             request.out,
-            [*entries.values(), *made],
+            [*entries.values(), *new_entries],
             chunks,
             recipe,
             num_held_out=None if request.options.text_only else request.options.held_out,
@@ -152,16 +152,16 @@ def collect(request: CollectRequest, *, executor: Executor, say: Say) -> Feature
     return manifest
 
 
-def planned(options: CollectOptions, recipe: Recipe, *, part: int = 0, say: Say) -> list[Chunk]:
+def planned(options: CollectOptions, recipe: Recipe, *, portion: int = 0, say: Say) -> list[Chunk]:
     """Reads the prompts and returns the chunks of one part. Raises ConfigError if there is no such
     part."""
-    parts = planned_parts(options, recipe, say=say)
-    if part >= len(parts):
+    portions = planned_parts(options, recipe, say=say)
+    if portion >= len(portions):
         raise ConfigError(
-            f"part {part}: the texts have {len(parts)} part(s), counted from 0; lower part or "
-            "max_gb, or collect more text"
+            f"part {portion}: the texts have {len(portions)} part(s), counted from 0; lower part "
+            "or max_gb, or collect more text"
         )
-    return parts[part]
+    return portions[portion]
 
 
 def planned_parts(options: CollectOptions, recipe: Recipe, *, say: Say) -> list[list[Chunk]]:
@@ -169,10 +169,10 @@ def planned_parts(options: CollectOptions, recipe: Recipe, *, say: Say) -> list[
     prompts: list[tuple[str, Sequence[int]]] = []
     num_skipped = 0
     if not options.text_only:
-        parts = options.prompt_choice().read(options.model)
-        prompts = [(prompt.workload, prompt.tokens) for prompt in parts.learnt[: options.limit]]
+        split = options.prompt_choice().read(options.model)
+        prompts = [(prompt.workload, prompt.tokens) for prompt in split.learnt[: options.limit]]
         room = recipe.max_length - recipe.max_tokens
-        num_skipped = parts.num_skipped + sum(len(tokens) > room for _, tokens in prompts)
+        num_skipped = split.num_skipped + sum(len(tokens) > room for _, tokens in prompts)
     texts = [] if options.text is None else read_texts(options.model, options.text)
     chunks = plan(prompts, texts, options, recipe)
     if num_skipped:
@@ -207,9 +207,9 @@ def plan(
         if len(tokens) <= room
     ]
     sources += [
-        Source(tokens=tuple(piece), workload="text", is_prompt=False)
+        Source(tokens=tuple(segment), workload="text", is_prompt=False)
         for text in texts
-        for piece in _pieces(text, length=recipe.max_length)
+        for segment in _segments(text, length=recipe.max_length)
     ]
     if not sources:
         prompts_file = None if options.text_only else options.prompts
@@ -241,12 +241,12 @@ def within(chunks: Sequence[Chunk], recipe: Recipe, *, max_bytes: float) -> list
 
 def parts_within(chunks: Sequence[Chunk], recipe: Recipe, *, max_bytes: float) -> list[list[Chunk]]:
     """Returns all chunks in order, in parts that surely fit. Raises ConfigError if one does not."""
-    parts: list[list[Chunk]] = []
+    portions: list[list[Chunk]] = []
     left = list(chunks)
     while left:
-        parts.append(within(left, recipe, max_bytes=max_bytes))
-        left = left[len(parts[-1]) :]
-    return parts
+        portions.append(within(left, recipe, max_bytes=max_bytes))
+        left = left[len(portions[-1]) :]
+    return portions
 
 
 def plan_sha256(chunks: Sequence[Chunk], recipe: Recipe) -> str:
@@ -300,9 +300,9 @@ def described(manifest: FeatureManifest) -> str:
     )
 
 
-def _finished(folder: Path, wanted_sha256: str, *, say: Say) -> FeatureManifest:
+def _finished(folder: Path, expected_sha256: str, *, say: Say) -> FeatureManifest:
     manifest = FeatureManifest.read(folder)
-    if manifest.plan_sha256 != wanted_sha256:
+    if manifest.plan_sha256 != expected_sha256:
         raise CheckpointError(
             file=folder / MANIFEST_FILE,
             found="features collected from another target, or other prompts or options",
@@ -337,11 +337,11 @@ def _make(
     with tqdm(
         total=num_done + len(chunks), initial=num_done, unit="shard", file=sys.stderr, disable=None
     ) as bar:
-        for made in executor.make_shards(job, chunks):
-            entries.append(made.entry)
+        for shard in executor.make_shards(job, chunks):
+            entries.append(shard.entry)
             bar.update()
             bar.set_postfix(tokens=sum(entry.num_tokens for entry in entries))
-            write_json(request.out / _PROGRESS_FILE, {"spent_s": before_s + made.spent_s})
+            write_json(request.out / _PROGRESS_FILE, {"spent_s": before_s + shard.spent_s})
     return entries
 
 
@@ -351,8 +351,8 @@ def _spent_s(folder: Path) -> float:
     return float(spent_s) if isinstance(spent_s, int | float) else 0.0
 
 
-def _pieces(text: Sequence[int], *, length: int) -> Iterator[Sequence[int]]:
+def _segments(text: Sequence[int], *, length: int) -> Iterator[Sequence[int]]:
     """Yields pieces of at most `length` tokens of a text, without pieces of a single token."""
     for first in range(0, len(text), length):
-        if len(piece := text[first : first + length]) > 1:
-            yield piece
+        if len(segment := text[first : first + length]) > 1:
+            yield segment

@@ -81,8 +81,8 @@ class Chunk:
 
     def stamp(self, recipe: Recipe) -> str:
         # Only the hash: the verifier's name is the path of its folder.
-        made_of = [{**asdict(recipe), "verifier": recipe.verifier.sha256}, self._plain()]
-        return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+        inputs = [{**asdict(recipe), "verifier": recipe.verifier.sha256}, self._plain()]
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
         return json.dumps(self._plain())
@@ -171,11 +171,11 @@ class Collector:
 
     def collect(self, folder: Path, chunk: Chunk) -> ShardEntry:
         requests = [self._request(chunk, number) for number in range(len(chunk.sources))]
-        made = [
+        sequences = [
             _sequence(source, text)
             for source, text in zip(chunk.sources, self._source.rows_of(requests), strict=True)
         ]
-        return write_shard(folder, chunk.index, made, stamp=chunk.stamp(self._recipe))
+        return write_shard(folder, chunk.index, sequences, stamp=chunk.stamp(self._recipe))
 
     def _request(self, chunk: Chunk, number: int) -> Request:
         source = chunk.sources[number]

@@ -81,14 +81,14 @@ def judge(head: TrainableExitHead, sequences: Iterable[FeatureSequence]) -> list
 
 def figures(judged: Sequence[Judged]) -> HeldOutFigures:
     """Returns the means. Raises ConfigError if there was nothing to judge."""
-    positions = sum(one.num_positions for one in judged)
+    positions = sum(text.num_positions for text in judged)
     if not positions:
         raise ConfigError("held-out text has no token that the target generated: add text")
     return HeldOutFigures(
         num_positions=positions,
-        agreement=sum(one.agreed for one in judged) / positions,
-        one_minus_tv=sum(one.overlap for one in judged) / positions,
-        acceptance=sum(one.accepted for one in judged) / positions,
+        agreement=sum(text.agreed for text in judged) / positions,
+        one_minus_tv=sum(text.overlap for text in judged) / positions,
+        acceptance=sum(text.accepted for text in judged) / positions,
     )
 
 
@@ -104,7 +104,7 @@ def difference(
     The interval is a paired percentile bootstrap (Efron and Tibshirani 1993, chapter 13) over whole
     sequences, since the tokens of one text are correlated.
     """
-    weight_S = torch.tensor([float(one.num_positions) for one in old])
+    weight_S = torch.tensor([float(text.num_positions) for text in old])
     gain_S = torch.tensor([of(b) - of(a) for a, b in zip(old, new, strict=True)])
     generator = torch.Generator().manual_seed(seed)
     chosen_RS = torch.randint(len(old), (_RESAMPLES, len(old)), generator=generator)
@@ -122,12 +122,12 @@ def _judged(
     first = max(sequence.num_prompt - 1, 0)
     hidden_1TD = sequence.hidden[head.exit_layer].unsqueeze(0)
     guess_TV = head.training_forward(hidden_1TD)[0, first:]
-    kept = KeptTargets(
+    targets = KeptTargets(
         ids_NK=sequence.top_ids_TK[first:].long(),
         logits_NK=sequence.top_logits_TK[first:],
         lse_N=sequence.lse_T[first:],
     )
-    comparison = Comparison(guess_TV, kept, vocabulary)
+    comparison = Comparison(guess_TV, targets, vocabulary)
     return Judged(
         num_positions=guess_TV.shape[0],
         agreed=float(comparison.agrees().sum()),
@@ -147,34 +147,34 @@ def judge_text(
 ) -> Judged:
     """Judges a head's logits at every token that the target wrote, at the text's temperature."""
     written = slice(num_prompt - 1, len(text.tokens) - 1)
-    kept = KeptTargets(
+    targets = KeptTargets(
         ids_NK=text.top_ids_TK[written].long(),
         logits_NK=text.top_logits_TK[written],
         lse_N=text.lse_T[written],
     )
-    agreed = float(Comparison(guess_GV, kept, vocabulary).agrees().sum())
+    agreed = float(Comparison(guess_GV, targets, vocabulary).agrees().sum())
     is_greedy = temperature == 0.0
     overlap = agreed
     if not is_greedy:
-        overlap = float(one_minus_tv(guess_GV, kept, vocabulary, temperature=temperature).sum())
+        overlap = float(one_minus_tv(guess_GV, targets, vocabulary, temperature=temperature).sum())
     return Judged(
         num_positions=guess_GV.shape[0], agreed=agreed, overlap=overlap, is_greedy=is_greedy
     )
 
 
 def one_minus_tv(
-    guess_NV: Tensor, kept: KeptTargets, vocabulary: DraftVocabulary, *, temperature: float
+    guess_NV: Tensor, targets: KeptTargets, vocabulary: DraftVocabulary, *, temperature: float
 ) -> Tensor:
     """Returns [N], the overlap of both distributions at a temperature; tokens that the head lacks
     count as 0. Exact where all of the target's logits are kept, and a lower bound otherwise: the
     tail adds nothing, and what it takes of the target's mass is bounded from above."""
-    index_NK, shared_NK = vocabulary.find(kept.ids_NK)
+    index_NK, shared_NK = vocabulary.find(targets.ids_NK)
     q_NK = (guess_NV.float() / temperature).softmax(dim=-1).gather(-1, index_NK)
-    logits_NK = kept.logits_NK.float()
+    logits_NK = targets.logits_NK.float()
     num_tail = vocabulary.vocab_size - logits_NK.shape[-1]
     log_mass_N1 = (logits_NK / temperature).logsumexp(dim=-1, keepdim=True)
     if num_tail:
-        log_tail_N1 = _log_tail_bound(logits_NK, kept.lse_N, temperature, num_tail=num_tail)
+        log_tail_N1 = _log_tail_bound(logits_NK, targets.lse_N, temperature, num_tail=num_tail)
         log_mass_N1 = torch.logaddexp(log_mass_N1, log_tail_N1)
     p_NK = (logits_NK / temperature - log_mass_N1).exp()
     return torch.minimum(p_NK, q_NK).masked_fill(~shared_NK, 0.0).sum(dim=-1)
@@ -193,7 +193,7 @@ def _log_tail_bound(
     share_N1 = 1.0 - (logits_NK - lse_N1).exp().sum(dim=-1, keepdim=True)
     log_sum_N1 = lse_N1 + share_N1.clamp(min=LEAST_TAIL).log()
     if temperature <= 1.0:
-        least_N1 = logits_NK.min(dim=-1, keepdim=True).values
-        return log_sum_N1 + least_N1 * (1.0 / temperature - 1.0)
+        min_N1 = logits_NK.min(dim=-1, keepdim=True).values
+        return log_sum_N1 + min_N1 * (1.0 / temperature - 1.0)
     log_count = math.log(num_tail)
     return log_count + (log_sum_N1 - log_count) / temperature

@@ -178,33 +178,33 @@ def acceptance_of(answers: Sequence[Answer]) -> Acceptance:
 
 
 def _drafted(answers: Sequence[Answer]) -> list[Outcome]:
-    return [outcome for one in answers for outcome in one.outcomes if outcome.num_drafted]
+    return [outcome for answer in answers for outcome in answer.outcomes if outcome.num_drafted]
 
 
 def _likeness_of(answers: Sequence[Answer]) -> Likeness:
-    positions = max(sum(one.judged.num_positions for one in answers), 1)
+    positions = max(sum(answer.judged.num_positions for answer in answers), 1)
     return Likeness(
         num_positions=positions,
-        agreement=sum(one.judged.agreed for one in answers) / positions,
-        one_minus_tv=sum(one.judged.accepted for one in answers) / positions,
+        agreement=sum(answer.judged.agreed for answer in answers) / positions,
+        one_minus_tv=sum(answer.judged.accepted for answer in answers) / positions,
     )
 
 
 def _at(
     temperature: float, answers: Sequence[Answer], timed: TimedHead | None, *, seed: int
 ) -> AtTemperature:
-    here = [one for one in answers if one.asked.temperature == temperature]
+    at_temperature = [answer for answer in answers if answer.query.temperature == temperature]
     by_class = {
-        name: [one for one in here if one.asked.prompt.workload == name]
-        for name in sorted({one.asked.prompt.workload for one in here})
+        name: [answer for answer in at_temperature if answer.query.prompt.workload == name]
+        for name in sorted({answer.query.prompt.workload for answer in at_temperature})
     }
     return AtTemperature(
         temperature=temperature,
-        acceptance=acceptance_of(here),
+        acceptance=acceptance_of(at_temperature),
         by_class={name: acceptance_of(some) for name, some in by_class.items()},
-        likeness=_likeness_of(here),
+        likeness=_likeness_of(at_temperature),
         likeness_by_class={name: _likeness_of(some) for name, some in by_class.items()},
-        prediction=None if timed is None else _prediction(here, timed.cost),
+        prediction=None if timed is None else _prediction(at_temperature, timed.cost),
         speed=None if timed is None else timed.at(temperature).speed(seed=seed),
     )
 

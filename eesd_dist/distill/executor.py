@@ -46,10 +46,10 @@ class LocalExecutor:
     def make_shards(self, job: ShardJob, chunks: Sequence[Chunk]) -> Iterator[MadeShard]:
         worker = ShardWorker(job)
         for chunk in chunks:
-            made = worker.make(chunk)
-            if made is None:
+            shard = worker.make(chunk)
+            if shard is None:
                 return
-            yield made
+            yield shard
 
     def train(self, request: TrainRequest) -> None:
         before = torch.get_num_threads()

@@ -195,20 +195,20 @@ class FeatureStore:
         _require_size(file, entry)
         content = file.read_bytes()
         if zlib.crc32(content) != entry.crc32:
-            raise _damaged(file, found="changed bytes (the checksum differs)")
+            raise _damaged(file, content="changed bytes (the checksum differs)")
         return _sequences_of(file, content)
 
     def sequences(self, only: Collection[int] | None = None) -> Iterator[FeatureSequence]:
         """Yields all sequences, or those with the given numbers, in order, one shard in memory."""
-        wanted = None if only is None else frozenset(only)
+        selected = None if only is None else frozenset(only)
         first = 0
         for index, entry in enumerate(self.manifest.shards):
             numbers = range(first, first + entry.num_sequences)
             first = numbers.stop
-            if wanted is not None and wanted.isdisjoint(numbers):
+            if selected is not None and selected.isdisjoint(numbers):
                 continue
             for number, sequence in zip(numbers, self.shard(index), strict=True):
-                if wanted is None or number in wanted:
+                if selected is None or number in selected:
                     yield sequence
 
     def split(self, held_out_share: float, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -226,10 +226,10 @@ class FeatureStore:
         if len(groups) < 2:
             raise ConfigError(f"{self.folder}: {len(groups)} prompt(s) or text(s) cannot be split")
         random.Random(f"split/{seed}").shuffle(groups)
-        num_wanted = max(round(held_out_share * count), 1)
+        min_held_out = max(round(held_out_share * count), 1)
         held: set[int] = set()
         for group in groups[:-1]:
-            if len(held) >= num_wanted:
+            if len(held) >= min_held_out:
                 break
             held.update(group)
         return tuple(n for n in range(count) if n not in held), tuple(sorted(held))
@@ -256,7 +256,7 @@ class FeatureStore:
                         shard.get_tensor(name) for name in ("lengths_S", "num_prompt_S", "tokens_N")
                     )
             except SafetensorError as error:
-                raise _damaged(file, found=f"unreadable content ({error})") from error
+                raise _damaged(file, content=f"unreadable content ({error})") from error
             yield from zip(torch.split(tokens_N, lengths.tolist()), counts.tolist(), strict=True)
 
 
@@ -373,7 +373,7 @@ def _sequences_of(file: Path, content: bytes) -> list[FeatureSequence]:
             for s in range(len(lengths))
         ]
     except (SafetensorError, KeyError, IndexError, RuntimeError, ValueError) as error:
-        raise _damaged(file, found=f"unreadable content ({error})") from error
+        raise _damaged(file, content=f"unreadable content ({error})") from error
 
 
 class _Header(NamedTuple):
@@ -388,12 +388,12 @@ def _header(file: Path, content: bytes) -> _Header:
         whole = json.loads(content[8 : 8 + size])
         header = json.loads(whole["__metadata__"]["eesd"])
         version = header["version"]
-        found = _Header(str(header["stamp"]), [str(name) for name in header["workloads"]])
+        parsed = _Header(str(header["stamp"]), [str(name) for name in header["workloads"]])
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(file, found="no header of a shard of features") from error
+        raise _damaged(file, content="no header of a shard of features") from error
     if version != FORMAT_VERSION:
-        raise _damaged(file, found=f"a shard of version {version!r}")
-    return found
+        raise _damaged(file, content=f"a shard of version {version!r}")
+    return parsed
 
 
 def _content(file: Path) -> bytes:
@@ -422,13 +422,13 @@ def _require_size(file: Path, entry: ShardEntry) -> None:
             advice=f"remove {MANIFEST_FILE} and collect again: only this shard is made again",
         )
     if file.stat().st_size != entry.num_bytes:
-        raise _damaged(file, found=f"{file.stat().st_size} bytes instead of {entry.num_bytes}")
+        raise _damaged(file, content=f"{file.stat().st_size} bytes instead of {entry.num_bytes}")
 
 
-def _damaged(file: Path, *, found: str) -> CheckpointError:
+def _damaged(file: Path, *, content: str) -> CheckpointError:
     return CheckpointError(
         file=file,
-        found=found,
+        found=content,
         expected=f"a complete shard of features, version {FORMAT_VERSION}",
         advice=f"remove it and {MANIFEST_FILE} and collect again: only this shard is made again",
     )

@@ -37,24 +37,24 @@ def only_one(folder: Path) -> Iterator[None]:
         yield
 
 
-def claim(file: Path, asked: Mapping[str, object]) -> None:
+def claim(file: Path, request: Mapping[str, object]) -> None:
     """Stores the request that a folder is for. Raises ConfigError if `file` has another one."""
     if file.exists():
-        require_same(file, asked)
+        require_same(file, request)
     else:
-        write_json(file, asked)
+        write_json(file, request)
 
 
 def require_same(
-    file: Path, asked: Mapping[str, object], *, only: Collection[str] | None = None
+    file: Path, request: Mapping[str, object], *, only: Collection[str] | None = None
 ) -> None:
     """Raises ConfigError with the first key (of `only`) that has another value in `file`."""
-    found, wanted = read_json(file), json.loads(json.dumps(asked))
-    for name in wanted if only is None else only:
-        if found.get(name) != wanted[name]:
+    stored, requested = read_json(file), json.loads(json.dumps(request))
+    for name in requested if only is None else only:
+        if stored.get(name) != requested[name]:
             raise ConfigError(
-                f"{file}: was begun with {name} {found.get(name)!r}, now asked for "
-                f"{wanted[name]!r}: use the same to continue it, or use another folder"
+                f"{file}: was begun with {name} {stored.get(name)!r}, now asked for "
+                f"{requested[name]!r}: use the same to continue it, or use another folder"
             )
 
 

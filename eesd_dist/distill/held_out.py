@@ -52,11 +52,11 @@ class PromptChoice:
         fitting = [prompt for prompt in prompts if len(prompt.tokens) <= room]
         num_skipped = len(prompts) - len(fitting)
         try:
-            parts = self.split(fitting)
+            split = self.split(fitting)
         except ConfigError as error:
             skipped = f" ({num_skipped} of more than {room} tokens skipped)" if num_skipped else ""
             raise ConfigError(f"{self.prompts}: {error}{skipped}") from error
-        return replace(parts, num_skipped=num_skipped)
+        return replace(split, num_skipped=num_skipped)
 
     def split(self, prompts: Sequence[Prompt]) -> PromptParts:
         """Holds out `held_out` prompts, at most half of a small file: one half of them for
@@ -92,14 +92,14 @@ class PromptChoice:
         manifest = FeatureManifest.read(features)
         if not manifest.plan_sha256:  # written by a service, which chose no prompts
             return
-        for flag, found, wanted in (
+        for flag, stored, requested in (
             ("--seed", manifest.seed, self.seed),
             ("--held-out", manifest.num_held_out, self.held_out),
         ):
-            if found is not None and found != wanted:
+            if stored is not None and stored != requested:
                 raise ConfigError(
-                    f"{features / MANIFEST_FILE}: found features collected with {flag} {found}, "
-                    f"asked for {wanted}: other prompts would be held out; use {flag} {found}"
+                    f"{features / MANIFEST_FILE}: found features collected with {flag} {stored}, "
+                    f"asked for {requested}: other prompts would be held out; use {flag} {stored}"
                 )
 
 

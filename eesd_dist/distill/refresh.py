@@ -41,7 +41,7 @@ from eesd_dist.model.spec import ModelSpec, read_json
 from eesd_dist.provenance import collect_provenance
 
 REPORT_FILE = "refresh.json"
-_ASKED_FILE = "asked.json"
+_SETTINGS_FILE = "asked.json"
 _LEAST_HELD_OUT = 8
 """Minimum held-out pieces: an interval over fewer is meaningless."""
 _PER_SHARD = 256
@@ -70,7 +70,7 @@ class RefreshRequest:
         """Folder of intermediate files; removed when the new head is written."""
         return self.out.with_name(f"{self.out.name}.work")
 
-    def asked(self) -> dict[str, object]:
+    def settings(self) -> dict[str, object]:
         """Returns the options that determine the new head; a folder of other options is refused."""
         digest = hashlib.sha256()
         for file in sorted(self.head.glob("*.json")) + sorted(self.head.glob("*.safetensors")):
@@ -143,12 +143,12 @@ def refresh(
     """
     spec = ModelSpec.from_folder(request.model)
     config = HeadConfig.read(request.head, target=spec, target_path=request.model)
-    asked = request.asked()
+    settings = request.settings()
     if request.out.exists():
-        return _finished(request.out, asked, say=say)
+        return _finished(request.out, settings, say=say)
     training = request.training(config, options or TrainOptions())
     with only_one(request.work):
-        _claim(request.work / _ASKED_FILE, asked, features=training.features)
+        _claim(request.work / _SETTINGS_FILE, settings, features=training.features)
         store = copy_recording(
             request.recording,
             training.features,
@@ -168,7 +168,7 @@ def refresh(
         )
         trained = train(training, executor=executor)
         report = _compared(request, spec, store, held_out, trained)
-        _publish(request, trained, {"asked": asked, **asdict(report)})
+        _publish(request, trained, {"asked": settings, **asdict(report)})
     shutil.rmtree(request.work)
     return report
 
@@ -198,25 +198,25 @@ def described(report: RefreshReport) -> str:
     return "\n".join([*lines, verdict])
 
 
-def _finished(out: Path, asked: dict[str, object], *, say: Say) -> RefreshReport:
+def _finished(out: Path, settings: dict[str, object], *, say: Say) -> RefreshReport:
     file = out / REPORT_FILE
-    found = read_json(file) if file.exists() else {}
-    if found.get("asked") != asked:
+    report = read_json(file) if file.exists() else {}
+    if report.get("asked") != settings:
         raise ConfigError(
             f"{out}: exists, and is not what this command would make: use another folder with "
             "--out, or remove this one"
         )
     say(f"refresh: done before, {out}")
-    return TypeAdapter(RefreshReport).validate_python(found)
+    return TypeAdapter(RefreshReport).validate_python(report)
 
 
-def _claim(file: Path, asked: dict[str, object], *, features: Path) -> None:
+def _claim(file: Path, settings: dict[str, object], *, features: Path) -> None:
     """Stores the request. Raises ConfigError if a copy of another recording, or with another split,
     exists."""
     if file.exists() and (features / MANIFEST_FILE).exists():
-        require_same(file, asked, only=("recording", "held_out_share", "seed"))
+        require_same(file, settings, only=("recording", "held_out_share", "seed"))
     else:
-        write_json(file, asked)
+        write_json(file, settings)
 
 
 def _require_enough(request: RefreshRequest, store: FeatureStore, held_out: Sequence[int]) -> None:
@@ -235,11 +235,11 @@ def _compared(
     held_out: Sequence[int],
     trained: Path,
 ) -> RefreshReport:
-    pieces = list(store.sequences(held_out))
+    sequences = list(store.sequences(held_out))
     old, new = (
         judge(
             TrainableExitHead.read(folder, target=spec, target_path=request.model),
-            pieces,
+            sequences,
         )
         for folder in (request.head, trained)
     )
@@ -249,9 +249,9 @@ def _compared(
         num_held_out=len(held_out),
         old=figures(old),
         new=figures(new),
-        gain=difference(old, new, of=lambda one: one.accepted, seed=request.seed),
-        agreement_gain=difference(old, new, of=lambda one: one.agreed, seed=request.seed),
-        one_minus_tv_gain=difference(old, new, of=lambda one: one.overlap, seed=request.seed),
+        gain=difference(old, new, of=lambda text: text.accepted, seed=request.seed),
+        agreement_gain=difference(old, new, of=lambda text: text.agreed, seed=request.seed),
+        one_minus_tv_gain=difference(old, new, of=lambda text: text.overlap, seed=request.seed),
     )
 
 
@@ -298,7 +298,7 @@ def copy_recording(
             max_length=0,
             shards=(),
         )
-        _copy_pieces(list(_pieces_of(recording, expected)), recording, folder, expected)
+        _copy_sequences(list(_pieces_of(recording, expected)), recording, folder, expected)
     return FeatureStore.open(folder, expect=verifier)
 
 
@@ -316,28 +316,28 @@ def _pieces_of(recording: Path, expected: FeatureManifest) -> Iterator[FeatureSe
                 # The service has removed this shard since it wrote the manifest.
 
 
-def _copy_pieces(
-    pieces: list[FeatureSequence], recording: Path, folder: Path, manifest: FeatureManifest
+def _copy_sequences(
+    sequences: list[FeatureSequence], recording: Path, folder: Path, manifest: FeatureManifest
 ) -> None:
     """Copies pieces to a store, with the smallest number of best tokens that all of them have."""
-    if not pieces:
+    if not sequences:
         raise ConfigError(
             f"{recording}: found nothing recorded, expected shards that a service wrote: serve "
             "with recorder.folder set to this folder, send it requests, then refresh"
         )
-    top_k = min(piece.top_ids_TK.shape[1] for piece in pieces)
+    top_k = min(sequence.top_ids_TK.shape[1] for sequence in sequences)
     alike = [
         replace(
-            piece,
-            top_ids_TK=piece.top_ids_TK[:, :top_k],
-            top_logits_TK=piece.top_logits_TK[:, :top_k],
+            sequence,
+            top_ids_TK=sequence.top_ids_TK[:, :top_k],
+            top_logits_TK=sequence.top_logits_TK[:, :top_k],
         )
-        for piece in pieces
+        for sequence in sequences
     ]
     replace(
         manifest,
         top_k=top_k,
-        max_length=max(piece.num_tokens for piece in alike),
+        max_length=max(sequence.num_tokens for sequence in alike),
         shards=tuple(
             write_shard(folder, index, alike[first : first + _PER_SHARD])
             for index, first in enumerate(range(0, len(alike), _PER_SHARD))
@@ -345,21 +345,21 @@ def _copy_pieces(
     ).write(folder)
 
 
-def _require_same_rows(file: Path, found: FeatureManifest, expected: FeatureManifest) -> None:
-    if (found.verifier.sha256, found.weights_sha256) != (
+def _require_same_rows(file: Path, manifest: FeatureManifest, expected: FeatureManifest) -> None:
+    if (manifest.verifier.sha256, manifest.weights_sha256) != (
         expected.verifier.sha256,
         expected.weights_sha256,
     ):
         raise CheckpointError(
             file=file,
-            found=f"states of {found.verifier.name_or_path!r}, by its hashes another target",
+            found=f"states of {manifest.verifier.name_or_path!r}, by its hashes another target",
             expected=f"states of {expected.verifier.name_or_path!r}, the given target",
             advice="set --model to the target that the service serves",
         )
-    if found.exits != expected.exits:
+    if manifest.exits != expected.exits:
         raise CheckpointError(
             file=file,
-            found=f"rows after layer {', '.join(str(at) for at in found.exits)}",
+            found=f"rows after layer {', '.join(str(at) for at in manifest.exits)}",
             expected=f"rows after layer {expected.exits[0]}, which the head reads",
             advice="set --head to the one that the service drafts with",
         )

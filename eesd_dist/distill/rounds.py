@@ -105,14 +105,16 @@ def collect_and_train(rounds: Rounds, *, executor: Executor, say: Say) -> None:
 
     The last round's features remain, for another training or a sweep on them.
     """
-    each = list(rounds)
-    num_done = max((number + 1 for number, one in enumerate(each) if one.is_done), default=0)
-    for number in range(num_done, len(each)):
+    all_rounds = list(rounds)
+    num_done = max(
+        (number + 1 for number, round_ in enumerate(all_rounds) if round_.is_done), default=0
+    )
+    for number in range(num_done, len(all_rounds)):
         if number:
-            each[number - 1].keep_the_head_alone()
-        say(f"round {number + 1} of {len(each)}")
-        each[number].run(executor=executor, say=say)
-        for before in each[:number]:
+            all_rounds[number - 1].keep_the_head_alone()
+        say(f"round {number + 1} of {len(all_rounds)}")
+        all_rounds[number].run(executor=executor, say=say)
+        for before in all_rounds[:number]:
             _remove(before.folder)
 
 

@@ -142,31 +142,34 @@ class RunRequest:
     def rounds(self) -> Rounds:
         """Reads the prompts, and returns the rounds of a ring."""
         collection = self.collection
-        parts = planned_parts(self.collect, collection.recipe(), say=lambda _: None)
+        portions = planned_parts(self.collect, collection.recipe(), say=lambda _: None)
         return Rounds(
             folder=self.out / "rounds",
             collection=collection,
             training=self.training,
-            count=len(parts),
+            count=len(portions),
         )
 
     def head_request(self) -> HeadRequest:
         return self.head_request_of(self.collect.prompt_choice().read(self.collect.model))
 
-    def head_request_of(self, parts: PromptParts) -> HeadRequest:
-        asked = self.collect
+    def head_request_of(self, split: PromptParts) -> HeadRequest:
+        options = self.collect
         return HeadRequest(
             training=self.training,
             machine=Machine(
-                model=asked.model, head=self.head_folder, dtype=asked.dtype, threads=asked.threads
+                model=options.model,
+                head=self.head_folder,
+                dtype=options.dtype,
+                threads=options.threads,
             ),
-            calibrated=parts.calibrated[: self.shortened(_NUM_CALIBRATED)],
-            calibration=CalibrateOptions(max_tokens=asked.max_tokens),
-            judged=parts.judged[: self.shortened(_NUM_JUDGED)],
+            calibrated=split.calibrated[: self.shortened(_NUM_CALIBRATED)],
+            calibration=CalibrateOptions(max_tokens=options.max_tokens),
+            judged=split.judged[: self.shortened(_NUM_JUDGED)],
             evaluation=EvaluateOptions(
-                max_tokens=min(asked.max_tokens, 128),
+                max_tokens=min(options.max_tokens, 128),
                 timed_prompts=self.shortened(_NUM_TIMED),
-                timed_tokens=min(asked.max_tokens, 96),
+                timed_tokens=min(options.max_tokens, 96),
             ),
         )
 
@@ -174,9 +177,9 @@ class RunRequest:
         """Returns the number of prompts to calibrate or evaluate on, reduced for short runs."""
         return max(2, round(count * min(1.0, self.minutes / DEFAULT_MINUTES)))
 
-    def asked(self) -> dict[str, object]:
+    def settings(self) -> dict[str, object]:
         """Returns the options that determine the files of a run; not the number of processes."""
-        asked, recipe = self.collect, self.collection.recipe()
+        options, recipe = self.collect, self.collection.recipe()
         training = self.training.job()
         for name in ("model", "features", "exit_layer", "minutes", "seed"):
             training.pop(name)
@@ -185,20 +188,20 @@ class RunRequest:
             "weights": recipe.weights_sha256,
             "exit": self.exit_layer,
             "minutes": self.minutes,
-            "seed": asked.seed,
-            "prompts": None if asked.text_only else _sha256(asked.prompts),
-            "text": None if asked.text is None else _sha256(asked.text),
-            "limit": asked.limit,
-            "held_out": asked.held_out,
-            "temperatures": list(asked.temperatures),
-            "passes": asked.passes,
-            "max_tokens": asked.max_tokens,
+            "seed": options.seed,
+            "prompts": None if options.text_only else _sha256(options.prompts),
+            "text": None if options.text is None else _sha256(options.text),
+            "limit": options.limit,
+            "held_out": options.held_out,
+            "temperatures": list(options.temperatures),
+            "passes": options.passes,
+            "max_tokens": options.max_tokens,
             "max_length": recipe.max_length,
             "top_k": recipe.top_k,
-            "chunk_size": asked.chunk_size,
-            "max_gb": asked.max_gb,
+            "chunk_size": options.chunk_size,
+            "max_gb": options.max_gb,
             "ring": self.ring,
-            "dtype": asked.dtype,
+            "dtype": options.dtype,
             "training": training,
         }
 
@@ -220,16 +223,16 @@ def run(request: RunRequest, *, executor: Executor, say: Say) -> Path:
 
 def _claim(request: RunRequest) -> None:
     """Stores the request, or compares it with the stored one."""
-    file, asked = request.out / RUN_FILE, request.asked()
+    file, settings = request.out / RUN_FILE, request.settings()
     if file.exists():
-        require_same(file, asked)
+        require_same(file, settings)
         return
     # Checked before claiming: a folder claimed with unusable prompts would refuse corrected ones.
     request.collect.prompt_choice()
     planned_parts(request.collect, request.collection.recipe(), say=lambda _: None)
     if request.ring:
         request.rounds()
-    write_json(file, asked)
+    write_json(file, settings)
 
 
 @contextmanager

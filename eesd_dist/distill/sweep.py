@@ -36,7 +36,7 @@ from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 
 SWEEP_FILE = "sweep.json"
-_ASKED_FILE = "asked.json"
+_SETTINGS_FILE = "asked.json"
 _FOLDER_NAME = re.compile(r"exit_(\d+)_")
 
 
@@ -119,7 +119,7 @@ class SweepRequest:
         require_positive(self, "max_tokens")
         require_temperatures(self.temperatures)
 
-    def asked(self) -> dict[str, object]:
+    def settings(self) -> dict[str, object]:
         """Returns options that must not change between runs into one folder; combinations may."""
         options = self.options
         return {
@@ -244,11 +244,11 @@ def sweep(request: SweepRequest, *, executor: Executor, say: Say) -> SweepReport
     Raises ConfigError if the folder has other settings, or the features lack a layer.
     """
     _require_layers(request)
-    asked = request.asked()
+    settings = request.settings()
     tried = request.combinations
     with only_one(request.out):
         # A table must not mix figures of different settings.
-        claim(request.out / _ASKED_FILE, asked)
+        claim(request.out / _SETTINGS_FILE, settings)
         for number, combination in enumerate(tried, start=1):
             say(f"sweep: {number} of {len(tried)}, {combination.name}")
             _try_apart(request, combination, executor)
@@ -260,7 +260,7 @@ def sweep(request: SweepRequest, *, executor: Executor, say: Say) -> SweepReport
                 "recommended": None if best is None else best.name,
                 "reason": recommendation(report),
                 "rows": [asdict(row) for row in report.rows],
-                "asked": asked,
+                "asked": settings,
                 "provenance": collect_provenance(seed=request.seed).as_json(),
             },
         )
@@ -284,36 +284,43 @@ def _on_stderr(text: str) -> None:
 
 def _require_layers(request: SweepRequest) -> None:
     store = FeatureStore.of_target(request.features, request.machine.model)
-    wanted = {combination.exit_layer for combination in request.combinations}
-    missing = sorted(wanted.difference(store.manifest.exits))
+    layers = {combination.exit_layer for combination in request.combinations}
+    missing = sorted(layers.difference(store.manifest.exits))
     if missing:
         raise ConfigError(
             f"{request.features}: found states after layers {list(store.manifest.exits)}, none "
-            f"after {missing}: collect with --exits {' '.join(str(n) for n in sorted(wanted))} "
+            f"after {missing}: collect with --exits {' '.join(str(n) for n in sorted(layers))} "
             "(or --collect), or sweep over fewer layers"
         )
 
 
 def _report(out: Path) -> SweepReport:
-    rows = [SweepRow.of(one, read_json(out / one.name / EVALUATION_FILE)) for one in _measured(out)]
+    rows = [
+        SweepRow.of(combination, read_json(out / combination.name / EVALUATION_FILE))
+        for combination in _measured(out)
+    ]
     return SweepReport(rows=tuple(sorted(rows, key=lambda row: -row.over_plain)))
 
 
 def _measured(out: Path) -> list[Combination]:
     """Returns all combinations in the folder, including those of earlier commands."""
-    every = {
-        one.name: one
+    combinations = {
+        combination.name: combination
         for folder in out.glob("exit_*")
-        if (found := _FOLDER_NAME.match(folder.name))
-        for one in Tries(exits=(int(found[1]),), heads=get_args(HeadKind)).combinations()
+        if (match := _FOLDER_NAME.match(folder.name))
+        for combination in Tries(exits=(int(match[1]),), heads=get_args(HeadKind)).combinations()
     }
-    return [one for name, one in sorted(every.items()) if (out / name / EVALUATION_FILE).exists()]
+    return [
+        combination
+        for name, combination in sorted(combinations.items())
+        if (out / name / EVALUATION_FILE).exists()
+    ]
 
 
-def _mean(at: Sequence[Mapping[str, Any]], part: str, name: str, *, weight: str) -> float:
+def _mean(at: Sequence[Mapping[str, Any]], field: str, name: str, *, weight: str) -> float:
     """Returns the mean over temperatures, weighted by the number of observations."""
-    total = sum(one[part][weight] for one in at)
-    return float(sum(one[part][name] * one[part][weight] for one in at) / max(total, 1))
+    total = sum(entry[field][weight] for entry in at)
+    return float(sum(entry[field][name] * entry[field][weight] for entry in at) / max(total, 1))
 
 
 def table(report: SweepReport) -> str:
@@ -363,13 +370,13 @@ def recommendation(report: SweepReport) -> str:
 
 
 def _why_it_loses(row: SweepRow, best: SweepRow) -> str:
-    said = (
+    sentence = (
         f"{row.name} is accepted more often ({row.acceptance:.3f} against {best.acceptance:.3f}) "
         f"and loses: it decodes at {row.over_plain:.2f}x"
     )
     if row.draft_step_ms <= best.draft_step_ms:
-        return f"{said}."
+        return f"{sentence}."
     return (
-        f"{said}, since it drafts a token in {row.draft_step_ms:.2f} ms against "
+        f"{sentence}, since it drafts a token in {row.draft_step_ms:.2f} ms against "
         f"{best.draft_step_ms:.2f}."
     )

@@ -72,9 +72,9 @@ class FrozenTarget:
     @torch.no_grad()
     def forward(self, tokens_BT: Tensor, exits: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
         """Returns hidden states [B, T, D] after each exit layer, and logits [B, T, V]."""
-        kept, hidden_BTD = self._hidden(tokens_BT, exits)
+        by_exit, hidden_BTD = self._hidden(tokens_BT, exits)
         logits_NV = self._spans[-1].logits(hidden_BTD.flatten(0, 1))
-        return kept, logits_NV.view(*tokens_BT.shape, -1)
+        return by_exit, logits_NV.view(*tokens_BT.shape, -1)
 
     @torch.no_grad()
     def view(self, sequences: Sequence[Sequence[int]], *, top_k: int) -> list[TargetView]:
@@ -84,29 +84,29 @@ class FrozenTarget:
         tokens_BT = torch.zeros(len(sequences), max(lengths), dtype=torch.long)
         for row, sequence in enumerate(sequences):
             tokens_BT[row, : lengths[row]] = torch.tensor(sequence)
-        kept, hidden_BTD = self._hidden(tokens_BT, self.exits)
+        by_exit, hidden_BTD = self._hidden(tokens_BT, self.exits)
         rows_ND = torch.cat([hidden_BTD[row, :length] for row, length in enumerate(lengths)])
         ids_NK, logits_NK, lse_N = self._best(rows_ND, top_k=min(top_k, self.spec.vocab_size))
-        parts = zip(*(torch.split(x, lengths) for x in (ids_NK, logits_NK, lse_N)), strict=True)
+        splits = zip(*(torch.split(x, lengths) for x in (ids_NK, logits_NK, lse_N)), strict=True)
         return [
             TargetView(
-                hidden={at: x_BTD[row, : lengths[row]].cpu() for at, x_BTD in kept.items()},
+                hidden={at: x_BTD[row, : lengths[row]].cpu() for at, x_BTD in by_exit.items()},
                 top_ids_TK=ids_TK,
                 top_logits_TK=logits_TK,
                 lse_T=lse_T,
             )
-            for row, (ids_TK, logits_TK, lse_T) in enumerate(parts)
+            for row, (ids_TK, logits_TK, lse_T) in enumerate(splits)
         ]
 
     def _hidden(self, tokens_BT: Tensor, exits: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
         tokens_BT = tokens_BT.to(self.device)
         hidden_BTD = self._spans[0].embed(tokens_BT.flatten()).view(*tokens_BT.shape, -1)
-        kept: dict[int, Tensor] = {}
+        by_exit: dict[int, Tensor] = {}
         for span in self._spans:
             hidden_BTD = span.forward_full(hidden_BTD)
             if span.last in exits:
-                kept[span.last] = hidden_BTD
-        return kept, hidden_BTD
+                by_exit[span.last] = hidden_BTD
+        return by_exit, hidden_BTD
 
     def _best(self, rows_ND: Tensor, *, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns best tokens (int32), their logits and each row's log-sum-exp, on the CPU."""

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight
-from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Asked, Machine
+from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Machine, Query
 from eesd_dist.distill.executor import Executor
 from eesd_dist.distill.sources.writer import Written
 from eesd_dist.errors import ConfigError
@@ -66,8 +66,8 @@ class TimedHead:
     cost: CostModel
 
     def at(self, temperature: float) -> "TimedHead":
-        here = (timing for timing in self.timings if timing.temperature == temperature)
-        return replace(self, timings=tuple(here))
+        timings = (timing for timing in self.timings if timing.temperature == temperature)
+        return replace(self, timings=tuple(timings))
 
     def speed(self, *, seed: int) -> Speed:
         return speed_of(self.timings, cost=self.cost, seed=seed)
@@ -95,31 +95,31 @@ def time_head(
 
     names = (f"speed-{number}" for number in count(1))
 
-    def timed(one: Asked, mode: Literal["off", "auto"]) -> tuple[float, Written]:
-        request = one.request(
+    def timed(query: Query, mode: Literal["off", "auto"]) -> tuple[float, Written]:
+        request = query.request(
             next(names), max_tokens=max_tokens, stop_token_ids=stop_token_ids, mode=mode
         )
         began = time.perf_counter()
         (written,) = writer.write([request])
         return time.perf_counter() - began, written
 
-    asked = [
-        Asked(prompt=prompt, temperature=temperature, seed=seed + number)
+    queries = [
+        Query(prompt=prompt, temperature=temperature, seed=seed + number)
         for number, prompt in enumerate(prompts)
         for temperature in temperatures
     ]
-    timed(asked[0], "auto")  # warm-up
+    timed(queries[0], "auto")  # warm-up
     timings: list[Timing] = []
-    for number, one in enumerate(
-        tqdm(asked, desc="speed", unit="text", file=sys.stderr, disable=None)
+    for number, query in enumerate(
+        tqdm(queries, desc="speed", unit="text", file=sys.stderr, disable=None)
     ):
         if number % 2:
-            (drafted_s, drafted), (plain_s, plain) = timed(one, "auto"), timed(one, "off")
+            (drafted_s, drafted), (plain_s, plain) = timed(query, "auto"), timed(query, "off")
         else:
-            (plain_s, plain), (drafted_s, drafted) = timed(one, "off"), timed(one, "auto")
+            (plain_s, plain), (drafted_s, drafted) = timed(query, "off"), timed(query, "auto")
         timings.append(
             Timing(
-                temperature=one.temperature,
+                temperature=query.temperature,
                 plain_s=plain_s,
                 drafted_s=drafted_s,
                 num_tokens=len(plain.tokens),

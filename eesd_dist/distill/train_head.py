@@ -29,8 +29,8 @@ def _require_fit(request: TrainRequest) -> None:
     """Raises ConfigError for errors that can be detected without training; afterwards `request.out`
     is the head of this job, or absent."""
     # With several workers the cluster's resources decide, and this machine may have no GPU.
-    here = device_of(request.options) if request.workers == 1 else torch.device("cpu")
-    inputs = TrainInputs.of(request, device=here)
+    device = device_of(request.options) if request.workers == 1 else torch.device("cpu")
+    inputs = TrainInputs.of(request, device=device)
     job = inputs.job(request)
     RunFolder(request.run_folder).require_own(job)
     if request.start is not None:

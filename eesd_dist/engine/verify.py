@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from eesd_dist.compiled import Later, can_compile
+from eesd_dist.compiled import LazyCompiled, can_compile
 from eesd_dist.config import Numerics
 from eesd_dist.engine.compiled.ahead import compile_when_cached
 from eesd_dist.engine.recording.row_features import features_of
@@ -211,14 +211,14 @@ class VerifyStage:
 
 def verifier_of(
     span: LlamaSpan, *, compiles_in_background: bool
-) -> "Later[Verifier | GraphVerifier]":
+) -> "LazyCompiled[Verifier | GraphVerifier]":
     """Returns the stage as one call, where this machine and this span have it."""
     if span.paged.on_gpu is not None:
         from eesd_dist.engine.cuda.verifier import GraphVerifier
 
-        return Later(partial(GraphVerifier.of, span), is_ready=True)
+        return LazyCompiled(partial(GraphVerifier.of, span), is_ready=True)
     if not can_compile():
-        return Later.without()
+        return LazyCompiled.without()
     from eesd_dist.engine.compiled.verifier import Verifier
     from eesd_dist.engine.compiled.verify_kernel import is_verify_cached
 

@@ -99,9 +99,13 @@ class LLM:
         output of a prompt of a list that cannot be continued has the error; a prompt by itself
         raises it, a RequestError.
         """
-        is_one = _is_one_prompt(prompts)
+        is_single = _is_one_prompt(prompts)
         return self._outputs(
-            [prompts] if is_one else prompts, sampling_params, use_tqdm, speculation, is_one=is_one
+            [prompts] if is_single else prompts,
+            sampling_params,
+            use_tqdm,
+            speculation,
+            is_single=is_single,
         )
 
     def chat(
@@ -125,9 +129,11 @@ class LLM:
         }
         if tools is not None:
             options["tools"] = list(tools)
-        is_one = _is_conversation(messages)
-        prompts = [_Chat(each, options) for each in ([messages] if is_one else messages)]
-        return self._outputs(prompts, sampling_params, use_tqdm, speculation, is_one=is_one)
+        is_single = _is_conversation(messages)
+        prompts = [
+            _Chat(conversation, options) for conversation in ([messages] if is_single else messages)
+        ]
+        return self._outputs(prompts, sampling_params, use_tqdm, speculation, is_single=is_single)
 
     def stream(
         self,
@@ -139,9 +145,11 @@ class LLM:
         """Yields one text round by round. Closing the iterator ends the request.
 
         Raises RequestError for a prompt or parameters that cannot be served."""
-        one = _Chat(prompt, {"add_generation_prompt": True}) if _is_conversation(prompt) else prompt
+        content = (
+            _Chat(prompt, {"add_generation_prompt": True}) if _is_conversation(prompt) else prompt
+        )
         parent = self._parent(
-            one, sampling_params or self.get_default_sampling_params(), speculation
+            content, sampling_params or self.get_default_sampling_params(), speculation
         )
         if parent.error is not None:
             raise parent.error
@@ -185,7 +193,7 @@ class LLM:
         use_tqdm: bool,
         speculation: SpeculationParams,
         *,
-        is_one: bool,
+        is_single: bool,
     ) -> list[RequestOutput]:
         prompts = list(prompts)
         parents = [
@@ -194,7 +202,7 @@ class LLM:
         ]
         self._run([text for parent in parents for text in parent.texts], use_tqdm=use_tqdm)
         outputs = [parent.output(self._tokenizer) for parent in parents]
-        if is_one and outputs[0].error is not None:
+        if is_single and outputs[0].error is not None:
             raise outputs[0].error
         return outputs
 
@@ -220,24 +228,24 @@ class LLM:
     def _one_for_each(
         self, sampling: SamplingParams | Sequence[SamplingParams] | None, prompts: Sequence[object]
     ) -> Sequence[SamplingParams]:
-        several: Sequence[object] = (
+        params: Sequence[object] = (
             sampling
             if isinstance(sampling, Sequence)
             else [sampling or self.get_default_sampling_params()] * len(prompts)
         )
-        for each in several:
-            if not isinstance(each, SamplingParams):
+        for entry in params:
+            if not isinstance(entry, SamplingParams):
                 raise RequestError(
-                    f"sampling_params: found {type(each).__name__}, expected SamplingParams",
+                    f"sampling_params: found {type(entry).__name__}, expected SamplingParams",
                     param="sampling_params",
                 )
-        if len(several) != len(prompts):
+        if len(params) != len(prompts):
             raise RequestError(
-                f"sampling_params: found {len(several)} for {len(prompts)} prompts, expected one, "
+                f"sampling_params: found {len(params)} for {len(prompts)} prompts, expected one, "
                 "or one for each prompt",
                 param="sampling_params",
             )
-        return cast("Sequence[SamplingParams]", several)
+        return cast("Sequence[SamplingParams]", params)
 
     def _parent(
         self, prompt: object, params: SamplingParams, speculation: SpeculationParams
@@ -265,12 +273,12 @@ class LLM:
             text = self._tokenizer.render_chat(messages, **prompt.options)
             tokens = self._tokenizer.encode(text, add_special_tokens=False)
         else:
-            given = _text_or_ids(prompt)
-            if isinstance(given, str):
-                text, tokens = given, self._tokenizer.encode(given)
+            content = _text_or_ids(prompt)
+            if isinstance(content, str):
+                text, tokens = content, self._tokenizer.encode(content)
             else:
-                check_ids(given, self._tokenizer, param="prompt_token_ids")
-                tokens = tuple(TokenId(token) for token in given)
+                check_ids(content, self._tokenizer, param="prompt_token_ids")
+                tokens = tuple(TokenId(token) for token in content)
         if not tokens:
             raise RequestError("the prompt is empty: give at least one token", param="prompt")
         return text, tokens
@@ -328,9 +336,7 @@ def _messages_of(messages: object) -> list[Message]:
         return _MESSAGES.validate_python(messages)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path = "".join(
-            f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
-        )
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])
         raise RequestError(
             f"messages{path}: found {first['input']!r:.80}: {first['msg']}", param="messages"
         ) from error
@@ -338,8 +344,8 @@ def _messages_of(messages: object) -> list[Message]:
 
 def _text_or_ids(prompt: object) -> str | Sequence[int]:
     if isinstance(prompt, Mapping):
-        found = [prompt[name] for name in ("prompt_token_ids", "prompt") if name in prompt]
-        prompt = found[0] if found else prompt
+        contents = [prompt[name] for name in ("prompt_token_ids", "prompt") if name in prompt]
+        prompt = contents[0] if contents else prompt
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Sequence) and all(

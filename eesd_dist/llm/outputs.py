@@ -124,15 +124,18 @@ def logprobs_of(
     tokens: Sequence[TokenId], logprobs: Sequence[TokenLogprobs], codec: TextCodec
 ) -> list[dict[int, Logprob]]:
     """Returns, for each token, the log-probabilities of its alternatives and its own."""
-    return [_entry(token, each, codec) for token, each in zip(tokens, logprobs, strict=True)]
+    return [
+        _entry(token, alternatives, codec)
+        for token, alternatives in zip(tokens, logprobs, strict=True)
+    ]
 
 
 def _entry(token: TokenId, logprobs: TokenLogprobs, codec: TextCodec) -> dict[int, Logprob]:
-    found: dict[int, Logprob] = {}
+    entries: dict[int, Logprob] = {}
     for rank, (other, logprob) in enumerate(logprobs.top, start=1):
-        found[other] = Logprob(logprob, rank, _text_of(other, codec))
-    found.setdefault(token, Logprob(logprobs.logprob, None, _text_of(token, codec)))
-    return found
+        entries[other] = Logprob(logprob, rank, _text_of(other, codec))
+    entries.setdefault(token, Logprob(logprobs.logprob, None, _text_of(token, codec)))
+    return entries
 
 
 def _text_of(token: TokenId, codec: TextCodec) -> str:
@@ -140,4 +143,4 @@ def _text_of(token: TokenId, codec: TextCodec) -> str:
 
 
 def total_of(logprobs: Sequence[Mapping[int, Logprob]], tokens: Sequence[TokenId]) -> float:
-    return sum(each[token].logprob for each, token in zip(logprobs, tokens, strict=True))
+    return sum(entry[token].logprob for entry, token in zip(logprobs, tokens, strict=True))

@@ -67,7 +67,7 @@ def engine_config(model: str | Path | EngineConfig, settings: Mapping[str, objec
 
 
 def _check_harmless(name: str, value: object) -> None:
-    if any(value == each and type(value) is type(each) for each in _HARMLESS[name]):
+    if any(value == harmless and type(value) is type(harmless) for harmless in _HARMLESS[name]):
         return
     expected = " or ".join(map(repr, _HARMLESS[name]))
     advice = _ADVICE.get(name, "leave it out")

@@ -65,7 +65,7 @@ class GrowingText:
         tokens = tuple(token for delta in self._deltas for token in delta.tokens)
         logprobs = None
         if self.request.sampling.top_logprobs is not None:
-            own = [each for delta in self._deltas for each in delta.logprobs]
+            own = [logprob for delta in self._deltas for logprob in delta.logprobs]
             logprobs = logprobs_of(tokens, own, codec)
         return CompletionOutput(
             index=index,

@@ -99,11 +99,11 @@ def _json_of(text: str) -> object:
 def _content(message: Message, *, index: int) -> str:
     if isinstance(message.content, str):
         return message.content
-    for part in message.content:
-        if part.type != "text":
+    for segment in message.content:
+        if segment.type != "text":
             raise RequestError(
-                f"content parts of type '{part.type[:_NAMED_CHARS]}' are not supported: this model "
-                "reads text",
+                f"content parts of type '{segment.type[:_NAMED_CHARS]}' are not supported: this "
+                "model reads text",
                 param=f"messages[{index}].content",
             )
-    return "\n".join(part.text for part in message.content)
+    return "\n".join(segment.text for segment in message.content)

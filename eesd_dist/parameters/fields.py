@@ -56,11 +56,11 @@ class Fields(BaseModel):
     ) -> JsonSchemaValue:
         """Says of every field that may be left out that it may be null."""
         schema = handler(core_schema)
-        found = handler.resolve_ref_schema(schema)
-        required = found.get("required", ())
-        found["properties"] = {
+        resolved = handler.resolve_ref_schema(schema)
+        required = resolved.get("required", ())
+        resolved["properties"] = {
             name: field if name in required else _or_null(field)
-            for name, field in found.get("properties", {}).items()
+            for name, field in resolved.get("properties", {}).items()
         }
         return schema
 

@@ -104,15 +104,15 @@ AnyFields = TypeVar("AnyFields", bound=SamplingFields)
 def with_defaults(fields: AnyFields, defaults: SamplingDefaults) -> AnyFields:
     """Returns a request with the checkpoint's values where it states none."""
     stated = defaults.stated()
-    most = stated.pop("max_new_tokens", None)
+    max_new_tokens = stated.pop("max_new_tokens", None)
     changed: dict[str, object] = {
         name: value for name, value in stated.items() if name not in fields.model_fields_set
     }
-    if most is not None:
-        asked = {name for name in _LENGTHS if getattr(fields, name, None) is not None}
-        for name in asked or {"max_tokens"}:
+    if max_new_tokens is not None:
+        lengths = {name for name in _LENGTHS if getattr(fields, name, None) is not None}
+        for name in lengths or {"max_tokens"}:
             value = getattr(fields, name)
-            changed[name] = most if value is None else min(value, most)
+            changed[name] = max_new_tokens if value is None else min(value, max_new_tokens)
     return fields.model_copy(update=changed) if changed else fields
 
 
@@ -173,12 +173,12 @@ def choice_seed(seed: int, i: int) -> int:
 def _bad_words(words: Sequence[str], codec: TextCodec) -> tuple[tuple[TokenId, ...], ...]:
     """Returns each word's tokens at the beginning of a text and after a blank, as vLLM does."""
     with naming("bad_words"):
-        found = dict.fromkeys(
+        encoded = dict.fromkeys(
             codec.encode(written, add_special_tokens=False)
             for word in words
             for written in (word, f" {word.lstrip()}")
         )
-    return tuple(tokens for tokens in found if tokens)
+    return tuple(tokens for tokens in encoded if tokens)
 
 
 def _logit_bias(bias: Mapping[str, float], codec: TextCodec) -> tuple[tuple[int, float], ...]:

@@ -100,11 +100,11 @@ class AskedGrammar(NamedTuple):
 def has_grammar(fields: StructuredFields) -> bool:
     """Returns whether `asked_grammar` has something to do."""
     is_text = fields.response_format is not None and fields.response_format.type == "text"
-    asked = fields.model_fields_set & StructuredFields.model_fields.keys()
-    return bool(asked - {"response_format"} if is_text else asked)
+    names = fields.model_fields_set & StructuredFields.model_fields.keys()
+    return bool(names - {"response_format"} if is_text else names)
 
 
-class _Asked(NamedTuple):
+class _GrammarField(NamedTuple):
     param: str
     kind: Literal["json", "regex", "choice", "grammar"]
     value: Any
@@ -112,13 +112,13 @@ class _Asked(NamedTuple):
 
 def asked_grammar(fields: StructuredFields) -> AskedGrammar | None:
     """Returns the grammar that a request asks for; None for any text. Raises RequestError."""
-    found = list(_asked(fields))
-    if not found:
+    grammars = list(_grammar_fields(fields))
+    if not grammars:
         return None
-    if len(found) > 1:
-        names = " and ".join(each.param for each in found)
-        raise RequestError(f"found {names}, expected one of them", param=found[1].param)
-    ((param, kind, value),) = found
+    if len(grammars) > 1:
+        names = " and ".join(grammar.param for grammar in grammars)
+        raise RequestError(f"found {names}, expected one of them", param=grammars[1].param)
+    ((param, kind, value),) = grammars
     with naming(param):
         grammar = _grammar(kind, value, whitespace=_whitespace(fields))
         notes = normal_schema(_parsed(value))[1] if kind == "json" else []
@@ -136,25 +136,25 @@ def naming(param: str) -> Iterator[None]:
         raise RequestError(f"{param}: {error}", param=param) from error
 
 
-def _asked(fields: StructuredFields) -> Iterator[_Asked]:
-    asked = fields.response_format
-    if asked is not None and asked.type == "json_object":
-        yield _Asked("response_format", "json", {"type": "object"})
-    if asked is not None and asked.type == "json_schema":
-        if asked.json_schema is None:
+def _grammar_fields(fields: StructuredFields) -> Iterator[_GrammarField]:
+    response_format = fields.response_format
+    if response_format is not None and response_format.type == "json_object":
+        yield _GrammarField("response_format", "json", {"type": "object"})
+    if response_format is not None and response_format.type == "json_schema":
+        if response_format.json_schema is None:
             raise RequestError(
                 "response_format.json_schema is missing: send the schema, or type: json_object",
                 param="response_format.json_schema",
             )
-        schema = asked.json_schema.schema_
-        yield _Asked(
+        schema = response_format.json_schema.schema_
+        yield _GrammarField(
             "response_format.json_schema.schema",
             "json",
             {"type": "object"} if schema is None else schema,
         )
     inner = fields.structured_outputs
     if inner is not None and inner.json_object:
-        yield _Asked("structured_outputs.json_object", "json", {"type": "object"})
+        yield _GrammarField("structured_outputs.json_object", "json", {"type": "object"})
     for kind, new, old in (
         ("json", None if inner is None else inner.json_, fields.guided_json),
         ("regex", None if inner is None else inner.regex, fields.guided_regex),
@@ -162,9 +162,9 @@ def _asked(fields: StructuredFields) -> Iterator[_Asked]:
         ("grammar", None if inner is None else inner.grammar, fields.guided_grammar),
     ):
         if new is not None:
-            yield _Asked(f"structured_outputs.{kind}", kind, new)  # type: ignore[arg-type]
+            yield _GrammarField(f"structured_outputs.{kind}", kind, new)  # type: ignore[arg-type]
         if old is not None:
-            yield _Asked(f"guided_{kind}", kind, old)  # type: ignore[arg-type]
+            yield _GrammarField(f"guided_{kind}", kind, old)  # type: ignore[arg-type]
 
 
 def _whitespace(fields: StructuredFields) -> dict[str, str | None]:

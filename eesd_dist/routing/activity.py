@@ -78,23 +78,23 @@ class RecentRounds:
     def activity(
         self,
         *,
-        now_unix_s: float,
+        time_unix_s: float,
         num_waiting: int,
         kv_use: float,
         first_tokens_s: Sequence[float],
     ) -> Activity:
         """Returns the activity by the rounds of the last ten seconds, the present one included, and
         the first-token times of late."""
-        first_unix_s = int(now_unix_s) - (WINDOW_S - 1)
-        seconds = [each for each in self._seconds if each.unix_s >= first_unix_s]
-        num_turns = sum(each.num_turns for each in seconds)
-        num_emitted = sum(each.num_emitted for each in seconds)
-        num_gained = sum(each.num_gained for each in seconds)
-        num_drafted = sum(each.num_drafted for each in seconds)
+        first_unix_s = int(time_unix_s) - (WINDOW_S - 1)
+        seconds = [second for second in self._seconds if second.unix_s >= first_unix_s]
+        num_turns = sum(second.num_turns for second in seconds)
+        num_emitted = sum(second.num_emitted for second in seconds)
+        num_gained = sum(second.num_gained for second in seconds)
+        num_drafted = sum(second.num_drafted for second in seconds)
         return Activity(
             num_waiting=num_waiting,
             kv_use=kv_use,
-            tokens_per_s=num_emitted / max(now_unix_s - first_unix_s, 1.0),
+            tokens_per_s=num_emitted / max(time_unix_s - first_unix_s, 1.0),
             tokens_per_turn=num_gained / num_turns if num_turns else 1.0,
             draft_length=num_drafted / num_turns if num_turns else 0.0,
             first_token_s=percentile(first_tokens_s),

@@ -132,7 +132,7 @@ class BeliefBook:
     def observe(self, outcomes: Sequence[Outcome]) -> dict[RequestId, DraftPlan]:
         """Updates beliefs and returns the next plan of each request. Admits unknown requests, as
         they occur after a restart of the router."""
-        heard: dict[RequestId, Belief] = {}
+        beliefs: dict[RequestId, Belief] = {}
         for outcome in outcomes:
             request_id = outcome.request_id
             if request_id not in self._live:
@@ -146,10 +146,10 @@ class BeliefBook:
             )
             self._live[request_id] = live
             self._live.move_to_end(request_id)
-            heard[request_id] = live.belief
+            beliefs[request_id] = live.belief
         return {
             request_id: DraftPlan(request_id=request_id, belief=belief)
-            for request_id, belief in heard.items()
+            for request_id, belief in beliefs.items()
         }
 
     def finish(self, request_id: RequestId) -> None:
@@ -180,8 +180,10 @@ class BeliefBook:
         return self._pools.by_workload()
 
     def priors(self) -> Priors:
-        named = self._pools.by_caller()
-        return Priors(pools=named.pop(NO_CALLER, {}), is_pinned=self._is_pinned, by_caller=named)
+        by_caller = self._pools.by_caller()
+        return Priors(
+            pools=by_caller.pop(NO_CALLER, {}), is_pinned=self._is_pinned, by_caller=by_caller
+        )
 
     def names(self) -> Iterator[tuple[str, str]]:
         """Yields the callers and classes of pools and live requests."""
@@ -265,19 +267,19 @@ class BeliefBook:
         live = _read_live(snapshot.get("live", []), page=self._page)
         self.adopt(priors)
         self._live = live
-        self._num_live_of = Counter((one.caller, one.workload) for one in live.values())
+        self._num_live_of = Counter((request.caller, request.workload) for request in live.values())
 
     def save(self, file: Path) -> None:
         """Writes a snapshot atomically: readers, also after a crash, see the old file or the new.
 
         Call it in a thread, on a copy: it pauses regularly to let other threads run.
         """
-        _write_whole(file, self._pieces())
+        _write_whole(file, self._chunks())
 
     def load(self, file: Path) -> None:
         self.restore(read_snapshot(file))
 
-    def _pieces(self) -> Iterator[str]:
+    def _chunks(self) -> Iterator[str]:
         """Yields the snapshot as JSON text in small pieces."""
         head = json.dumps(priors_to_json(self.priors()))
         yield head.removesuffix("}") + ', "live": ['
@@ -350,11 +352,11 @@ def read_snapshot(file: Path) -> Mapping[str, object]:
     return snapshot
 
 
-def _write_whole(file: Path, pieces: Iterable[str]) -> None:
+def _write_whole(file: Path, chunks: Iterable[str]) -> None:
     draft = file.with_name(f"{file.name}.{os.getpid()}.new")
     with draft.open("w") as stream:
-        for piece in pieces:
-            stream.write(piece)
+        for chunk in chunks:
+            stream.write(chunk)
         stream.flush()
         os.fsync(stream.fileno())
     draft.replace(file)

@@ -92,7 +92,7 @@ class _Pipeline:
     """A pipeline as this ingress knows it."""
 
     report: PipelineReport
-    heard_s: float
+    received_s: float
     """Time of the report on this ingress's clock."""
     memory: PrefixMemory
     num_own: int = 0
@@ -111,25 +111,25 @@ class _Pipeline:
 
     @property
     def is_ready(self) -> bool:
-        return self.report.is_ready and self.heard_s > self.suspected_s
+        return self.report.is_ready and self.received_s > self.suspected_s
 
     @property
     def is_usable(self) -> bool:
         return self.is_ready and not self.report.draining
 
-    def change(self, by: int, *, now_s: float) -> None:
+    def change(self, by: int, *, time_s: float) -> None:
         self.num_own += by
         self.num_unheard += by
-        self.changes.append((now_s, by))
+        self.changes.append((time_s, by))
         if len(self.changes) > _MAX_CHANGES:
             _, oldest = self.changes.popleft()
             next_s, next_oldest = self.changes.popleft()
             self.changes.appendleft((next_s, oldest + next_oldest))
 
-    def hear(self, report: PipelineReport, *, heard_s: float) -> None:
+    def hear(self, report: PipelineReport, *, received_s: float) -> None:
         self.report = report
-        self.heard_s = heard_s
-        while self.changes and self.changes[0][0] < heard_s:
+        self.received_s = received_s
+        while self.changes and self.changes[0][0] < received_s:
             self.num_unheard -= self.changes.popleft()[1]
 
 
@@ -165,24 +165,24 @@ class PipelineChooser:
         A pipeline that is not listed any more is forgotten only when its last report has expired: a
         directory that was just restarted lists none.
         """
-        now_s = self._clock()
-        for each in listed:
-            heard_s = now_s - each.age_s
-            known = self._pipelines.get(each.report.pipeline_id)
-            if known is None:
-                self._pipelines[each.report.pipeline_id] = _Pipeline(
-                    report=each.report,
-                    heard_s=heard_s,
-                    memory=PrefixMemory(max_blocks=self._blocks_of(each.report)),
+        time_s = self._clock()
+        for entry in listed:
+            received_s = time_s - entry.age_s
+            pipeline = self._pipelines.get(entry.report.pipeline_id)
+            if pipeline is None:
+                self._pipelines[entry.report.pipeline_id] = _Pipeline(
+                    report=entry.report,
+                    received_s=received_s,
+                    memory=PrefixMemory(max_blocks=self._blocks_of(entry.report)),
                 )
             else:
-                known.hear(each.report, heard_s=heard_s)
-                known.memory.max_blocks = self._blocks_of(each.report)
-        oldest_s = now_s - self._expiry_s
-        self._pipelines = {i: p for i, p in self._pipelines.items() if p.heard_s >= oldest_s}
+                pipeline.hear(entry.report, received_s=received_s)
+                pipeline.memory.max_blocks = self._blocks_of(entry.report)
+        oldest_s = time_s - self._expiry_s
+        self._pipelines = {i: p for i, p in self._pipelines.items() if p.received_s >= oldest_s}
         starts = [p.report.start_s for p in self._pipelines.values()]
-        if known_s := [start_s for start_s in starts if start_s is not None]:
-            self._slowest_start_s = max(known_s)
+        if starts_s := [start_s for start_s in starts if start_s is not None]:
+            self._slowest_start_s = max(starts_s)
 
     def kv_tokens(self) -> int | None:
         """Returns the least that the KV pages of a pipeline hold; None while none has reported
@@ -228,10 +228,10 @@ class PipelineChooser:
             / speeds[name]
             for name in self._compared(speeds, cached)
         }
-        least = min(costs.values())
-        chosen = self._rng.choice([name for name, cost in costs.items() if cost == least])
+        min_cost = min(costs.values())
+        chosen = self._rng.choice([name for name, cost in costs.items() if cost == min_cost])
         pipeline = usable[chosen]
-        pipeline.change(+1, now_s=self._clock())
+        pipeline.change(+1, time_s=self._clock())
         pipeline.memory.remember(digests)
         return PipelineChoice(
             pipeline=chosen,
@@ -244,16 +244,16 @@ class PipelineChooser:
         self, pipeline: PipelineId, tokens: Sequence[int] = (), *, cache_salt: str = ""
     ) -> None:
         """Records that a request left a pipeline; `tokens`: its computed ones, prompt included."""
-        known = self._pipelines.get(pipeline)
-        if known is not None:
-            known.change(-1, now_s=self._clock())
-            known.memory.remember(self._digests(tokens, cache_salt))
+        record = self._pipelines.get(pipeline)
+        if record is not None:
+            record.change(-1, time_s=self._clock())
+            record.memory.remember(self._digests(tokens, cache_salt))
 
     def lost(self, pipeline: PipelineId) -> None:
         """Records that a pipeline failed; it is not chosen before its next report."""
-        known = self._pipelines.get(pipeline)
-        if known is not None:
-            known.suspected_s = self._clock()
+        record = self._pipelines.get(pipeline)
+        if record is not None:
+            record.suspected_s = self._clock()
 
     def addresses(self) -> dict[str, Any]:
         """Returns the address of each pipeline that is ready."""
@@ -290,9 +290,9 @@ class PipelineChooser:
         ]
 
     def _digests(self, tokens: Sequence[int], cache_salt: str) -> list[bytes]:
-        most = max((p.memory.max_blocks for p in self._pipelines.values()), default=0)
+        max_blocks = max((p.memory.max_blocks for p in self._pipelines.values()), default=0)
         return block_digests(
-            tokens, block_size=self._block_size, max_blocks=most, cache_salt=cache_salt
+            tokens, block_size=self._block_size, max_blocks=max_blocks, cache_salt=cache_salt
         )
 
     def _cached_tokens(
@@ -319,8 +319,8 @@ class PipelineChooser:
         self, speeds: dict[PipelineId, float], cached: dict[PipelineId, int]
     ) -> set[PipelineId]:
         """Returns those with the longest cached prefix and two random ones, weighted by speed."""
-        most = max(cached.values())
-        holders = {name for name, count in cached.items() if count == most > 0}
+        longest = max(cached.values())
+        holders = {name for name, count in cached.items() if count == longest > 0}
         drawn: set[PipelineId] = set()
         left = dict(speeds)
         while left and len(drawn) < 2:

@@ -119,7 +119,7 @@ class PipelineRecord:
     """The directory's record of a pipeline."""
 
     report: PipelineReport
-    heard_s: float
+    received_s: float
     """Time of the heartbeat on the directory's clock."""
     num_assigned: int = 0
     """Requests assigned since the last heartbeat."""
@@ -152,9 +152,9 @@ class PipelineDirectory:
         """Adds a pipeline, or updates its record; returns whether its membership has changed."""
         if report.promotion is not None:
             self._note(report.promotion)
-        known = self._records.get(report.pipeline_id)
-        self._records[report.pipeline_id] = PipelineRecord(report=report, heard_s=self._clock())
-        return known is None or known.report.membership != report.membership
+        previous = self._records.get(report.pipeline_id)
+        self._records[report.pipeline_id] = PipelineRecord(report=report, received_s=self._clock())
+        return previous is None or previous.report.membership != report.membership
 
     def leave(self, pipeline_id: PipelineId) -> None:
         self._records.pop(pipeline_id, None)
@@ -162,7 +162,7 @@ class PipelineDirectory:
     def expire(self) -> tuple[PipelineId, ...]:
         """Removes pipelines without a recent heartbeat and returns them."""
         deadline = self._clock() - self._expiry_s
-        silent = tuple(i for i, record in self._records.items() if record.heard_s < deadline)
+        silent = tuple(i for i, record in self._records.items() if record.received_s < deadline)
         for pipeline_id in silent:
             del self._records[pipeline_id]
         return silent
@@ -177,9 +177,9 @@ class PipelineDirectory:
 
     def listed(self, app: str | None = None) -> tuple[Listed, ...]:
         """Returns the last reports of one service's pipelines, with their age; None: of all."""
-        now_s = self._clock()
+        time_s = self._clock()
         return tuple(
-            Listed(report=record.report, age_s=now_s - record.heard_s)
+            Listed(report=record.report, age_s=time_s - record.received_s)
             for record in self.records()
             if app in (None, record.report.app)
         )
@@ -212,20 +212,20 @@ class PipelineDirectory:
 
     def describe(self) -> list[dict[str, object]]:
         """Returns plain JSON, for operators."""
-        now_s = self._clock()
+        time_s = self._clock()
         return [
-            {**_as_json(record.report), "load": record.load, "silent_s": now_s - record.heard_s}
+            {**_as_json(record.report), "load": record.load, "silent_s": time_s - record.received_s}
             for record in self.records()
         ]
 
     def _note(self, promotion: Promotion) -> None:
-        known = self._promotions.get(promotion.in_place_of)
-        if known is None or known.taken_unix_s < promotion.taken_unix_s:
+        previous = self._promotions.get(promotion.in_place_of)
+        if previous is None or previous.taken_unix_s < promotion.taken_unix_s:
             self._promotions[promotion.in_place_of] = promotion
 
     def _least_loaded(self, candidates: list[PipelineRecord]) -> PipelineRecord:
-        least = min(record.load for record in candidates)
-        return self._rng.choice([record for record in candidates if record.load == least])
+        min_load = min(record.load for record in candidates)
+        return self._rng.choice([record for record in candidates if record.load == min_load])
 
     def _assign(self, record: PipelineRecord) -> PipelineReport:
         report = record.report
@@ -235,7 +235,7 @@ class PipelineDirectory:
 
 def _as_json(report: PipelineReport) -> dict[str, object]:
     """Returns a report without its address, which is no JSON."""
-    content = {each.name: getattr(report, each.name) for each in fields(report)}
+    content = {field.name: getattr(report, field.name) for field in fields(report)}
     del content["address"], content["ranks"], content["cost"]
     promotion, start = report.promotion, report.start
     return content | {

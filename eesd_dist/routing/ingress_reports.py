@@ -13,7 +13,7 @@ class IngressReport:
     """Requests for which no pipeline is ready."""
     targets: FleetTargets | None
     """Targets of autoscaling, from its `user_config`; None: those of the application."""
-    heard_s: float
+    received_s: float
 
 
 @dataclass(slots=True)
@@ -27,32 +27,34 @@ class IngressReports:
     """Metrics of the same ingresses, as Prometheus text."""
 
     def note(self, app: str, ingress: str, report: IngressReport) -> None:
-        self._drop_silent(report.heard_s)
+        self._drop_silent(report.received_s)
         self._reports[app, ingress] = report
 
     def note_page(self, app: str, ingress: str, page: bytes) -> None:
         self._pages[app, ingress] = page
 
-    def pages(self, app: str, *, now_s: float) -> dict[str, bytes]:
+    def pages(self, app: str, *, time_s: float) -> dict[str, bytes]:
         """Returns the latest metrics of each ingress of a service that is not silent."""
-        self._drop_silent(now_s)
+        self._drop_silent(time_s)
         return {ingress: page for (of, ingress), page in self._pages.items() if of == app}
 
-    def num_waiting(self, app: str, *, now_s: float) -> int:
+    def num_waiting(self, app: str, *, time_s: float) -> int:
         """Returns how many requests wait at all ingresses of a service."""
-        return sum(report.num_waiting for report in self._of(app, now_s))
+        return sum(report.num_waiting for report in self._of(app, time_s))
 
-    def latest(self, app: str, *, now_s: float) -> IngressReport | None:
+    def latest(self, app: str, *, time_s: float) -> IngressReport | None:
         """Returns the latest report of a service's ingresses; None if there is none, as in a router
         that was just restarted. While an update of targets reaches one ingress after the other,
         reports differ."""
-        return max(self._of(app, now_s), key=lambda report: report.heard_s, default=None)
+        return max(self._of(app, time_s), key=lambda report: report.received_s, default=None)
 
-    def _of(self, app: str, now_s: float) -> list[IngressReport]:
-        self._drop_silent(now_s)
+    def _of(self, app: str, time_s: float) -> list[IngressReport]:
+        self._drop_silent(time_s)
         return [report for (of, _), report in self._reports.items() if of == app]
 
-    def _drop_silent(self, now_s: float) -> None:
-        oldest_s = now_s - self.expiry_s
-        self._reports = {k: one for k, one in self._reports.items() if one.heard_s >= oldest_s}
+    def _drop_silent(self, time_s: float) -> None:
+        oldest_s = time_s - self.expiry_s
+        self._reports = {
+            k: report for k, report in self._reports.items() if report.received_s >= oldest_s
+        }
         self._pages = {k: page for k, page in self._pages.items() if k in self._reports}

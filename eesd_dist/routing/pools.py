@@ -50,12 +50,12 @@ class Pools:
 
     def add(self, caller: str, workload: str, own: Belief) -> None:
         """Adds a request's own rounds to the pool of its class."""
-        mine = self._pools.setdefault(caller, OrderedDict())
-        self._num_pools += workload not in mine
-        mine[workload] = mine.get(workload, Belief()).scaled(self._discount).merged(own)
-        mine.move_to_end(workload)
+        pools = self._pools.setdefault(caller, OrderedDict())
+        self._num_pools += workload not in pools
+        pools[workload] = pools.get(workload, Belief()).scaled(self._discount).merged(own)
+        pools.move_to_end(workload)
         self._of_all = None
-        if len(mine) > self._max_workloads:
+        if len(pools) > self._max_workloads:
             self._drop_oldest(caller)
         while self._num_pools > self._max_pools:
             self._drop_oldest(max(self._pools, key=lambda name: len(self._pools[name])))
@@ -63,21 +63,23 @@ class Pools:
     def prior(self, caller: str, workload: str) -> Belief:
         """Returns the belief that a new request starts with: of its class, or of all classes where
         no caller has a pool of it."""
-        known = {name: pools[workload] for name, pools in self._pools.items() if workload in pools}
-        parts = known or self._together()
-        merged = parts.get(caller, Belief())
-        for name, pool in parts.items():
+        by_caller = {
+            name: pools[workload] for name, pools in self._pools.items() if workload in pools
+        }
+        sources = by_caller or self._together()
+        merged = sources.get(caller, Belief())
+        for name, pool in sources.items():
             if name != caller:
                 merged = merged.merged(pool.bounded(self._weight_of(name)))
         return structs.replace(merged.bounded(self._prior_weight), num_rounds=0)
 
     def by_workload(self) -> dict[str, Belief]:
         """Returns the pool of each class over all callers."""
-        found: dict[str, Belief] = {}
+        merged: dict[str, Belief] = {}
         for pools in self._pools.values():
             for workload, pool in pools.items():
-                found[workload] = found.get(workload, Belief()).merged(pool)
-        return found
+                merged[workload] = merged.get(workload, Belief()).merged(pool)
+        return merged
 
     def by_caller(self) -> dict[str, dict[str, Belief]]:
         """Returns a copy of all pools."""
@@ -92,7 +94,9 @@ class Pools:
     def replace(self, pools: ByCaller) -> None:
         """Replaces all pools. May be called while another thread uses them: at most the update of
         one request is lost."""
-        self._pools = {caller: OrderedDict(mine) for caller, mine in pools.items() if mine}
+        self._pools = {
+            caller: OrderedDict(by_workload) for caller, by_workload in pools.items() if by_workload
+        }
         self._num_pools = sum(map(len, self._pools.values()))
         self._of_all = None
 
@@ -108,8 +112,8 @@ class Pools:
         return self._of_all
 
     def _drop_oldest(self, caller: str) -> None:
-        mine = self._pools[caller]
-        mine.popitem(last=False)
+        pools = self._pools[caller]
+        pools.popitem(last=False)
         self._num_pools -= 1
-        if not mine:
+        if not pools:
             del self._pools[caller]

@@ -125,7 +125,7 @@ class Fairness:
         heads = list(heads)
         if len(heads) < 2:
             return next(iter(heads), None)
-        counts = Counter(each.request.caller for each in running)
+        counts = Counter(live.request.caller for live in running)
 
         def order(live: LiveRequest) -> tuple[int, float, float, int]:
             request = live.request
@@ -147,30 +147,30 @@ class Fairness:
         First one of a lower priority; else one of a caller above its share of the slots, if this
         one's caller stays within its own.
         """
-        at_rest = [each for each in running if not each.in_flight and not each.is_aborted]
+        idle = [other for other in running if not other.in_flight and not other.is_aborted]
         priority = live.request.priority
-        lower = [each for each in at_rest if each.request.priority > priority]
+        lower = [other for other in idle if other.request.priority > priority]
         if lower:
             return last_to_stay(lower, running=running)
-        peers = [each for each in running if each.request.priority == priority]
+        peers = [other for other in running if other.request.priority == priority]
         weights = {
-            each.request.caller: each.request.weight
-            for each in (*peers, *waiting, live)
-            if each.request.priority == priority
+            other.request.caller: other.request.weight
+            for other in (*peers, *waiting, live)
+            if other.request.priority == priority
         }
         if len(weights) == 1:
             return None
-        counts = Counter(each.request.caller for each in peers)
+        counts = Counter(other.request.caller for other in peers)
         slot = len(peers) / sum(weights.values())
         shares = {caller: max(1.0, slot * weight) for caller, weight in weights.items()}
-        mine = live.request.caller
-        if counts[mine] + 1 > shares[mine]:
+        caller = live.request.caller
+        if counts[caller] + 1 > shares[caller]:
             return None
         above = [
-            each
-            for each in at_rest
-            if each.request.priority == priority
-            and counts[each.request.caller] > shares[each.request.caller]
+            other
+            for other in idle
+            if other.request.priority == priority
+            and counts[other.request.caller] > shares[other.request.caller]
         ]
         return last_to_stay(above, running=running) if above else None
 
@@ -178,7 +178,7 @@ class Fairness:
 def last_to_stay(lives: Iterable[LiveRequest], *, running: Iterable[LiveRequest]) -> LiveRequest:
     """Returns which of these requests is preempted first: of the lowest priority, then of the
     caller with the most slots by weight, then the youngest."""
-    counts = Counter(each.request.caller for each in running)
+    counts = Counter(live.request.caller for live in running)
 
     def order(live: LiveRequest) -> tuple[int, float, int]:
         request = live.request

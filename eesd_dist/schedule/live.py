@@ -141,13 +141,13 @@ class LiveRequest:
 
     def extend(self, tokens: Sequence[TokenId]) -> FinishReason | None:
         """Appends tokens up to the one that ends the text; returns why it ended, or None."""
-        sampling, mine = self.request.sampling, self.tokens
+        sampling, own_tokens = self.request.sampling, self.tokens
         first_stop = self.num_prompt + sampling.min_tokens
         for token in tokens:
-            mine.append(token)
-            if token in sampling.stop_token_ids and len(mine) > first_stop:
+            own_tokens.append(token)
+            if token in sampling.stop_token_ids and len(own_tokens) > first_stop:
                 return FinishReason.STOP
-            if len(mine) >= self.max_len:
+            if len(own_tokens) >= self.max_len:
                 return FinishReason.LENGTH
         return None
 

@@ -55,10 +55,10 @@ class KvLayout:
         """Returns a description of the first difference; None when pages can migrate."""
         if not other.finds_prefixes:
             return "cache.prefix_caching is off there"
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            if mine != theirs and each.name not in _OWN:
-                return f"{each.name} is {mine} here and {theirs} there"
+        for entry in fields(self):
+            local, remote = getattr(self, entry.name), getattr(other, entry.name)
+            if local != remote and entry.name not in _OWN:
+                return f"{entry.name} is {local} here and {remote} there"
         return None
 
     def backend_to(self, other: "KvLayout") -> Backend:
@@ -100,9 +100,9 @@ class PageReservation:
     """The epoch it was made in; ranks in another epoch do not write its pages."""
     moves: tuple[tuple[PageId, PageId], ...]
     """(leased page, page here), without pages that are cached here already."""
-    num_found: int
+    num_cached: int
     """Pages that were cached here already."""
-    num_refused: int
+    num_rejected: int
     """Leased pages for which there was no room."""
     num_left: int = 0
     """Leased pages beyond the limit of this reservation."""
@@ -152,7 +152,7 @@ class PageLeases:
         requests: Sequence[LeasedPages],
         *,
         salt_of: Callable[[LeasedPages], str],
-        num_kept: int,
+        num_reserved: int,
         untouchable: Set[int],
         epoch: int = 0,
         limit: int | None = None,
@@ -160,42 +160,42 @@ class PageLeases:
         """Reserves pages for the leased ones that are not cached here, at most `limit` and as far
         as there is room: a shorter prefix is useful too.
 
-        `num_kept` pages stay free for requests of this pipeline; `untouchable` ones may still be
-        read or written by a planned round.
+        `num_reserved` pages stay free for requests of this pipeline; `untouchable` ones may still
+        be read or written by a planned round.
         """
         number = self._new_number()
         arriving: dict[PageId, PageId] = {}
         tables: list[_Table] = []
-        refused: set[PageId] = set()
+        rejected: set[PageId] = set()
         left: set[PageId] = set()
-        num_found = 0
+        num_cached = 0
         for request in requests:
             salt = salt_of(request)
             table = self._pages.match_prefix([*request.tokens, _ANY], salt=salt)
-            num_found += len(table)
-            shared = _known(request.pages[len(table) :], arriving)
+            num_cached += len(table)
+            shared = _arriving(request.pages[len(table) :], arriving)
             self._pages.retain(shared)
             table += shared
             missing = request.pages[len(table) :]
-            num_wanted = len(missing) if limit is None else max(0, limit - len(arriving))
-            left.update(missing[num_wanted:])
-            missing = missing[:num_wanted]
+            num_pages = len(missing) if limit is None else max(0, limit - len(arriving))
+            left.update(missing[num_pages:])
+            missing = missing[:num_pages]
             fresh = self._fresh(
                 len(missing),
                 after=table[-1] if table else None,
-                num_kept=num_kept,
+                num_reserved=num_reserved,
                 untouchable=untouchable,
             )
             arriving.update(zip(missing, fresh, strict=False))
-            refused.update(missing[len(fresh) :])
+            rejected.update(missing[len(fresh) :])
             tables.append(_Table(tokens=request.tokens, pages=[*table, *fresh], salt=salt))
         self._reservations[number] = tables
         return PageReservation(
             number=number,
             epoch=epoch,
             moves=tuple(arriving.items()),
-            num_found=num_found,
-            num_refused=len(refused),
+            num_cached=num_cached,
+            num_rejected=len(rejected),
             num_left=len(left),
         )
 
@@ -205,9 +205,9 @@ class PageLeases:
         """Returns for each request how many of its pages are not cached here."""
         missing: dict[RequestId, int] = {}
         for request in requests:
-            found = self._pages.match_prefix([*request.tokens, _ANY], salt=salt_of(request))
-            self._pages.release(found)
-            missing[request.request_id] = len(request.pages) - len(found)
+            cached = self._pages.match_prefix([*request.tokens, _ANY], salt=salt_of(request))
+            self._pages.release(cached)
+            missing[request.request_id] = len(request.pages) - len(cached)
         return missing
 
     def adopt(self, number: str) -> bool:
@@ -250,13 +250,13 @@ class PageLeases:
                 yield from table.pages
 
     def _fresh(
-        self, count: int, *, after: PageId | None, num_kept: int, untouchable: Set[int]
+        self, count: int, *, after: PageId | None, num_reserved: int, untouchable: Set[int]
     ) -> list[PageId]:
         """Allocates up to `count` pages, as far as there is room and before an untouchable one."""
-        count = max(0, min(count, self._pages.num_free - num_kept))
-        taken = self._pages.allocate(count, after=after) or []
-        usable = list(takewhile(lambda page: page not in untouchable, taken))
-        self._pages.release(taken[len(usable) :])
+        count = max(0, min(count, self._pages.num_free - num_reserved))
+        pages = self._pages.allocate(count, after=after) or []
+        usable = list(takewhile(lambda page: page not in untouchable, pages))
+        self._pages.release(pages[len(usable) :])
         return usable
 
 
@@ -267,6 +267,6 @@ class _Table:
     salt: str
 
 
-def _known(leased: Sequence[PageId], arriving: dict[PageId, PageId]) -> list[PageId]:
+def _arriving(leased: Sequence[PageId], arriving: dict[PageId, PageId]) -> list[PageId]:
     """Returns the pages here of a prefix shared with an earlier request of the same lease."""
     return [arriving[page] for page in takewhile(arriving.__contains__, leased)]

@@ -67,13 +67,13 @@ class PageAllocator:
         """
         if count > self.num_free:
             return None
-        taken = [] if after is None else self._continue_run(PageId(after + 1), count)
-        self._evict(count - len(taken) - self._num_unused)
-        while len(taken) < count:
-            missing = count - len(taken)
-            start = self._start_of_run(max(missing, expected - len(taken)), at_least=missing)
-            taken += self._take_run(start, missing)
-        return taken
+        pages = [] if after is None else self._continue_run(PageId(after + 1), count)
+        self._evict(count - len(pages) - self._num_unused)
+        while len(pages) < count:
+            missing = count - len(pages)
+            start = self._start_of_run(max(missing, expected - len(pages)), min_room=missing)
+            pages += self._take_run(start, missing)
+        return pages
 
     def retain(self, pages: Sequence[PageId]) -> None:
         """Adds an owner to each page."""
@@ -96,18 +96,18 @@ class PageAllocator:
 
         Never covers all tokens: the last one must be computed, since its row gets the verdict.
         """
-        found: list[PageId] = []
+        prefix: list[PageId] = []
         if not self._page_of:
-            return found
+            return prefix
         digest = _root(salt)
         for index in range((len(tokens) - 1) // self.page_size):
             digest = self._next_digest(digest, tokens, index)
             page = self._page_of.get(digest)
             if page is None:
                 break
-            found.append(page)
-        self.retain(found)
-        return found
+            prefix.append(page)
+        self.retain(prefix)
+        return prefix
 
     def register(
         self, tokens: Sequence[int], pages: Sequence[PageId], *, num_computed: int, salt: str
@@ -168,7 +168,7 @@ class PageAllocator:
         self._num_unused -= stop - start
         return [PageId(page) for page in range(start, stop)]
 
-    def _start_of_run(self, room: int, *, at_least: int) -> int:
+    def _start_of_run(self, room: int, *, min_room: int) -> int:
         """Returns the best start for a run that may grow to `room` pages."""
         start, stop = self._largest_hole()
         if stop - start < room and self._cached:
@@ -178,7 +178,7 @@ class PageAllocator:
         if start > 0 and self._num_owners[start - 1] > 0:
             # The run before this hole may still grow: leave it half of the spare pages.
             size = stop - start
-            start += max(0, size - (room if room <= size else at_least)) // 2
+            start += max(0, size - (room if room <= size else min_room)) // 2
         return start
 
     def _largest_hole(self) -> tuple[int, int]:

@@ -134,10 +134,10 @@ class Scheduler:
     def num_microbatches(self) -> int:
         return self._num_microbatches
 
-    def set_overlap(self, wanted: bool) -> None:
+    def set_overlap(self, overlap: bool) -> None:
         """Sets whether requests go into both microbatches, or all into the first as soon as they
         are not in flight. Does nothing where there is only one."""
-        self._overlaps = wanted and self._num_microbatches == 2
+        self._overlaps = overlap and self._num_microbatches == 2
 
     @property
     def num_running(self) -> int:
@@ -190,7 +190,7 @@ class Scheduler:
                 f"request {request.request_id} is being served already: choose another id",
                 param="request_id",
             )
-        callers = {each.request.caller for each in self._running.values()}
+        callers = {running.request.caller for running in self._running.values()}
         callers |= {caller for _, caller in self._waiting.classes()}
         # A resumed request was admitted before: the bound is for requests without a token.
         if not request.generated:
@@ -243,11 +243,11 @@ class Scheduler:
         known one sits this round out."""
         self._lacks_mask = lacks_mask
         self._balance()
-        known = self._choose_decoding(microbatch)
-        self._choose_prefill(microbatch, known)
-        if not known:
+        rows = self._choose_decoding(microbatch)
+        self._choose_prefill(microbatch, rows)
+        if not rows:
             return None
-        return self._depart(microbatch, known)
+        return self._depart(microbatch, rows)
 
     def commit(self, plan: RoundPlan, results: Mapping[RequestId, Committed]) -> list[Emission]:
         """Commits a round and returns its emissions. `results` has an entry for each final item
@@ -298,8 +298,12 @@ class Scheduler:
         untouchable one of each."""
         leased = []
         for live in self._running.values():
-            wanted = request_ids is None or live.request_id in request_ids
-            if not wanted or live.is_aborted or (live.drafts and live.drafter != self._drafter):
+            is_selected = request_ids is None or live.request_id in request_ids
+            if (
+                not is_selected
+                or live.is_aborted
+                or (live.drafts and live.drafter != self._drafter)
+            ):
                 continue
             full = live.pages[: live.num_computed // self._pages.page_size]
             pages = tuple(takewhile(lambda page: page not in untouchable, full))
@@ -326,7 +330,7 @@ class Scheduler:
         return self.leases.reserve(
             tuple(leased),
             salt_of=self._salt_of,
-            num_kept=self._num_spoken_for(),
+            num_reserved=self._num_spoken_for(),
             untouchable=untouchable,
             epoch=epoch,
             limit=limit,
@@ -350,7 +354,7 @@ class Scheduler:
         return sum(
             max(1, self._fair_need(live) - len(live.pages)) for live in self._running.values()
         ) + sum(
-            max(self._num_missing(live, ahead=0), self._fair_need(live))
+            max(self._num_missing(live, extra=0), self._fair_need(live))
             for live in islice(self._waiting, num_entering)
         )
 
@@ -368,8 +372,8 @@ class Scheduler:
         for page in self.leases.owned():
             num_owners[page] += 1
         for page, count in zip(map(PageId, range(len(num_owners))), num_owners, strict=True):
-            found = self._pages.num_owners(page)
-            assert count == found, f"page {page} is in {count} tables and has {found} owners"
+            actual = self._pages.num_owners(page)
+            assert count == actual, f"page {page} is in {count} tables and has {actual} owners"
         for live in self._waiting:
             assert not live.pages, f"{live.request_id} waits and holds {len(live.pages)} pages"
 
@@ -396,15 +400,15 @@ class Scheduler:
         num_moves = abs(sizes[0] - sizes[1]) // 2
         if num_moves == 0:
             return
-        at_rest = [v for v in self._running.values() if v.microbatch == larger and not v.in_flight]
-        for live in at_rest[len(at_rest) - min(num_moves, len(at_rest)) :]:
+        idle = [v for v in self._running.values() if v.microbatch == larger and not v.in_flight]
+        for live in idle[len(idle) - min(num_moves, len(idle)) :]:
             live.microbatch = 1 - larger
 
     def _sizes(self) -> list[int]:
         in_second = sum(live.microbatch for live in self._running.values())
         return [len(self._running) - in_second, in_second]
 
-    # Choosing. `known` maps each request to the number of known tokens that the round computes.
+    # Choosing. `rows` maps each request to the number of known tokens that the round computes.
 
     def _choose_decoding(self, microbatch: int) -> dict[LiveRequest, int]:
         """Returns requests that need one row; if not all fit, those that ran least recently."""
@@ -416,12 +420,12 @@ class Scheduler:
         if len(ready) > self._config.token_budget:
             ready.sort(key=lambda live: live.last_turn)
             del ready[self._config.token_budget :]
-        short = [live for live in ready if self._num_missing(live, ahead=0) > 0]
+        short = [live for live in ready if self._num_missing(live, extra=0) > 0]
         stuck = {live for live in short if not self._secure(live)}
         # A request that secured its pages may have lost them to an older one after that.
         return {v: 1 for v in ready if v not in stuck and v.request_id in self._running}
 
-    def _choose_prefill(self, microbatch: int, known: dict[LiveRequest, int]) -> None:
+    def _choose_prefill(self, microbatch: int, rows: dict[LiveRequest, int]) -> None:
         """Adds chunks of partly computed prompts, and of waiting requests, in the order of
         fairness. Waiting ones start while there are pages and room in the batch, or others have to
         make room."""
@@ -430,23 +434,23 @@ class Scheduler:
         """They do not come back in this round, so that it ends whatever their callers' weights."""
         newcomer = self._newcomer(evicted)
         while partly or newcomer is not None:
-            budget = self._config.token_budget - sum(known.values())
+            budget = self._config.token_budget - sum(rows.values())
             if budget <= 0:
                 partly = []
             live = self._fairness.next_prompt(partly, newcomer)
             if live is not None and live is not newcomer:
                 partly.remove(live)
-                self._take_chunk(live, known, budget=budget)
+                self._take_chunk(live, rows, budget=budget)
                 continue
-            joined = self._smaller_microbatch(prefer=microbatch)
-            has_room = joined != microbatch or budget > 0
-            if live is None or not has_room or not self._admit(live, joined, known, evicted):
+            target = self._smaller_microbatch(prefer=microbatch)
+            has_room = target != microbatch or budget > 0
+            if live is None or not has_room or not self._admit(live, target, rows, evicted):
                 newcomer = None
                 continue
-            partly = [each for each in partly if each not in evicted]
-            if joined == microbatch:
-                budget = self._config.token_budget - sum(known.values())
-                self._take_chunk(live, known, budget=budget)
+            partly = [other for other in partly if other not in evicted]
+            if target == microbatch:
+                budget = self._config.token_budget - sum(rows.values())
+                self._take_chunk(live, rows, budget=budget)
             newcomer = self._newcomer(evicted)
 
     def _newcomer(self, evicted: Set[LiveRequest]) -> LiveRequest | None:
@@ -465,7 +469,7 @@ class Scheduler:
         self,
         live: LiveRequest,
         microbatch: int,
-        known: dict[LiveRequest, int],
+        rows: dict[LiveRequest, int],
         evicted: set[LiveRequest],
     ) -> bool:
         """Starts a waiting request, in the place of others if it may; returns whether it did. The
@@ -474,7 +478,7 @@ class Scheduler:
         if victims is None:
             return False
         for victim in victims:
-            known.pop(victim, None)
+            rows.pop(victim, None)
             evicted.add(victim)
             self._preempt(victim)
         if not self._start(live, microbatch=microbatch):
@@ -512,11 +516,11 @@ class Scheduler:
     def _at_rest(self, microbatch: int) -> list[LiveRequest]:
         return [v for v in self._running.values() if v.microbatch == microbatch and not v.in_flight]
 
-    def _take_chunk(self, live: LiveRequest, known: dict[LiveRequest, int], *, budget: int) -> None:
+    def _take_chunk(self, live: LiveRequest, rows: dict[LiveRequest, int], *, budget: int) -> None:
         """Adds the next rows of a prompt; without a mask for its last one all but that one."""
         num_left = live.num_tokens - live.num_computed - self._lacks_mask(live.request_id)
         if num_left > 0:
-            known[live] = min(num_left, self._config.prefill_chunk, budget)
+            rows[live] = min(num_left, self._config.prefill_chunk, budget)
 
     # Pages.
 
@@ -524,7 +528,7 @@ class Scheduler:
         """Starts a request if its known tokens fit; returns whether it did."""
         live.add_pages(self._cached(live))
         num_cached = len(live.pages) * self._pages.page_size
-        if not self._grow(live, self._num_missing(live, ahead=0)):
+        if not self._grow(live, self._num_missing(live, extra=0)):
             self._pages.release(live.drop_pages(len(live.pages)))
             return False
         live.num_computed = num_cached
@@ -545,9 +549,9 @@ class Scheduler:
         """Returns cached pages of its known tokens, and how many are too few for the others and one
         more; at most 0 if there are enough. With no other running request it may take the last."""
         cached = self._cached(live)
-        num_kept = 1 if self._running else 0
+        num_reserved = 1 if self._running else 0
         missing = self._pages.pages_for(live.num_tokens) - len(cached)
-        num_lacking = missing + num_kept - self._pages.num_free
+        num_lacking = missing + num_reserved - self._pages.num_free
         self._pages.release(cached)
         return frozenset(cached), num_lacking
 
@@ -557,19 +561,19 @@ class Scheduler:
         self._num_prompt_tokens += live.num_prompt
         self._num_cached_prompt_tokens += live.num_cached_prompt_tokens
 
-    def _num_missing(self, live: LiveRequest, *, ahead: int) -> int:
-        """Returns how many pages it lacks for its known tokens and `ahead` more."""
-        return self._pages.pages_for(live.num_tokens + ahead) - len(live.pages)
+    def _num_missing(self, live: LiveRequest, *, extra: int) -> int:
+        """Returns how many pages it lacks for its known tokens and `extra` more."""
+        return self._pages.pages_for(live.num_tokens + extra) - len(live.pages)
 
     def _grow(self, live: LiveRequest, count: int) -> bool:
         """Appends `count` pages to its table if there are so many; returns whether it did."""
-        added = self._pages.allocate(
+        pages = self._pages.allocate(
             count,
             after=live.pages[-1] if live.pages else None,
             expected=self._fair_need(live) - len(live.pages),
         )
-        live.add_pages(added or ())
-        return added is not None
+        live.add_pages(pages or ())
+        return pages is not None
 
     def _secure(self, live: LiveRequest) -> bool:
         """Gets pages for all known tokens of a running request, preempting others if needed.
@@ -578,14 +582,14 @@ class Scheduler:
         """
         if live.request_id not in self._running:
             return False
-        if self._grow(live, self._num_missing(live, ahead=0)):
+        if self._grow(live, self._num_missing(live, extra=0)):
             return True
         self._trim(self._running.values())
-        while not self._grow(live, self._num_missing(live, ahead=0)):
-            at_rest = [v for v in self._running.values() if not v.in_flight]
-            if len(at_rest) == 1:
+        while not self._grow(live, self._num_missing(live, extra=0)):
+            idle = [v for v in self._running.values() if not v.in_flight]
+            if len(idle) == 1:
                 return False
-            victim = last_to_stay(at_rest, running=self._running.values())
+            victim = last_to_stay(idle, running=self._running.values())
             self._preempt(victim)
             if victim is live:
                 return False
@@ -594,7 +598,7 @@ class Scheduler:
     def _trim(self, lives: Iterable[LiveRequest]) -> None:
         """Releases pages that were allocated for drafts."""
         for live in lives:
-            surplus = -self._num_missing(live, ahead=0)
+            surplus = -self._num_missing(live, extra=0)
             if surplus > 0 and not live.in_flight:
                 self._pages.release(live.drop_pages(surplus))
 
@@ -624,29 +628,29 @@ class Scheduler:
 
     # Departure and arrival of a round.
 
-    def _depart(self, microbatch: int, known: Mapping[LiveRequest, int]) -> RoundPlan:
+    def _depart(self, microbatch: int, rows: Mapping[LiveRequest, int]) -> RoundPlan:
         plan = RoundPlan(
             microbatch=microbatch,
-            items=tuple(self._item(live, num_known) for live, num_known in known.items()),
+            items=tuple(self._item(live, num_rows) for live, num_rows in rows.items()),
             preempted=tuple(self._preempted),
         )
         self._preempted.clear()
         self._outstanding.append(plan)
         return plan
 
-    def _item(self, live: LiveRequest, num_known: int) -> PlanItem:
+    def _item(self, live: LiveRequest, num_rows: int) -> PlanItem:
         start = live.num_computed
-        end = start + num_known
+        end = start + num_rows
         is_final = end == live.num_tokens
         max_draft, max_nodes = self._draft_room(live) if is_final else (0, 0)
         live.in_flight = True
-        self._fairness.charge(live, num_known)
+        self._fairness.charge(live, num_rows)
         self._num_turns += 1
         live.last_turn = self._num_turns
         return PlanItem(
             live=live,
             start=start,
-            num_known=num_known,
+            num_known=num_rows,
             is_final=is_final,
             max_draft=max_draft,
             pages=live.table[: self._pages.pages_for(end + max_nodes)],
@@ -656,7 +660,7 @@ class Scheduler:
     def _draft_room(self, live: LiveRequest) -> tuple[int, int]:
         """Allocates spare pages for a draft; returns its maximum depth and number of tokens."""
         max_nodes = live.max_nodes
-        missing = self._num_missing(live, ahead=max_nodes)
+        missing = self._num_missing(live, extra=max_nodes)
         if missing > 0:
             # A draft never takes a page that another request's known tokens may need next.
             num_spare = self._pages.num_free - (len(self._running) - 1)
@@ -683,8 +687,8 @@ class Scheduler:
             )
         before = live.num_tokens
         finish_reason = live.extend(result.tokens)
-        num_kept = live.num_tokens - before
-        self._fairness.charge(live, num_kept - 1)
+        num_emitted = live.num_tokens - before
+        self._fairness.charge(live, num_emitted - 1)
         # The verifier's own token has no key and value yet: it is the next round's known token.
         self._advance(live, num_computed=live.num_tokens - 1)
         if finish_reason is not None:
@@ -693,9 +697,9 @@ class Scheduler:
             self._trim([live])
         return Emission(
             request_id=live.request_id,
-            tokens=result.tokens[:num_kept],
-            num_accepted=min(result.num_accepted, num_kept),
-            logprobs=result.logprobs[:num_kept],
+            tokens=result.tokens[:num_emitted],
+            num_accepted=min(result.num_accepted, num_emitted),
+            logprobs=result.logprobs[:num_emitted],
             finish_reason=finish_reason,
             num_drafted=result.num_drafted,
             num_cached_prompt_tokens=live.num_cached_prompt_tokens,

@@ -81,8 +81,8 @@ class BoundedStream(logging.StreamHandler[TextIO]):
         super().emit(record)
         try:
             handle = self.stream.fileno()
-            found = os.fstat(handle)
-            if stat.S_ISREG(found.st_mode) and found.st_size > self._max_bytes:
+            status = os.fstat(handle)
+            if stat.S_ISREG(status.st_mode) and status.st_size > self._max_bytes:
                 _begin_again(handle)
         except (OSError, ValueError):  # no handle, or closed; the line itself was written
             return
@@ -115,10 +115,10 @@ def _fields_of(record: logging.LogRecord) -> dict[str, object]:
     if not isinstance(args, tuple) or len(_PLACEHOLDER.findall(template)) != len(args):
         return {}
     values = iter(args)
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     for match in re.finditer(rf"(?:(\w+)=)?{_PLACEHOLDER.pattern}", template):
         value = next(values)
         if match[1]:
             is_number = isinstance(value, int | float) and math.isfinite(value)
-            found[match[1]] = value if is_number else str(value)
-    return found
+            fields[match[1]] = value if is_number else str(value)
+    return fields

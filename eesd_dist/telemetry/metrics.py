@@ -204,9 +204,9 @@ class ServiceMetrics:
         self._dropped.inc(counts.num_dropped - before.num_dropped)
         self._recorder_bytes.set(counts.num_bytes)
 
-    def observe_refused(self, num_refused: int) -> None:
+    def observe_refused(self, total: int) -> None:
         """Takes the total since the process began."""
-        self._refused.reached(num_refused)
+        self._refused.reached(total)
 
     def observe_totals(
         self, *, num_preemptions: int, num_prompt_tokens: int, num_cached_tokens: int

@@ -55,9 +55,9 @@ def make_provider(
         )
     except ValueError as error:
         raise ConfigError(f"tracing: {error}: mend or unset it in the environment") from error
-    kept = KeptTraces(process, max_traces=options.max_traces_kept)
+    traces = KeptTraces(process, max_traces=options.max_traces_kept)
     if options.max_traces_kept:
-        provider.add_span_processor(kept)
+        provider.add_span_processor(traces)
     if options.exports:
         provider.add_span_processor(
             BatchSpanProcessor(
@@ -66,7 +66,7 @@ def make_provider(
                 schedule_delay_millis=_SCHEDULE_DELAY_MS,
             )
         )
-    return provider, kept
+    return provider, traces
 
 
 def _exporter(options: TracingOptions, process: str) -> SpanExporter:
@@ -88,8 +88,8 @@ def _exporter(options: TracingOptions, process: str) -> SpanExporter:
 def _sampler(options: TracingOptions) -> Sampler | None:
     """Returns None for the SDK's sampler, which it makes of its environment variables, and for
     traces that are only kept one that bounds their cost."""
-    named = {OTEL_TRACES_SAMPLER: options.sampler, OTEL_TRACES_SAMPLER_ARG: options.sampler_arg}
-    os.environ.update({key: value for key, value in named.items() if value is not None})
+    variables = {OTEL_TRACES_SAMPLER: options.sampler, OTEL_TRACES_SAMPLER_ARG: options.sampler_arg}
+    os.environ.update({key: value for key, value in variables.items() if value is not None})
     if options.exports or OTEL_TRACES_SAMPLER in os.environ:
         return None
     few = FewRequests()
@@ -132,10 +132,10 @@ class FewRequests(Sampler):
 
     def _takes_one(self) -> bool:
         with self._lock:
-            now_s = self._clock()
-            more = self._per_s * (now_s - self._filled_s)
+            time_s = self._clock()
+            more = self._per_s * (time_s - self._filled_s)
             self._left = min(self._left + more, float(self._burst))
-            self._filled_s = now_s
+            self._filled_s = time_s
             is_left = self._left >= 1.0
             self._left -= is_left
             return is_left

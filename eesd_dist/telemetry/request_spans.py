@@ -38,8 +38,8 @@ _FLAGS_END = 54
 def context_of(traceparent: str | None, tracestate: str | None = None) -> Context:
     """Returns the context to open a span in. It is empty, so that the span begins a trace, when the
     client has sent no traceparent or an invalid one."""
-    given = {"traceparent": traceparent, "tracestate": tracestate}
-    carrier = {key: value for key, value in given.items() if value is not None}
+    headers = {"traceparent": traceparent, "tracestate": tracestate}
+    carrier = {key: value for key, value in headers.items() if value is not None}
     return _PROPAGATOR.extract(carrier, context=Context())
 
 
@@ -74,7 +74,7 @@ def request_span(
 ) -> AbstractContextManager[Span]:
     """Opens `chat MODEL` or `text_completion MODEL`, by the GenAI conventions, with more
     `attributes` of this project."""
-    asked: Attributes = {
+    request_attributes: Attributes = {
         names.GEN_AI_OPERATION: operation,
         names.GEN_AI_PROVIDER: names.PROVIDER,
         names.GEN_AI_REQUEST_MODEL: model,
@@ -86,7 +86,7 @@ def request_span(
         names.GEN_AI_REQUEST_SEED: _signed(sampling.seed),
         **(attributes or {}),
     }
-    return _open(tracer, f"{operation} {model}", traceparent, asked)
+    return _open(tracer, f"{operation} {model}", traceparent, request_attributes)
 
 
 def route_span(

@@ -64,7 +64,7 @@ class RoundSpans:
         """Decides which traces have the next round of these requests. Choices of one request are
         one."""
         parents = tuple(
-            each for each in dict.fromkeys(traceparents) if each and self._has_next(each)
+            parent for parent in dict.fromkeys(traceparents) if parent and self._has_next(parent)
         )
         if not parents:
             return NO_TRACE

@@ -36,12 +36,12 @@ def traces_of(spans: Iterable[SpanRecord], *, request_id: str | None = None) -> 
 
     Several requests may belong to one trace of their client: each gets its own part.
     """
-    known = {span.span_id: span for span in spans}
+    by_id = {span.span_id: span for span in spans}
     children: dict[str | None, list[SpanRecord]] = {}
-    for span in sorted(known.values(), key=lambda span: (span.start_unix_ns, -span.end_unix_ns)):
+    for span in sorted(by_id.values(), key=lambda span: (span.start_unix_ns, -span.end_unix_ns)):
         children.setdefault(span.parent_id, []).append(span)
     roots = sorted(
-        (span for span in known.values() if span.is_request),
+        (span for span in by_id.values() if span.is_request),
         key=lambda span: span.start_unix_ns,
         reverse=True,
     )
@@ -68,8 +68,8 @@ def _with_descendants(
 def _ids_of(family: Sequence[SpanRecord]) -> list[str]:
     """Returns the names by which a client may know the request; its X-Request-Id is the first."""
     keys = (names.REQUEST_ID, names.GEN_AI_RESPONSE_ID)
-    found = (span.attributes.get(key) for span in family for key in keys)
-    return [str(each) for each in dict.fromkeys(found) if each]
+    request_ids = (span.attributes.get(key) for span in family for key in keys)
+    return [str(request_id_) for request_id_ in dict.fromkeys(request_ids) if request_id_]
 
 
 def _as_json(span: SpanRecord) -> Json:

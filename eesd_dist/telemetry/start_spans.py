@@ -47,10 +47,10 @@ class StartSpans:
         stats: RoundStats,
         emissions: Sequence[Emission],
         *,
-        late: Collection[RequestId] = (),
+        resubmitted: Collection[RequestId] = (),
     ) -> None:
-        """Records a round and what it has emitted. `late`: requests with emissions of an earlier
-        submission."""
+        """Records a round and what it has emitted. `resubmitted`: requests with emissions of an
+        earlier submission."""
         if not self._waiting:
             return
         for request_id in stats.request_ids:
@@ -60,7 +60,7 @@ class StartSpans:
                 self._write(names.SPAN_QUEUE, request_id, start.arrived_unix_s, start.began_unix_s)
         for emission in emissions:
             start = self._waiting.get(emission.request_id)
-            if start is None or start.began_unix_s is None or emission.request_id in late:
+            if start is None or start.began_unix_s is None or emission.request_id in resubmitted:
                 continue
             if emission.tokens:
                 end_s = max(stats.started_unix_s + stats.elapsed_s, start.began_unix_s)

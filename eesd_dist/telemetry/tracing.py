@@ -34,11 +34,11 @@ class Tracing:
         self,
         provider: "TracerProvider | None" = None,
         *,
-        kept: KeptSpans | None = None,
+        span_store: KeptSpans | None = None,
         max_round_spans: int = MAX_ROUND_SPANS,
     ) -> None:
         self._provider = provider
-        self._kept = kept
+        self._span_store = span_store
         self.tracer = (provider or NoOpTracerProvider()).get_tracer("eesd")
         self.rounds = (
             None if provider is None else RoundSpans(self.tracer, max_rounds=max_round_spans)
@@ -51,7 +51,7 @@ class Tracing:
 
     def spans(self, trace_ids: Collection[str] | None = None) -> tuple[SpanRecord, ...]:
         """Returns the kept spans of these traces; None: of all."""
-        return () if self._kept is None else self._kept.read(trace_ids)
+        return () if self._span_store is None else self._span_store.read(trace_ids)
 
     def flush(self) -> None:
         """Sends pending spans; call before a process is killed. If the collector does not answer,
@@ -75,5 +75,5 @@ def make_tracing(options: TracingOptions, *, process: str, service: str = "eesd"
     # Imported here so that a process that does not trace never loads the SDK.
     from eesd_dist.telemetry.provider import make_provider
 
-    provider, kept = make_provider(options, process=process, service=service)
-    return Tracing(provider, kept=kept, max_round_spans=options.max_round_spans)
+    provider, span_store = make_provider(options, process=process, service=service)
+    return Tracing(provider, span_store=span_store, max_round_spans=options.max_round_spans)

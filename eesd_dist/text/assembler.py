@@ -54,34 +54,34 @@ class TextAssembler:
         self._stops = StopStrings(
             stops,
             include_in_output=include_stop_in_output,
-            min_pieces=sampling.min_tokens,
+            min_tokens=sampling.min_tokens,
         )
 
     def take(self, emission: Emission) -> TextDelta:
-        pieces = self._pieces(emission)
-        checked = self._stops.push(pieces)
+        token_texts = self._token_texts(emission)
+        checked = self._stops.push(token_texts)
         text = checked.text
         if checked.matched is None and emission.finish_reason is not None:
             text += self._stops.finish()
         finish_reason, stop_reason = self._end(emission, matched=checked.matched)
         return TextDelta(
             text=text,
-            pieces=tuple(pieces[: checked.num_pieces]),
-            tokens=emission.tokens[: checked.num_pieces],
-            logprobs=emission.logprobs[: checked.num_pieces],
+            pieces=tuple(token_texts[: checked.num_tokens]),
+            tokens=emission.tokens[: checked.num_tokens],
+            logprobs=emission.logprobs[: checked.num_tokens],
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )
 
-    def _pieces(self, emission: Emission) -> list[str]:
+    def _token_texts(self, emission: Emission) -> list[str]:
         has_hidden_end = self._ended_by_token(emission) and not self._include_stop
         tokens = emission.tokens[:-1] if has_hidden_end else emission.tokens
-        pieces = [self._decoder.feed_one(token) for token in tokens]
+        token_texts = [self._decoder.feed_one(token) for token in tokens]
         if has_hidden_end:
-            pieces.append("")
-        if emission.finish_reason is not None and (rest := self._decoder.finish()):
-            pieces[-1:] = ["".join((*pieces[-1:], rest))]
-        return pieces
+            token_texts.append("")
+        if emission.finish_reason is not None and (suffix := self._decoder.finish()):
+            token_texts[-1:] = ["".join((*token_texts[-1:], suffix))]
+        return token_texts
 
     def _ended_by_token(self, emission: Emission) -> bool:
         return (

@@ -9,14 +9,14 @@ from eesd_dist.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
-def end_token_ids(named: Mapping[Path, object], *, vocab_size: int) -> list[int]:
+def end_token_ids(entries: Mapping[Path, object], *, vocab_size: int) -> list[int]:
     """Returns the ids that the files name, each once, in the order of the files.
 
     Some checkpoints name ids outside the vocabulary next to valid ones: these can never be
     generated, and are left out with a warning. Raises CheckpointError for values that are no ids,
     and if all are outside.
     """
-    by_file = {file: _ids(value, file) for file, value in named.items()}
+    by_file = {file: _ids(value, file) for file, value in entries.items()}
     valid = [id_ for ids in by_file.values() for id_ in ids if 0 <= id_ < vocab_size]
     for file, ids in by_file.items():
         outside = [id_ for id_ in ids if not 0 <= id_ < vocab_size]

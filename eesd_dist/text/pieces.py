@@ -48,8 +48,8 @@ class Pieces:
     @classmethod
     def of_decoder(cls, decoder: object, *, file: object) -> Self:
         """Reads `decoder`, the section of that name in tokenizer.json. Raises CheckpointError."""
-        parts = list(_parts(decoder))
-        kinds = [part.get("type") for part in parts]
+        steps = list(_decoder_steps(decoder))
+        kinds = [step.get("type") for step in steps]
         if "ByteLevel" in kinds:
             return cls(kind="byte-level")
         if "ByteFallback" not in kinds and "Metaspace" not in kinds:
@@ -60,17 +60,17 @@ class Pieces:
             )
         return cls(
             kind="sentencepiece",
-            replacements=tuple(_replacements(parts)),
+            replacements=tuple(_replacements(steps)),
             has_raw_bytes="ByteFallback" in kinds,
-            strips_first_space=any(_strips(part) for part in parts),
+            strips_first_space=any(_strips(step) for step in steps),
         )
 
     def is_raw_byte(self, entry: str) -> bool:
         return self.has_raw_bytes and _RAW_BYTE.fullmatch(entry) is not None
 
-    def bytes_of(self, entry: str, *, is_added: bool = False) -> bytes:
+    def bytes_of(self, entry: str, *, is_literal: bool = False) -> bytes:
         if self.kind == "byte-level":
-            return entry.encode() if is_added else _byte_level(entry)
+            return entry.encode() if is_literal else _byte_level(entry)
         raw = _RAW_BYTE.fullmatch(entry) if self.has_raw_bytes else None
         if raw:
             return bytes([int(raw[1], 16)])
@@ -97,26 +97,26 @@ def _byte_level(entry: str) -> bytes:
         return entry.encode()
 
 
-def _parts(decoder: object) -> Iterator[Mapping[str, object]]:
+def _decoder_steps(decoder: object) -> Iterator[Mapping[str, object]]:
     if not isinstance(decoder, Mapping):
         return
     if decoder.get("type") == "Sequence":
-        for part in cast("Sequence[object]", decoder.get("decoders", ())):
-            yield from _parts(part)
+        for step in cast("Sequence[object]", decoder.get("decoders", ())):
+            yield from _decoder_steps(step)
     else:
         yield decoder
 
 
-def _replacements(parts: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, str]]:
-    for part in parts:
-        pattern = part.get("pattern")
-        if part.get("type") == "Replace" and isinstance(pattern, Mapping) and "String" in pattern:
-            yield str(pattern["String"]), str(part["content"])
-        if part.get("type") == "Metaspace":
-            yield str(part["replacement"]), " "
+def _replacements(steps: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, str]]:
+    for step in steps:
+        pattern = step.get("pattern")
+        if step.get("type") == "Replace" and isinstance(pattern, Mapping) and "String" in pattern:
+            yield str(pattern["String"]), str(step["content"])
+        if step.get("type") == "Metaspace":
+            yield str(step["replacement"]), " "
 
 
-def _strips(part: Mapping[str, object]) -> bool:
-    if part.get("type") == "Metaspace":
-        return part.get("prepend_scheme", "always") != "never"
-    return part.get("type") == "Strip" and part.get("content") == " " and part.get("start") == 1
+def _strips(step: Mapping[str, object]) -> bool:
+    if step.get("type") == "Metaspace":
+        return step.get("prepend_scheme", "always") != "never"
+    return step.get("type") == "Strip" and step.get("content") == " " and step.get("start") == 1

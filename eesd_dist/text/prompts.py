@@ -74,16 +74,20 @@ def _prompt(tokenizer: Tokenizer, row: dict[str, Any], where: str) -> Prompt:
     )
 
 
-def _messages(found: object, where: str) -> list[dict[str, Any]]:
-    if not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
-        raise ConfigError(f"{where}: found messages {found!r:.80}, expected a list of objects")
-    for message in found:
+def _messages(messages: object, where: str) -> list[dict[str, Any]]:
+    if not (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(message, dict) for message in messages)
+    ):
+        raise ConfigError(f"{where}: found messages {messages!r:.80}, expected a list of objects")
+    for message in messages:
         _text(message.get("role"), "role", where)
         _text(message.get("content"), "content", where)
-    return found
+    return messages
 
 
-def _text(found: object, name: str, where: str) -> str:
-    if not isinstance(found, str):
-        raise ConfigError(f"{where}: found {name} {found!r:.80}, expected a string")
-    return found
+def _text(content: object, name: str, where: str) -> str:
+    if not isinstance(content, str):
+        raise ConfigError(f"{where}: found {name} {content!r:.80}, expected a string")
+    return content

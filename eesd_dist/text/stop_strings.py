@@ -16,7 +16,7 @@ class Checked:
 
     text: str
     """Text that may be shown now."""
-    num_pieces: int
+    num_tokens: int
     """Number of pieces that belong to the text; fewer than all only after a match."""
     matched: str | None = None
     """The stop string that ended the text."""
@@ -30,54 +30,54 @@ class StopStrings:
     """
 
     def __init__(
-        self, stops: Sequence[str], *, include_in_output: bool = False, min_pieces: int = 0
+        self, stops: Sequence[str], *, include_in_output: bool = False, min_tokens: int = 0
     ) -> None:
-        """`min_pieces`: number of first pieces that cannot be part of a match."""
+        """`min_tokens`: number of first tokens that cannot be part of a match."""
         assert all(stops), "an empty stop string would end every text"
         self._stops = tuple(_Progress(stop) for stop in stops)
         self._include_in_output = include_in_output
-        self._num_exempt = min_pieces
+        self._num_exempt = min_tokens
         self._held = ""
 
-    def push(self, pieces: Sequence[str]) -> Checked:
+    def push(self, token_texts: Sequence[str]) -> Checked:
         leaving: list[str] = []
-        for i, piece in enumerate(pieces):
-            text, matched = self._push_one(piece)
+        for i, token_text in enumerate(token_texts):
+            text, matched = self._push_one(token_text)
             leaving.append(text)
             if matched is not None:
-                return Checked(text="".join(leaving), num_pieces=i + 1, matched=matched)
-        return Checked(text="".join(leaving), num_pieces=len(pieces))
+                return Checked(text="".join(leaving), num_tokens=i + 1, matched=matched)
+        return Checked(text="".join(leaving), num_tokens=len(token_texts))
 
     def finish(self) -> str:
         """Returns the text held back, when the text ends for another reason."""
-        rest, self._held = self._held, ""
-        return rest
+        suffix, self._held = self._held, ""
+        return suffix
 
-    def _push_one(self, piece: str) -> tuple[str, str | None]:
+    def _push_one(self, token_text: str) -> tuple[str, str | None]:
         if self._num_exempt > 0:
             self._num_exempt -= 1
-            return piece, None
-        if not self._stops or not piece:
-            return piece, None
-        text = self._held + piece
-        found = self._match(piece)
-        if found is None:
+            return token_text, None
+        if not self._stops or not token_text:
+            return token_text, None
+        text = self._held + token_text
+        match = self._match(token_text)
+        if match is None:
             return self._hold_back(text), None
-        end, stop = len(self._held) + found[0], found[1]
+        end, stop = len(self._held) + match[0], match[1]
         self._held = ""
         return text[: end if self._include_in_output else end - len(stop)], stop
 
-    def _match(self, piece: str) -> tuple[int, str] | None:
+    def _match(self, token_text: str) -> tuple[int, str] | None:
         """Returns where in the piece a stop string ends, and which one; None if none does."""
-        for end, char in enumerate(piece, start=1):
-            complete = [each.stop for each in self._stops if each.advance(char)]
+        for end, char in enumerate(token_text, start=1):
+            complete = [progress.stop for progress in self._stops if progress.advance(char)]
             if complete:
                 return end, max(complete, key=len)
         return None
 
     def _hold_back(self, text: str) -> str:
         """Holds back the longest end of the text that begins a stop string; returns the rest."""
-        cut = len(text) - max(each.length for each in self._stops)
+        cut = len(text) - max(progress.length for progress in self._stops)
         self._held = text[cut:]
         return text[:cut]
 

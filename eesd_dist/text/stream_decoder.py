@@ -42,12 +42,12 @@ class StreamDecoder:
     def feed_one(self, token: TokenId) -> str:
         if token in self._skipped:
             return ""
-        piece = self._codec.token_bytes(token)
+        content = self._codec.token_bytes(token)
         if token in self._codec.raw_byte_ids:
-            self._run += piece
+            self._run += content
             return ""
         run, self._run = self._run, b""
-        return text_of_raw_bytes(run) + self._utf8.decode(piece)
+        return text_of_raw_bytes(run) + self._utf8.decode(content)
 
     def finish(self) -> str:
         """Returns the text held back, when no token follows."""

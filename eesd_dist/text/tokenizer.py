@@ -91,7 +91,7 @@ class Tokenizer:
         self,
         backend: Any,
         *,
-        pieces: Pieces,
+        decoder_rules: Pieces,
         vocab_size: int,
         eos_token_ids: Sequence[int],
         max_tokens: int | None = None,
@@ -101,12 +101,14 @@ class Tokenizer:
         self._backend = backend
         self._foreign = {id_: text for text, id_ in vocabulary.items() if id_ >= vocab_size}
         """Tokens that the model does not have."""
-        self._pieces = pieces
+        self._decoder_rules = decoder_rules
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(TokenId(token) for token in eos_token_ids)
         self._special_token_ids = _special_ids(backend)
         self._raw_byte_ids = frozenset(
-            TokenId(id_) for entry, id_ in backend.get_vocab().items() if pieces.is_raw_byte(entry)
+            TokenId(id_)
+            for entry, id_ in backend.get_vocab().items()
+            if decoder_rules.is_raw_byte(entry)
         )
         self._bytes: dict[TokenId, bytes] = {}
         self._max_tokens = max_tokens
@@ -141,7 +143,7 @@ class Tokenizer:
         }
         tokenizer = cls(
             backend,
-            pieces=Pieces.of_decoder(_decoder_of(backend), file=folder / "tokenizer.json"),
+            decoder_rules=Pieces.of_decoder(_decoder_of(backend), file=folder / "tokenizer.json"),
             vocab_size=vocab_size,
             eos_token_ids=end_token_ids(eos, vocab_size=vocab_size),
             max_tokens=max_tokens,
@@ -265,13 +267,13 @@ class Tokenizer:
         """Raises CheckpointError for a chat template that would refuse every conversation."""
         try:
             text = self.render_chat([{"role": "user", "content": "Hello"}])
-            found = "a chat template that renders a user's message to an empty text"
+            problem = "a chat template that renders a user's message to an empty text"
         except RequestError as error:
-            text, found = "", str(error)
+            text, problem = "", str(error)
         if not text:
             raise CheckpointError(
                 file=_template_file(folder),
-                found=found,
+                found=problem,
                 expected="a chat template that renders the user's message 'Hello'",
                 advice="mend the template, or remove it: then only completions are served",
             )
@@ -288,33 +290,33 @@ class Tokenizer:
     def decode(self, tokens: Sequence[TokenId], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of these tokens, which are a full text."""
         skipped = self._special_token_ids if skip_special_tokens else frozenset()
-        kept = (token for token in tokens if token not in skipped)
+        shown = (token for token in tokens if token not in skipped)
         text = "".join(
             self._text_of(run, are_raw_bytes=are_raw_bytes)
-            for are_raw_bytes, run in groupby(kept, self._raw_byte_ids.__contains__)
+            for are_raw_bytes, run in groupby(shown, self._raw_byte_ids.__contains__)
         )
-        return text.removeprefix(" ") if self._pieces.strips_first_space else text
+        return text.removeprefix(" ") if self._decoder_rules.strips_first_space else text
 
     def _text_of(self, tokens: Iterable[TokenId], *, are_raw_bytes: bool) -> str:
-        joined = b"".join(map(self.token_bytes, tokens))
-        return text_of_raw_bytes(joined) if are_raw_bytes else joined.decode(errors="replace")
+        content = b"".join(map(self.token_bytes, tokens))
+        return text_of_raw_bytes(content) if are_raw_bytes else content.decode(errors="replace")
 
     @property
     def raw_byte_ids(self) -> frozenset[TokenId]:
         return self._raw_byte_ids
 
     def token_bytes(self, token: TokenId) -> bytes:
-        known = self._bytes.get(token)
-        if known is None:
-            known = self._bytes[token] = self._look_up(token)
-        return known
+        content = self._bytes.get(token)
+        if content is None:
+            content = self._bytes[token] = self._look_up(token)
+        return content
 
     def _look_up(self, token: TokenId) -> bytes:
         entry = self._backend.convert_ids_to_tokens(int(token))
         return b"" if entry is None else self._bytes_of(entry, token)
 
     def _bytes_of(self, entry: str, token: int) -> bytes:
-        return self._pieces.bytes_of(entry, is_added=token in self._added)
+        return self._decoder_rules.bytes_of(entry, is_literal=token in self._added)
 
 
 def leave_out_torch() -> None:
@@ -378,8 +380,8 @@ def _num_ids(backend: Any) -> int:
 
 
 def _special_ids(backend: Any) -> frozenset[TokenId]:
-    added = (id_ for id_, token in backend.added_tokens_decoder.items() if token.special)
-    return frozenset(TokenId(id_) for id_ in (*backend.all_special_ids, *added))
+    special = (id_ for id_, token in backend.added_tokens_decoder.items() if token.special)
+    return frozenset(TokenId(id_) for id_ in (*backend.all_special_ids, *special))
 
 
 def _added_ids(backend: Any) -> frozenset[int]:
@@ -387,8 +389,8 @@ def _added_ids(backend: Any) -> frozenset[int]:
     also come from other texts."""
     inner = getattr(backend, "backend_tokenizer", None)
     own = {} if inner is None else inner.get_vocab(with_added_tokens=False)
-    added = backend.added_tokens_decoder.items()
-    return frozenset(id_ for id_, token in added if token.special or token.content not in own)
+    entries = backend.added_tokens_decoder.items()
+    return frozenset(id_ for id_, token in entries if token.special or token.content not in own)
 
 
 def _template_file(folder: Path) -> Path:

@@ -102,7 +102,7 @@ class DraftWatch:
             if self._spans is not None:
                 self._spans.record_round(stats)
             if self._starts is not None:
-                self._starts.record(stats, result.emissions, late=late)
+                self._starts.record(stats, result.emissions, resubmitted=late)
         for emission in result.emissions:
             watched = self._requests.get(emission.request_id)
             if watched is None or emission.request_id in late:
@@ -150,7 +150,7 @@ class DraftWatch:
         while self._first_tokens and self._first_tokens[0][0] < oldest_s:
             self._first_tokens.popleft()
         return self._recent.activity(
-            now_unix_s=time.time(),
+            time_unix_s=time.time(),
             num_waiting=load.num_waiting,
             kv_use=_kv_use(load),
             first_tokens_s=[first_s for _, first_s in self._first_tokens],

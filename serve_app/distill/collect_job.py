@@ -35,14 +35,14 @@ class ChunkWorker:
         """Returns the shard; nothing when the time is spent; errors as text, since Ray Data keeps
         no more of an exception."""
         try:
-            made = self._worker.make(Chunk.from_json(chunk))
+            shard = self._worker.make(Chunk.from_json(chunk))
         except ConfigError as error:
             return {"config_error": str(error)}
         except EesdError as error:
             return {"error": str(error)}
         except OSError as error:  # a disk that is full, or may not be written to
             return {"config_error": os_error_text(error)}
-        return {} if made is None else asdict(made)
+        return {} if shard is None else asdict(shard)
 
 
 def make_shards(job: ShardJob, chunks: Sequence[Chunk], *, num_cpus: float) -> Iterator[MadeShard]:
@@ -63,7 +63,7 @@ def make_shards(job: ShardJob, chunks: Sequence[Chunk], *, num_cpus: float) -> I
     )
     try:
         for row in answers.iter_rows():
-            yield from _made(json.loads(row["answer"]))
+            yield from _shards(json.loads(row["answer"]))
     except RayError as error:  # a worker that died several times
         raise EngineError(f"a collecting worker failed: {cause_of(error)}") from error
 
@@ -83,7 +83,7 @@ def _be_quiet() -> None:
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
 
 
-def _made(answer: dict[str, Any]) -> Iterator[MadeShard]:
+def _shards(answer: dict[str, Any]) -> Iterator[MadeShard]:
     if "config_error" in answer:
         raise ConfigError(answer["config_error"])
     if "error" in answer:

@@ -109,21 +109,21 @@ def estimate(request: RunRequest, rates: Rates) -> Estimate:
     options = request.collect
     spec = ModelSpec.from_folder(options.model)
     recipe = request.collection.recipe()
-    parts_of_text = planned_parts(options, recipe, say=lambda _: None)
+    portions = planned_parts(options, recipe, say=lambda _: None)
     if not request.ring:
-        del parts_of_text[1:]
-    chunks = [chunk for part in parts_of_text for chunk in part]
-    parts = options.prompt_choice().read(options.model)
+        del portions[1:]
+    chunks = [chunk for portion in portions for chunk in portion]
+    split = options.prompt_choice().read(options.model)
     head = HeadSize.of(
         spec,
         kind=request.head,
         draft_vocab=request.draft_vocab,
     )
     shard_bytes = [recipe.most_bytes(chunk) for chunk in chunks]
-    features_bytes = max(sum(map(recipe.most_bytes, part)) for part in parts_of_text)
+    features_bytes = max(sum(map(recipe.most_bytes, portion)) for portion in portions)
     num_sequences = sum(len(chunk.sources) for chunk in chunks)
     num_written = recipe.max_tokens * sum(s.is_prompt for c in chunks for s in c.sources)
-    num_judged = _judged_tokens(request, parts)
+    num_judged = _judged_tokens(request, split)
     limit_s = 60.0 * request.minutes
     train_flops = _STEP_FLOPS * head.trained * request.options.rows * request.options.length
     step_s = train_flops / (1e12 * rates.tflops * request.train_workers)
@@ -131,63 +131,70 @@ def estimate(request: RunRequest, rates: Rates) -> Estimate:
     if request.max_steps is not None:
         train_s = min(train_s, step_s * request.max_steps)
     return Estimate(
-        num_rounds=len(parts_of_text),
+        num_rounds=len(portions),
         num_sequences=num_sequences,
         num_written=num_written,
         num_rows=sum(chunk.most_rows(recipe) for chunk in chunks),
         num_judged=num_judged,
         features_bytes=features_bytes,
         checkpoints_bytes=_NUM_CHECKPOINTS * _checkpoint_bytes(head, request)
-        + _heads_of_training_bytes(head, num_rounds=len(parts_of_text)),
+        + _heads_of_training_bytes(head, num_rounds=len(portions)),
         head_bytes=2 * (head.trained if head.is_shared else head.total),
         # Twice a shard: on a CPU hidden states are computed in float32.
         collector_bytes=_CHUNKS_AT_A_TIME * 2 * max(shard_bytes),
         pipeline_bytes=min(MAX_BYTES, _CHUNKS_AT_A_TIME * 2 * max(shard_bytes)),
         training_bytes=_training_bytes(head, spec, request, features_bytes=features_bytes),
-        judging_bytes=_judging_bytes(head, spec, request, parts),
+        judging_bytes=_judging_bytes(head, spec, request, split),
         collect_s=min(0.4 * limit_s, num_written / rates.tokens_per_s),
         train_s=train_s,
         judge_s=num_judged / rates.tokens_per_s,
     )
 
 
-def described(found: Estimate, request: RunRequest, rates: Rates) -> str:
+def described(figures: Estimate, request: RunRequest, rates: Rates) -> str:
     """Returns the estimate as a table."""
     training = "for each of " + str(request.train_workers) if request.train_workers > 1 else ""
-    rounds = f" in {found.num_rounds} rounds" if found.num_rounds > 1 else ""
+    rounds = f" in {figures.num_rounds} rounds" if figures.num_rounds > 1 else ""
     steps = ""
     if request.max_steps is not None:
         steps = f"{request.max_steps} steps at {rates.tflops:g} Tflop/s, or "
     rows = [
-        ("disk: features", _size(found.features_bytes), f"{found.num_rows:,} rows{rounds}"),
-        ("disk: checkpoints", _size(found.checkpoints_bytes), "two and an incomplete one"),
-        ("disk: head", _size(found.head_bytes), ""),
-        ("disk: together", _size(found.disk_bytes), ""),
-        ("memory: collecting", _size(found.collector_bytes), "of features, without libraries"),
-        ("memory: drafting actor", _size(found.pipeline_bytes), "more than for serving"),
-        ("memory: training", _size(found.training_bytes), training),
-        ("memory: calibrating", _size(found.judging_bytes), "without the target"),
+        ("disk: features", _size(figures.features_bytes), f"{figures.num_rows:,} rows{rounds}"),
+        ("disk: checkpoints", _size(figures.checkpoints_bytes), "two and an incomplete one"),
+        ("disk: head", _size(figures.head_bytes), ""),
+        ("disk: together", _size(figures.disk_bytes), ""),
+        ("memory: collecting", _size(figures.collector_bytes), "of features, without libraries"),
+        ("memory: drafting actor", _size(figures.pipeline_bytes), "more than for serving"),
+        ("memory: training", _size(figures.training_bytes), training),
+        ("memory: calibrating", _size(figures.judging_bytes), "without the target"),
         (
             "time: collecting",
-            _time(found.collect_s),
-            f"{found.num_written:,} tokens at {rates.tokens_per_s:,.0f} tokens/s",
+            _time(figures.collect_s),
+            f"{figures.num_written:,} tokens at {rates.tokens_per_s:,.0f} tokens/s",
         ),
         (
             "time: training",
-            _time(found.train_s),
+            _time(figures.train_s),
             f"{steps}two fifths of --minutes",
         ),
-        ("time: calibrating", _time(found.judge_s), f"and evaluating: {found.num_judged:,} tokens"),
+        (
+            "time: calibrating",
+            _time(figures.judge_s),
+            f"and evaluating: {figures.num_judged:,} tokens",
+        ),
     ]
     lines = [f"{name:24}{size:>10}  {note}".rstrip() for name, size, note in rows]
-    return "\n".join([f"{found.num_sequences:,} texts; each figure is an upper bound", *lines])
+    return "\n".join([f"{figures.num_sequences:,} texts; each figure is an upper bound", *lines])
 
 
-def _judged_tokens(request: RunRequest, parts: PromptParts) -> int:
-    wanted = request.head_request_of(parts)
-    calibrated = len(wanted.calibrated) * len(wanted.calibration.temperatures)
-    judged = len(wanted.judged) * len(wanted.evaluation.temperatures)
-    return calibrated * wanted.calibration.max_tokens + judged * wanted.evaluation.max_tokens
+def _judged_tokens(request: RunRequest, split: PromptParts) -> int:
+    head_request = request.head_request_of(split)
+    calibrated = len(head_request.calibrated) * len(head_request.calibration.temperatures)
+    judged = len(head_request.judged) * len(head_request.evaluation.temperatures)
+    return (
+        calibrated * head_request.calibration.max_tokens
+        + judged * head_request.evaluation.max_tokens
+    )
 
 
 def _checkpoint_bytes(head: HeadSize, request: RunRequest) -> int:
@@ -224,9 +231,9 @@ def _training_bytes(
     )
 
 
-def _judging_bytes(head: HeadSize, spec: ModelSpec, request: RunRequest, parts: PromptParts) -> int:
+def _judging_bytes(head: HeadSize, spec: ModelSpec, request: RunRequest, split: PromptParts) -> int:
     """The head, the features of a batch of texts, and one text's logits."""
-    longest = max(len(prompt.tokens) for prompt in (*parts.calibrated, *parts.judged))
+    longest = max(len(prompt.tokens) for prompt in (*split.calibrated, *split.judged))
     rows = longest + request.collect.max_tokens
     num_tokens = head.lm_head // spec.hidden_size
     return (

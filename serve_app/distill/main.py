@@ -92,23 +92,23 @@ def _sweep(
     executor: RayExecutor,
 ) -> None:
     if files.collect:
-        wanted = collect.CollectRequest(
+        collection = collect.CollectRequest(
             options=text,
             out=files.features_folder,
             exits=tries.exits,
             minutes=files.collect_minutes,
         )
-        collect.collect(wanted, executor=executor, say=_on_stderr)
+        collect.collect(collection, executor=executor, say=_on_stderr)
     choice = text.prompt_choice()
     choice.require_kept_aside_from(files.features_folder)
-    parts = choice.read(text.model)
+    split = choice.read(text.model)
     request = sweep.SweepRequest(
         machine=Machine(model=text.model, head=files.out, dtype=text.dtype, threads=text.threads),
         features=files.features_folder,
         out=files.out,
         combinations=tries.combinations(),
-        calibrated=parts.calibrated,
-        judged=parts.judged,
+        calibrated=split.calibrated,
+        judged=split.judged,
         options=options,
         temperatures=text.temperatures,
         seed=text.seed,
@@ -121,8 +121,8 @@ def _refresh(request: refresh.RefreshRequest, promotion: Promotion) -> None:
     report = refresh.refresh(request, executor=RayExecutor(), say=_on_stderr)
     sys.stdout.write(refresh.described(report) + "\n")
     if promotion.promote:
-        told = promote_if_better(request.out, report, promotion, compared_with=request.head)
-        sys.stdout.write(told + "\n")
+        outcome = promote_if_better(request.out, report, promotion, compared_with=request.head)
+        sys.stdout.write(outcome + "\n")
 
 
 _STEPS: Mapping[str, tuple[Run, str | None]] = {

@@ -50,6 +50,6 @@ def promote_if_better(
         instead_of=(head_digest(compared_with), head_digest(folder)),
     )
     file = folder / REPORT_FILE
-    write_json(file, {**read_json(file), "promoted": [asdict(one) for one in promoted]})
-    names = ", ".join(one.pipeline for one in promoted)
+    write_json(file, {**read_json(file), "promoted": [asdict(entry) for entry in promoted]})
+    names = ", ".join(entry.pipeline for entry in promoted)
     return f"promoted: {len(promoted)} pipelines draft with it now ({names})"

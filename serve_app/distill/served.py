@@ -51,16 +51,16 @@ class ServedExecutor:
         collector, began_s = Collector(source=self.source, recipe=job.recipe), time.monotonic()
         left = iter(chunks)
         with ThreadPoolExecutor(_CHUNKS_AT_A_TIME, thread_name_prefix="collect") as pool:
-            made: set[Future[MadeShard]] = set()
+            pending: set[Future[MadeShard]] = set()
             while True:
-                while len(made) < _CHUNKS_AT_A_TIME and _spent_s(began_s) <= job.allowed_s:
+                while len(pending) < _CHUNKS_AT_A_TIME and _spent_s(began_s) <= job.allowed_s:
                     chunk = next(left, None)
                     if chunk is None:
                         break
-                    made.add(pool.submit(_shard, collector, job.folder, chunk, began_s))
-                if not made:
+                    pending.add(pool.submit(_shard, collector, job.folder, chunk, began_s))
+                if not pending:
                     return
-                ended, made = wait(made, return_when=FIRST_COMPLETED)
+                ended, pending = wait(pending, return_when=FIRST_COMPLETED)
                 for future in ended:
                     yield future.result()
 

@@ -66,12 +66,12 @@ class ServedRows:
 
     def require_target(self, model: Path) -> None:
         """Raises ConfigError if the service serves other weights than those of this folder."""
-        wanted = weights_digest(model)[:16]
+        digest = weights_digest(model)[:16]
         for leader in self._pipelines.leaders():
-            found = _answer(leader.kv_layout.remote()).weights
-            if wanted not in found:
+            weights = _answer(leader.kv_layout.remote()).weights
+            if digest not in weights:
                 raise ConfigError(
-                    f"the service serves {found}, other weights than {model} ({wanted}): set "
+                    f"the service serves {weights}, other weights than {model} ({digest}): set "
                     "--model to a folder with the target that it serves"
                 )
 

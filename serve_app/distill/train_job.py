@@ -70,8 +70,8 @@ def _uses_gpus(request: TrainRequest) -> bool:
     """Returns whether each worker gets a GPU of the cluster. Raises ConfigError where the cluster
     has too few free ones: Ray would wait for them without an end."""
     total = int(ray.cluster_resources().get("GPU", 0))
-    wanted = request.options.device
-    if wanted == "cpu" or (wanted == "auto" and not total):
+    device = request.options.device
+    if device == "cpu" or (device == "auto" and not total):
         return False
     free = int(ray.available_resources().get("GPU", 0))
     if free < request.workers:

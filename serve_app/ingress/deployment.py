@@ -241,7 +241,7 @@ class Ingress:
         """Returns whether there is no pipeline because none is wanted: the next request starts
         one."""
         fleet = await self._fleet()
-        return fleet is not None and fleet.decision.wanted == 0
+        return fleet is not None and fleet.decision.target == 0
 
     async def _fleet(self) -> FleetState | None:
         """Returns the state of autoscaling; None where there is none, or the router is silent."""

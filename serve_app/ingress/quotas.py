@@ -35,10 +35,10 @@ class GlobalQuotas:
     async def acquire(self, key: ApiKey, permit: str) -> Standing:
         quota = _quota_of(key)
         standing = self._book.acquire(
-            key.name, quota, permit=permit, ingress=self._ingress, now_s=time.monotonic()
+            key.name, quota, permit=permit, ingress=self._ingress, time_s=time.monotonic()
         )
         router = self._router()
-        if standing.refused or router is None:
+        if standing.refusal or router is None:
             return standing
         try:
             everyones = await self._answer_of(
@@ -55,7 +55,7 @@ class GlobalQuotas:
         except BaseException:  # the client left
             self.release(Permit(key=key, name=permit))
             raise
-        if everyones is not None and everyones.refused:
+        if everyones is not None and everyones.refusal:
             self._return(key.name, permit, num_tokens=0)
         return everyones or standing
 
@@ -67,7 +67,7 @@ class GlobalQuotas:
         quota = _quota_of(permit.key)
         standing = self._reserve(permit, quota, num_tokens)
         router = self._router()
-        if not standing.refused and router is not None:
+        if not standing.refusal and router is not None:
             everyones = await self._answer_of(
                 reserved(
                     router,
@@ -80,10 +80,10 @@ class GlobalQuotas:
                     timeout_s=_ASK_S,
                 )
             )
-            if everyones is not None and everyones.refused:
+            if everyones is not None and everyones.refusal:
                 self._reserve(permit, Quota(), permit.num_reserved)
             standing = everyones or standing
-        if not standing.refused:
+        if not standing.refusal:
             permit.num_reserved = num_tokens
         return standing
 
@@ -110,7 +110,7 @@ class GlobalQuotas:
             permit=permit.name,
             ingress=self._ingress,
             num_tokens=num_tokens,
-            now_s=time.monotonic(),
+            time_s=time.monotonic(),
         )
 
     def _return(self, caller: str, permit: str, *, num_tokens: int) -> None:
@@ -119,7 +119,7 @@ class GlobalQuotas:
             permit=permit,
             ingress=self._ingress,
             num_tokens=num_tokens,
-            now_s=time.monotonic(),
+            time_s=time.monotonic(),
         )
 
     def held(self) -> Held:

@@ -9,7 +9,7 @@ def fleet_page(state: FleetState) -> bytes:
     """Returns gauges of the pipelines, and the decisions so far by direction and signal."""
     registry = CollectorRegistry()
     for name, text, value in (
-        ("wanted", "Pipelines that autoscaling wants.", state.decision.wanted),
+        ("wanted", "Pipelines that autoscaling wants.", state.decision.target),
         ("ready", "Pipelines that take requests.", state.num_ready),
         ("starting", "Pipelines that start, or are not ready.", state.num_starting),
         ("draining", "Pipelines that take no more requests.", state.num_draining),
@@ -30,7 +30,7 @@ def fleet_page(state: FleetState) -> bytes:
 def fleet_as_json(state: FleetState) -> dict[str, object]:
     decision = state.decision
     return {
-        "wanted": decision.wanted,
+        "wanted": decision.target,
         "min_count": state.targets.min_count,
         "max_count": state.targets.max_count,
         "signal": decision.signal,

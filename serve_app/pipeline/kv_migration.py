@@ -276,11 +276,11 @@ class _Moving:
             await self._give_up(lease, pages)
             raise
         if not move.num_pages:
-            move.num_present = pages.num_found
+            move.num_present = pages.num_cached
         move.num_pages += len(pages.moves)
         move.num_bytes += num_bytes
-        move.num_skipped = pages.num_refused
-        return pages.num_left > 0 and not pages.num_refused
+        move.num_skipped = pages.num_rejected
+        return pages.num_left > 0 and not pages.num_rejected
 
     async def _travel(self, reservation: PageReservation) -> int:
         """Every rank sends to its peer rank. Returns the bytes, or raises, when no rank is copying

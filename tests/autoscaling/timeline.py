@@ -56,7 +56,7 @@ class Timeline:
                 at_s=now_s,
                 num_clients=num_clients,
                 num_waiting=state.num_waiting,
-                wanted=decision.wanted,
+                wanted=decision.target,
                 count=state.count,
                 ready=state.num_ready,
                 draining=state.num_draining,
@@ -67,7 +67,7 @@ class Timeline:
             self.decisions.append(
                 Decision(
                     at_s=now_s - decision.since_s,  # the router passes the age of its decision
-                    wanted=decision.wanted,
+                    wanted=decision.target,
                     signal=decision.signal,
                     reason=decision.reason,
                 )

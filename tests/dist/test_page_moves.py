@@ -93,8 +93,8 @@ class Engine:
             number="n1",
             epoch=EPOCH,
             moves=tuple((PageId(i), PageId(7 - i)) for i in range(limit)),
-            num_found=0,
-            num_refused=0,
+            num_cached=0,
+            num_rejected=0,
         )
 
     def abandon(self, number: str) -> None:

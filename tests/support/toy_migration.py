@@ -140,7 +140,7 @@ class ToyPipeline:
         return self.leases.reserve(
             leased,
             salt_of=lambda _: "s",
-            num_kept=0,
+            num_reserved=0,
             untouchable=set(),
             epoch=self.epoch,
             limit=limit,

@@ -19,16 +19,16 @@ def _steps() -> list[tuple[int, str]]:
 
 def _names(file: Path) -> set[str]:
     """Returns the functions, and the methods as `Class.method`."""
-    found = set()
+    names = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.ClassDef):
             methods = (
                 n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
             )
-            found |= {f"{node.name}.{method.name}" for method in methods}
-    return found
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
 
 
 def test_a_requests_life_has_at_most_fifteen_numbered_lines() -> None:

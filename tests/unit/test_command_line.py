@@ -97,7 +97,7 @@ def test_an_option_does_not_swallow_the_arguments_behind_it(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["grow", "--port", "x"], "Invalid value for '--port'"),
         (["grow", "--shape", "round"], "'round' is not one of 'none', 'static'"),
@@ -110,12 +110,12 @@ def test_an_option_does_not_swallow_the_arguments_behind_it(
     ],
 )
 def test_what_is_typed_wrong_is_named_with_status_2(
-    app: Typer, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    app: Typer, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_app(app, words, program="forest") == 2
     error = capsys.readouterr().err
     assert error.startswith("Usage: forest")
-    assert said in error
+    assert message in error
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,8 @@ def test_a_client_that_sends_too_often_is_told_so(gateway: Gateway) -> None:
     body = {"prompt": "x"}
     with gateway.client as client:
         answers = [client.post("/tokenize", json=body) for _ in range(300)]
-    refused = [answer for answer in answers if answer.status_code == 429]
-    assert 0 < len(refused) <= 200
+    rejections = [answer for answer in answers if answer.status_code == 429]
+    assert 0 < len(rejections) <= 200
     assert answers[0].status_code == 200
-    assert refused[0].json()["error"]["code"] == "rate_limit_exceeded"
-    assert refused[0].headers["retry-after"] == "1"
+    assert rejections[0].json()["error"]["code"] == "rate_limit_exceeded"
+    assert rejections[0].headers["retry-after"] == "1"

@@ -46,15 +46,15 @@ def test_the_dashboard_asks_only_for_metrics_that_are_served() -> None:
     expressions = [
         target["expr"] for panel in _dashboard()["panels"] for target in panel["targets"]
     ]
-    asked = {name for expression in expressions for name in METRIC.findall(expression)}
-    assert len(asked) > 30
-    assert asked <= _served_names()
+    names = {name for expression in expressions for name in METRIC.findall(expression)}
+    assert len(names) > 30
+    assert names <= _served_names()
 
 
 def test_the_alerts_ask_only_for_metrics_that_are_served_and_are_explained() -> None:
-    asked = {name for rule in _rules() for name in METRIC.findall(rule["expr"])}
-    assert len(asked) > 10
-    assert asked <= _served_names()
+    names = {name for rule in _rules() for name in METRIC.findall(rule["expr"])}
+    assert len(names) > 10
+    assert names <= _served_names()
     text = (INFRA.parent / "docs" / "observability.md").read_text()
     assert all(f"`{rule['alert']}`" in text for rule in _rules())
 

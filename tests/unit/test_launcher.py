@@ -57,12 +57,14 @@ def eesd(request: pytest.FixtureRequest) -> Path:
     return wheel
 
 
-@pytest.mark.parametrize("named", [None, "{}", ":{}", "."], ids=str)
-def test_files_of_the_user_are_not_imported(eesd: Path, named: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [None, "{}", ":{}", "."], ids=str)
+def test_files_of_the_user_are_not_imported(
+    eesd: Path, arguments: str | None, tmp_path: Path
+) -> None:
     write_shadows(tmp_path)
     env = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
-    if named is not None:
-        env["PYTHONPATH"] = named.format(tmp_path)
+    if arguments is not None:
+        env["PYTHONPATH"] = arguments.format(tmp_path)
     for word in ("version", "--help"):
         done = subprocess.run(
             [eesd, word], cwd=tmp_path, env=env, capture_output=True, text=True, check=False

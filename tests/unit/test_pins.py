@@ -48,7 +48,7 @@ _parsed = cache(Requirement)
 
 
 def _supported_pythons() -> list[str]:
-    words = [each.rpartition(" :: ")[2] for each in _project()["classifiers"]]
+    words = [classifier.rpartition(" :: ")[2] for classifier in _project()["classifiers"]]
     return [word for word in words if word.startswith("3.")]
 
 
@@ -114,7 +114,7 @@ class _Resolve:
                 required = canonicalize_name(requirement.name)
                 self._check(package, requirement)
                 if required in self._entries:
-                    todo += [(required, wanted) for wanted in ("", *requirement.extras)]
+                    todo += [(required, extra) for extra in ("", *requirement.extras)]
 
     @property
     def _entries(self) -> Mapping[str, Any]:

@@ -30,11 +30,11 @@ def measure_attention(config: EngineConfig) -> list[AttentionCost]:
     """Times all heads of a layer, in this process."""
     layout = layout_of(config)
     spec, page_size = layout.spec, config.cache.page_size
-    pages_each = -(-(max(CONTEXTS) + max(ROWS_EACH)) // page_size)
+    pages_per_request = -(-(max(CONTEXTS) + max(ROWS_EACH)) // page_size)
     packer = LinearPacker(dtype=layout.dtype, numerics=config.model.numerics, device=layout.device)
     layers = [
         LayerPages(
-            num_pages=pages_each * max(REQUESTS),
+            num_pages=pages_per_request * max(REQUESTS),
             page_size=page_size,
             num_kv_heads=spec.num_kv_heads,
             queries_per_kv=spec.num_heads // spec.num_kv_heads,
@@ -45,14 +45,14 @@ def measure_attention(config: EngineConfig) -> list[AttentionCost]:
         )
         for _ in range(_LAYERS)
     ]
-    found = []
-    for requests, rows_each, context in product(REQUESTS, ROWS_EACH, CONTEXTS):
+    costs = []
+    for requests, rows_per_request, context in product(REQUESTS, ROWS_EACH, CONTEXTS):
         rows = RowPlan.build(
             [
                 RowSegment(
                     start=context,
-                    num_rows=rows_each,
-                    pages=PageTable(range(at * pages_each, (at + 1) * pages_each)),
+                    num_rows=rows_per_request,
+                    pages=PageTable(range(at * pages_per_request, (at + 1) * pages_per_request)),
                 )
                 for at in range(requests)
             ],
@@ -69,13 +69,13 @@ def measure_attention(config: EngineConfig) -> list[AttentionCost]:
             layout.device,
             repeats=_REPEATS,
         )
-        found.append(
+        costs.append(
             AttentionCost(
                 num_heads=spec.num_heads,
                 num_requests=requests,
-                rows_each=rows_each,
+                rows_each=rows_per_request,
                 context_tokens=context,
                 seconds=round(seconds, 9),
             )
         )
-    return found
+    return costs

@@ -52,11 +52,12 @@ def engine_config(
 
     Raises ConfigError for settings that cannot be run.
     """
-    for each in settings:
-        if each.num_requests < 1 or each.num_draft_tokens < 0 or each.verify_tp < 1:
+    for setting in settings:
+        if setting.num_requests < 1 or setting.num_draft_tokens < 0 or setting.verify_tp < 1:
             raise ConfigError(
-                f"{each.num_requests} requests, drafts of {each.num_draft_tokens} tokens and "
-                f"{each.verify_tp} verify ranks: expected at least 1 request, 0 tokens and 1 rank"
+                f"{setting.num_requests} requests, drafts of {setting.num_draft_tokens} tokens "
+                f"and {setting.verify_tp} verify ranks: expected at least 1 request, 0 tokens "
+                "and 1 rank"
             )
     spec = ModelSpec.from_folder(model)
     require_degree(
@@ -67,8 +68,8 @@ def engine_config(
         num_channels=spec.intermediate_size,
         norms_heads_jointly=spec.traits.joint_qk_norm,
     )
-    batch = max(each.num_requests for each in settings)
-    drafted = max(each.num_draft_tokens for each in settings)
+    batch = max(setting.num_requests for setting in settings)
+    drafted = max(setting.num_draft_tokens for setting in settings)
     pages = batch * (-(-(longest + drafted + 1) // _PAGE_SIZE) + 1)
     return EngineConfig(
         model=ModelConfig(path=model, head=head),
@@ -122,18 +123,20 @@ def warm_up(engine: EngineCore, prompts: Sequence[Prompt]) -> None:
 
 def round_costs(times: Mapping[RoundSetting, RoundTimes]) -> tuple[RoundCost, ...]:
     """Returns the usual times of all settings. Raises ConfigError for one without a round."""
-    found = []
-    for setting, each in times.items():
-        if not each.rounds:
+    costs = []
+    for setting, round_times in times.items():
+        if not round_times.rounds:
             raise ConfigError(
                 f"no round in which {setting.num_requests} requests draft "
                 f"{setting.num_draft_tokens} tokens each: raise --max-tokens, or --num-prompts to "
                 "the largest batch"
             )
-        found.append(
-            each.cost(num_requests=setting.num_requests, num_draft_tokens=setting.num_draft_tokens)
+        costs.append(
+            round_times.cost(
+                num_requests=setting.num_requests, num_draft_tokens=setting.num_draft_tokens
+            )
         )
-    return tuple(found)
+    return tuple(costs)
 
 
 def survival_of(times: Mapping[RoundSetting, RoundTimes]) -> tuple[float, ...]:
@@ -141,9 +144,9 @@ def survival_of(times: Mapping[RoundSetting, RoundTimes]) -> tuple[float, ...]:
     longest = max(setting.num_draft_tokens for setting in times)
     accepted: Counter[int] = Counter()
     num_drafts = 0
-    for setting, each in times.items():
+    for setting, round_times in times.items():
         if longest and setting.num_draft_tokens == longest:
-            more, drafts = each.survivors(longest)
+            more, drafts = round_times.survivors(longest)
             accepted += more
             num_drafts += drafts
     if not num_drafts:

@@ -83,7 +83,7 @@ def _rounds_group(config: EngineConfig, store: Address, *, rank: int) -> Process
 
 def _verify_group(config: EngineConfig, store: Address, *, rank: int) -> ProcessGroup:
     members = tuple(
-        f"verify rank {each}" for each in range(config.parallel.verify_tensor_parallel_size)
+        f"verify rank {peer}" for peer in range(config.parallel.verify_tensor_parallel_size)
     )
     return _group(config, store, name="verify", rank=rank, members=members)
 

@@ -30,7 +30,7 @@ def measure_products(config: EngineConfig) -> list[ProductCost]:
     layout = layout_of(config)
     packer = LinearPacker(dtype=layout.dtype, numerics=config.model.numerics, device=layout.device)
     generator = torch.Generator(layout.device).manual_seed(0)
-    found: list[ProductCost] = []
+    costs: list[ProductCost] = []
     for num_out, num_in in shapes_of(layout.spec):
         weight_OI = torch.randn(num_out, num_in, generator=generator, device=layout.device)
         product = packer.pack(weight_OI.mul_(0.02).to(packer.weight_dtype))
@@ -41,7 +41,7 @@ def measure_products(config: EngineConfig) -> list[ProductCost]:
             seconds = usual_call_s(
                 [partial(product, x_MI)] * _CALLS, layout.device, repeats=_REPEATS
             )
-            found.append(
+            costs.append(
                 ProductCost(
                     num_in=num_in,
                     num_out=num_out,
@@ -49,7 +49,7 @@ def measure_products(config: EngineConfig) -> list[ProductCost]:
                     seconds=round(seconds, 9),
                 )
             )
-    return found
+    return costs
 
 
 def shapes_of(spec: ModelSpec) -> Iterator[tuple[int, int]]:

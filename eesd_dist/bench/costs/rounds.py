@@ -41,11 +41,11 @@ class RoundTimes:
         return RoundCost(
             num_requests=num_requests,
             num_draft_tokens=num_draft_tokens,
-            context_tokens=round(statistics.fmean(each.context_tokens for each in self.rounds)),
-            draft_s=round(usual_s([each.draft_s for each in stats]), 7),
-            verify_s=round(usual_s([each.verify_s for each in stats]), 7),
-            round_s=round(usual_s([round_s(each) for each in stats]), 7),
-            tokens_per_round=round(statistics.fmean(each.num_emitted for each in stats), 4),
+            context_tokens=round(statistics.fmean(timed.context_tokens for timed in self.rounds)),
+            draft_s=round(usual_s([row.draft_s for row in stats]), 7),
+            verify_s=round(usual_s([row.verify_s for row in stats]), 7),
+            round_s=round(usual_s([round_s(row) for row in stats]), 7),
+            tokens_per_round=round(statistics.fmean(row.num_emitted for row in stats), 4),
             num_rounds=len(stats),
         )
 
@@ -107,18 +107,18 @@ def _run_batch(
     lengths = {request.request_id: len(request.prompt) for request in requests}
     for request in requests:
         engine.add(request)
-    found: list[TimedRound] = []
+    rounds: list[TimedRound] = []
     while engine.has_work:
         result = engine.step(wait_s=0.0)
         for stats in result.rounds:
-            context = statistics.fmean(lengths[each] for each in stats.request_ids)
-            found.append(TimedRound(stats=stats, context_tokens=context))
+            context = statistics.fmean(lengths[request_id] for request_id in stats.request_ids)
+            rounds.append(TimedRound(stats=stats, context_tokens=context))
         for emission in result.emissions:
             lengths[emission.request_id] += len(emission.tokens)
     rows = len(requests) * (num_draft_tokens + 1)
     steady = [
         timed
-        for timed in found
+        for timed in rounds
         if timed.stats.num_prefill_rows == 0
         and timed.stats.num_requests == len(requests)
         and timed.stats.num_rows == rows

@@ -102,11 +102,11 @@ class Campaign:
         self._progress(case)
 
     def _progress(self, case: Case) -> None:
-        now_s = time.monotonic()
-        if now_s - self._last_line_s < _EVERY_S:
+        time_s = time.monotonic()
+        if time_s - self._last_line_s < _EVERY_S:
             return
-        self._last_line_s = now_s
-        totals, spent_s = self.totals, now_s - self._started_s
+        self._last_line_s = time_s
+        totals, spent_s = self.totals, time_s - self._started_s
         rate = (totals.tokens - self._tokens_before) / spent_s
         self._say(
             f"{totals.tokens:>9} tokens, {totals.texts} texts, {totals.engines} engines, "

@@ -41,7 +41,7 @@ def check(case: Case, shelf: ModelShelf, plain: PlainTexts) -> Checked:
     Raises ConfigError if plain decoding cannot build the world.
     """
     try:
-        wanted = {entry.name: plain.text(case.world, entry.request) for entry in case.entries}
+        texts = {entry.name: plain.text(case.world, entry.request) for entry in case.entries}
     except ConfigError:
         raise
     except Exception:  # a finding too, although in plain decoding
@@ -50,13 +50,13 @@ def check(case: Case, shelf: ModelShelf, plain: PlainTexts) -> Checked:
     played = play(case, shelf)
     failures = [] if played.error is None else [Failure(entry=ENGINE, what=played.error)]
     for stream in played.streams:
-        found = difference(stream, wanted[stream.entry.name])
-        if found is not None:
-            failures.append(Failure(entry=stream.entry.name, what=found))
-    told = [stream for stream in played.streams if stream.tokens]
+        mismatch = difference(stream, texts[stream.entry.name])
+        if mismatch is not None:
+            failures.append(Failure(entry=stream.entry.name, what=mismatch))
+    streams = [stream for stream in played.streams if stream.tokens]
     return Checked(
         failures=tuple(failures),
-        num_texts=len(told),
-        num_tokens=sum(len(stream.tokens) for stream in told),
+        num_texts=len(streams),
+        num_tokens=sum(len(stream.tokens) for stream in streams),
         counts=played.counts,
     )

@@ -66,7 +66,7 @@ def _run(options: FuzzOptions, seed: int, shelf: ModelShelf) -> int:
         source = _source(options, seed, shelf)
     except KeyboardInterrupt:
         return 130
-    state = StateFile(options.state, asked=_asked(source))
+    state = StateFile(options.state, settings=_settings(source))
     tokens = options.tokens
     if tokens is None and options.minutes is None:
         tokens = DEFAULT_TOKENS
@@ -130,12 +130,12 @@ def _prompts(options: FuzzOptions, model: KnownModel, shelf: ModelShelf) -> tupl
     return tuple(prompt.tokens for prompt in load_prompts(Tokenizer.load(folder), file))
 
 
-def _asked(source: Source) -> dict[str, object]:
+def _settings(source: Source) -> dict[str, object]:
     """Returns the settings that determine the cases."""
     return {
         "seed": source.seed,
         "models": [[model.name, *model.heads] for model in source.models],
-        "num_prompts": {name: len(found) for name, found in source.prompts.items()},
+        "num_prompts": {name: len(prompts) for name, prompts in source.prompts.items()},
         "dtypes": list(source.dtypes),
         "device": source.device,
     }

@@ -110,9 +110,9 @@ def encoded(verify: Verify) -> Verify:
         prefix = wire.decode_prefix(frame, epoch=epoch)
         arrived = wire.decode_round(prefix, frame, overflow)
         if prefix.tensors_are_inline:
-            found, draft_probs_KV = wire.inline_tensors(prefix, frame)
-            assert found is not None, "a round has rows"
-            hidden_TD = found
+            inline_TD, draft_probs_KV = wire.inline_tensors(prefix, frame)
+            assert inline_TD is not None, "a round has rows"
+            hidden_TD = inline_TD
         reply = wire.encode_reply(verify(arrived, hidden_TD, draft_probs_KV), epoch=epoch)
         prefix = wire.decode_prefix(reply.frame, epoch=epoch)
         return wire.decode_reply(prefix, reply.frame, reply.overflow)

@@ -118,7 +118,7 @@ class ModelShelf:
         if not name.startswith(f"{_RANDOM}:"):
             return Path(name)
         try:
-            seed, number = (int(part) for part in name.split(":")[1:])
+            seed, number = (int(field) for field in name.split(":")[1:])
         except ValueError:
             raise ConfigError(f"{name}: expected a folder, or random:SEED:NUMBER") from None
         folder = self._scratch / f"{_RANDOM}-{seed}-{number}"
@@ -151,8 +151,8 @@ def write_random_model(folder: Path, rng: Random) -> None:
     file = folder / "config.json"
     spec = ModelSpec.from_config(config, file=file)
     generator = torch.Generator().manual_seed(rng.getrandbits(62))
-    later, first_later = rng.uniform(0.05, 0.5), rng.randint(1, spec.num_layers - 1)
-    tensors = _weights(spec, generator, later=later, first_later=first_later)
+    deep_scale, first_deep = rng.uniform(0.05, 0.5), rng.randint(1, spec.num_layers - 1)
+    tensors = _weights(spec, generator, deep_scale=deep_scale, first_deep=first_deep)
     stored = rng.choice((torch.float32, torch.bfloat16))
     save_file(
         {name: x.to(stored).contiguous() for name, x in tensors.items()},
@@ -161,7 +161,7 @@ def write_random_model(folder: Path, rng: Random) -> None:
     )
     file.write_text(json.dumps(config, indent=1))
     for kind in HEAD_KINDS:
-        _write_head(folder, spec, kind, rng, generator, first_later=first_later)
+        _write_head(folder, spec, kind, rng, generator, first_deep=first_deep)
 
 
 def random_config(rng: Random) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _rope(rng: Random, *, positions: int) -> dict[str, Any]:
 
 
 def _weights(
-    spec: ModelSpec, generator: torch.Generator, *, later: float, first_later: int
+    spec: ModelSpec, generator: torch.Generator, *, deep_scale: float, first_deep: int
 ) -> dict[str, Tensor]:
     """Draws weights by their names in a Hugging Face checkpoint, with biases other than zero and
     norms other than one."""
@@ -228,22 +228,22 @@ def _weights(
     width, std = spec.hidden_size, 1.2 / math.sqrt(spec.hidden_size)
     layer = _tensors_of_a_layer(spec)
     last = {norms.after_attention or "self_attn.o_proj", norms.after_mlp or "mlp.down_proj"}
-    found = {
+    tensors = {
         "model.embed_tokens.weight": normal(spec.vocab_size, width, std=std),
         "model.norm.weight": norm(width),
     }
     if not spec.tie_word_embeddings:
-        found["lm_head.weight"] = normal(spec.vocab_size, width, std=std)
+        tensors["lm_head.weight"] = normal(spec.vocab_size, width, std=std)
     for at in range(spec.num_layers):
         for name, shape in layer.items():
             module = name.rpartition(".")[0]
-            scale = later if module in last and at >= first_later else 1.0
+            scale = deep_scale if module in last and at >= first_deep else 1.0
             if "norm" in name:
                 drawn = norm(*shape, scale=scale)
             else:
                 drawn = normal(*shape, std=scale * (0.3 if name.endswith("bias") else std))
-            found[f"model.layers.{at}.{name}"] = drawn
-    return found
+            tensors[f"model.layers.{at}.{name}"] = drawn
+    return tensors
 
 
 def _tensors_of_a_layer(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -264,22 +264,22 @@ def _write_head(
     rng: Random,
     generator: torch.Generator,
     *,
-    first_later: int,
+    first_deep: int,
 ) -> None:
-    kept = max(8, int(spec.vocab_size * rng.uniform(0.3, 0.95)))
+    num_tokens = max(8, int(spec.vocab_size * rng.uniform(0.3, 0.95)))
     head = TrainableExitHead.from_target(
         folder,
         spec,
-        first_later,
+        first_deep,
         head=kind,
-        draft_vocab=rng.sample(range(spec.vocab_size), kept) if kind == "truncated" else None,
+        draft_vocab=rng.sample(range(spec.vocab_size), num_tokens) if kind == "truncated" else None,
     )
     with torch.no_grad():
         if kind != "shared":
             noise = torch.randn(head.lm_head_VD.shape, generator=generator)
             head.lm_head_VD.add_(rng.uniform(0.0, 0.6) * head.lm_head_VD.std() * noise)
     head.save(folder / "heads" / kind, dtype="float32")
-    own_rng = Random(f"{kind}/{kept}/{first_later}")
+    own_rng = Random(f"{kind}/{num_tokens}/{first_deep}")
     if own_rng.random() < 0.6:  # controllers decide in advance by calibrated heads
         _random_calibrator(own_rng).save(folder / "heads" / kind)
 

@@ -59,13 +59,13 @@ class Pipeline:
         if self._loss is not None:
             return False
         self._loss = loss
-        part = loss.part
-        if part == "verify rank" and self._verify.size > 1:
+        component = loss.part
+        if component == "verify rank" and self._verify.size > 1:
             self._verify.loses_a_rank.set(loss.after)
-        elif part == "draft rank" and self._draft.commands is not None:
+        elif component == "draft rank" and self._draft.commands is not None:
             self._draft.loses_a_rank.set(loss.after)
         else:
-            self._channel.lose_at("receive" if part == "receive" else "send", after=loss.after)
+            self._channel.lose_at("receive" if component == "receive" else "send", after=loss.after)
         return True
 
     def stores(self) -> list[PageStore]:

@@ -83,7 +83,7 @@ def play(case: Case, shelf: ModelShelf) -> Played:
 class _Moving:
     """A migration in progress."""
 
-    wanted: Migration
+    migration: Migration
     lease: PageLease
     reservation: PageReservation | None = None
     """None until pages are reserved."""
@@ -222,17 +222,17 @@ class _Player:
 
     # Migrations: lease, copy, and adopt or abandon, each in a separate turn.
 
-    def _lease(self, wanted: Migration) -> bool:
+    def _lease(self, migration: Migration) -> bool:
         if len(self._pipelines) < 2 or not self._pages_fit():
             return False
-        names = [self.streams[name] for name in wanted.entries]
-        live = [s for s in names if s.state is _State.LIVE and s.engine == wanted.source]
-        if wanted.entries and not live:
+        names = [self.streams[name] for name in migration.entries]
+        live = [s for s in names if s.state is _State.LIVE and s.engine == migration.source]
+        if migration.entries and not live:
             return False
-        engine = self._pipelines[wanted.source].engine
-        lease = engine.kv_sharing.lease([s.request_id for s in live] if wanted.entries else None)
+        engine = self._pipelines[migration.source].engine
+        lease = engine.kv_sharing.lease([s.request_id for s in live] if migration.entries else None)
         self._moving.append(
-            _Moving(wanted=wanted, lease=lease, next_turn=self._turn + wanted.copy_after)
+            _Moving(migration=migration, lease=lease, next_turn=self._turn + migration.copy_after)
         )
         return True
 
@@ -244,47 +244,47 @@ class _Player:
         return ours == theirs
 
     def _move_on(self) -> None:
-        for moving in [each for each in self._moving if each.next_turn <= self._turn]:
+        for moving in [moving for moving in self._moving if moving.next_turn <= self._turn]:
             if moving.reservation is None:
                 self._copy(moving)
-                moving.next_turn = self._turn + moving.wanted.adopt_after
+                moving.next_turn = self._turn + moving.migration.adopt_after
             else:
                 self._moving.remove(moving)
                 self._adopt(moving, moving.reservation)
 
     def _copy(self, moving: _Moving) -> None:
-        source, target = self._ends(moving.wanted)
+        source, target = self._ends(moving.migration)
         reservation = target.engine.kv_sharing.reserve(moving.lease.requests)
         moving.reservation = reservation
-        leased: Sequence[int] = [there for there, _ in reservation.moves]
-        here: Sequence[int] = [page for _, page in reservation.moves]
-        for theirs, mine in zip(source.stores(), target.stores(), strict=True):
+        leased: Sequence[int] = [source_page for source_page, _ in reservation.moves]
+        target_pages: Sequence[int] = [page for _, page in reservation.moves]
+        for source_store, target_store in zip(source.stores(), target.stores(), strict=True):
             for chunk in chunks_of(
-                theirs.page_bytes, len(leased), max_bytes=moving.wanted.chunk_bytes
+                source_store.page_bytes, len(leased), max_bytes=moving.migration.chunk_bytes
             ):
-                mine.write(chunk, here, theirs.read(chunk, leased))
-            mine.settle()
+                target_store.write(chunk, target_pages, source_store.read(chunk, leased))
+            target_store.settle()
         self.counts["migrated pages"] += len(leased)
 
     def _adopt(self, moving: _Moving, reservation: PageReservation) -> None:
-        source, target = self._ends(moving.wanted)
+        source, target = self._ends(moving.migration)
         has_held = source.engine.kv_sharing.end_lease(moving.lease.number)
-        if has_held and moving.wanted.is_adopted:
+        if has_held and moving.migration.is_adopted:
             target.engine.kv_sharing.adopt(reservation.number)
         else:
             target.engine.kv_sharing.abandon(reservation.number)
-        for name in moving.wanted.entries:
+        for name in moving.migration.entries:
             stream = self.streams[name]
-            if stream.state is _State.LIVE and stream.engine == moving.wanted.source:
+            if stream.state is _State.LIVE and stream.engine == moving.migration.source:
                 self._withdraw(stream)
-                stream.engine = 1 - moving.wanted.source
+                stream.engine = 1 - moving.migration.source
                 self._submit(stream)
                 self.counts["migrated requests"] += 1
         for pipeline in (source, target):
             pipeline.engine.check()
 
-    def _ends(self, wanted: Migration) -> tuple[Pipeline, Pipeline]:
-        return self._pipelines[wanted.source], self._pipelines[1 - wanted.source]
+    def _ends(self, migration: Migration) -> tuple[Pipeline, Pipeline]:
+        return self._pipelines[migration.source], self._pipelines[1 - migration.source]
 
     # Turns.
 

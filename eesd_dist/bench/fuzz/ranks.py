@@ -119,10 +119,10 @@ class VerifyRanks:
     def verify(
         self, header: RoundHeader, hidden_TD: torch.Tensor, draft_probs_KV: torch.Tensor | None
     ) -> VerifyReply:
-        taken: Round = (header, hidden_TD, draft_probs_KV)
+        round_: Round = (header, hidden_TD, draft_probs_KV)
         for waiting in self._queues:
-            waiting.put(taken)
-        return self._verifies[0](*taken)
+            waiting.put(round_)
+        return self._verifies[0](*round_)
 
     def begin(self, *, fresh: bool) -> None:
         """Starts an epoch. `fresh`: loads the stage again, as a replaced process would."""
@@ -192,10 +192,10 @@ class VerifyRanks:
         verify = self._verifies[rank]
 
         def follow() -> None:
-            while (taken := rounds.get()) is not None:
+            while (round_ := rounds.get()) is not None:
                 if rank == self._size - 1:
                     self.loses_a_rank.count()
-                verify(*taken)
+                verify(*round_)
 
         return follow
 

@@ -71,15 +71,15 @@ class PlainTexts:
         sampling = request.sampling
         count = min(sampling.max_tokens, self._positions - len(request.prompt))
         key = world, (request.prompt, replace(sampling, max_tokens=0))
-        limit, found = self._texts.get(key, (0, None))
-        if found is None or (limit < count and found.finish_reason is FinishReason.LENGTH):
+        limit, text = self._texts.get(key, (0, None))
+        if text is None or (limit < count and text.finish_reason is FinishReason.LENGTH):
             try:
-                found = self._generate(request, count)
+                text = self._generate(request, count)
             except BaseException:
                 self._abandon()
                 raise
-            self._texts[key] = count, found
-        return found.cut(count)
+            self._texts[key] = count, text
+        return text.cut(count)
 
     def forget(self) -> None:
         """Ends the plain engine and drops its texts."""
@@ -145,31 +145,33 @@ def plain_setup(world: World, *, num_positions: int) -> EngineSetup:
     )
 
 
-def difference(stream: Stream, wanted: Text) -> str | None:
+def difference(stream: Stream, expected: Text) -> str | None:
     """Returns a description of how a stream differs from its text; None if it does not."""
-    num_found = len(stream.tokens)
-    if stream.is_whole and stream.finish_reason is not wanted.finish_reason:
+    num_tokens = len(stream.tokens)
+    if stream.is_whole and stream.finish_reason is not expected.finish_reason:
         ended = None if stream.finish_reason is None else stream.finish_reason.value
-        reason = f"ended by {ended} after {num_found} tokens, expected {wanted.finish_reason.value}"
-        return _first_token(stream, wanted) or f"{reason} after {len(wanted.tokens)}"
-    expected = len(wanted.tokens) if stream.is_whole else num_found
-    changed = _first_token(stream, wanted)
+        reason = (
+            f"ended by {ended} after {num_tokens} tokens, expected {expected.finish_reason.value}"
+        )
+        return _first_token(stream, expected) or f"{reason} after {len(expected.tokens)}"
+    num_expected = len(expected.tokens) if stream.is_whole else num_tokens
+    changed = _first_token(stream, expected)
     if changed is not None:
         return changed
-    if num_found != expected or num_found > len(wanted.tokens):
-        return f"has {num_found} tokens, expected {len(wanted.tokens)}"
-    if len(stream.logprobs) not in (0, num_found) or bool(stream.logprobs) != (
-        bool(wanted.logprobs) and num_found > 0
+    if num_tokens != num_expected or num_tokens > len(expected.tokens):
+        return f"has {num_tokens} tokens, expected {len(expected.tokens)}"
+    if len(stream.logprobs) not in (0, num_tokens) or bool(stream.logprobs) != (
+        bool(expected.logprobs) and num_tokens > 0
     ):
-        return f"has {len(stream.logprobs)} log-probabilities for {num_found} tokens"
-    for at, (found, meant) in enumerate(zip(stream.logprobs, wanted.logprobs, strict=False)):
-        if found != meant:
-            return f"log-probabilities of token {at} are {found}, expected {meant}"
+        return f"has {len(stream.logprobs)} log-probabilities for {num_tokens} tokens"
+    for at, (actual, meant) in enumerate(zip(stream.logprobs, expected.logprobs, strict=False)):
+        if actual != meant:
+            return f"log-probabilities of token {at} are {actual}, expected {meant}"
     return None
 
 
-def _first_token(stream: Stream, wanted: Text) -> str | None:
-    for at, (found, meant) in enumerate(zip(stream.tokens, wanted.tokens, strict=False)):
-        if found != meant:
-            return f"token {at} is {found}, expected {meant}"
+def _first_token(stream: Stream, expected: Text) -> str | None:
+    for at, (actual, meant) in enumerate(zip(stream.tokens, expected.tokens, strict=False)):
+        if actual != meant:
+            return f"token {at} is {actual}, expected {meant}"
     return None

@@ -121,16 +121,16 @@ class Totals:
 class StateFile:
     """The finished engines of a run, on disk."""
 
-    def __init__(self, file: Path | None, *, asked: Mapping[str, object]) -> None:
+    def __init__(self, file: Path | None, *, settings: Mapping[str, object]) -> None:
         """`file`: None writes nothing. Raises ConfigError for a file of another run."""
         self._file = file
         self.rows: list[EngineRow] = []
         if file is None:
             return
         if file.exists() and file.stat().st_size:
-            self.rows = _rows(file, asked)
+            self.rows = _rows(file, settings)
         else:
-            file.write_text(json.dumps({"asked": asked}) + "\n")
+            file.write_text(json.dumps({"asked": settings}) + "\n")
 
     def add(self, row: EngineRow) -> None:
         if self._file is not None:
@@ -138,18 +138,19 @@ class StateFile:
                 lines.write(json.dumps(row.to_json()) + "\n")
 
 
-def _rows(file: Path, asked: Mapping[str, object]) -> list[EngineRow]:
+def _rows(file: Path, settings: Mapping[str, object]) -> list[EngineRow]:
     head, *lines = file.read_text().splitlines(keepends=True)
     try:
-        found = json.loads(head)["asked"]
+        stored_settings = json.loads(head)["asked"]
         # An incomplete last line, from an interruption, is dropped and its engine runs again.
         whole = [line for line in lines if line.endswith("\n")]
         rows = [EngineRow.from_json(json.loads(line)) for line in whole]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{file}: found no state of the fuzz ({error})") from error
-    if found != dict(asked):
+    if stored_settings != dict(settings):
         raise ConfigError(
-            f"{file}: found a run with {found}, expected {dict(asked)}: use another file"
+            f"{file}: found a run with {stored_settings}, expected {dict(settings)}: "
+            "use another file"
         )
     if len(whole) < len(lines):
         file.write_text(head + "".join(whole))

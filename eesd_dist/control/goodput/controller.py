@@ -29,7 +29,7 @@ class _Request:
     """The round of its next verdict."""
     num_idle: int = 0
     """Latest rounds of its own without a draft."""
-    rest: int = 0
+    pause: int = 0
     """Rounds that it is still left out of."""
 
 
@@ -73,9 +73,9 @@ class Goodput:
 
     def rests(self, request_id: RequestId) -> bool:
         request = self._requests[request_id]
-        if not request.rest:
+        if not request.pause:
             return False
-        request.rest -= 1
+        request.pause -= 1
         self._num_rested += 1
         return True
 
@@ -112,7 +112,7 @@ class Goodput:
             if round_ is None:  # it rested
                 continue
             request.num_idle = 0 if outcome.num_drafted else request.num_idle + 1
-            request.rest = _rest_after(request.num_idle)
+            request.pause = _rest_after(request.num_idle)
             scores = round_.scores_of(outcome.request_id)
             self._forecast.observe(request.forecast, outcome, scores)
             if outcome.is_lookup:

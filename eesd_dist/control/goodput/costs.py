@@ -16,38 +16,38 @@ class CostTable:
         self._cost = cost
         self._steps = [0.0]
         self._rows = [0.0]
-        self._known: dict[int, float] = {}
+        self._input_s: dict[int, float] = {}
         self._rounds: dict[tuple[int, int, int, bool], list[float]] = {}
         self.guess_share = cost.guess_batch(1) / cost.draft_step_s if cost.draft_step_s else 0.0
 
     def rounds(
-        self, count: int, longest: int, *, known: int, requests: int, overlapped: bool
+        self, count: int, longest: int, *, num_rows: int, requests: int, overlapped: bool
     ) -> list[float]:
         """Returns the seconds of a round in which `count` of its `requests` draft 0, 1, ... up to
-        `longest` tokens each. `known`: its known rows; `overlapped`: the longer of drafting and
+        `longest` tokens each. `num_rows`: its known rows; `overlapped`: the longer of drafting and
         verifying counts, not both."""
-        key = (count, known, requests, overlapped)
-        found = self._rounds.get(key)
-        if found is None or len(found) <= longest:
-            step_s, known_s = self.step(count), self.known(known)
-            rows = range(known, known + longest * count + 1, count)
+        key = (count, num_rows, requests, overlapped)
+        rounds_s = self._rounds.get(key)
+        if rounds_s is None or len(rounds_s) <= longest:
+            step_s, input_s = self.step(count), self.known(num_rows)
+            rows = range(num_rows, num_rows + longest * count + 1, count)
             verify_s = accumulate((self._cost.verify_batch(row, requests) for row in rows), max)
-            drafting_s = [known_s + length * step_s for length in range(longest + 1)]
+            drafting_s = [input_s + length * step_s for length in range(longest + 1)]
             if len(self._rounds) >= _MOST_ROUNDS:
                 self._rounds.clear()
-            found = list(map(max if overlapped else add, drafting_s, verify_s))
-            self._rounds[key] = found
-        return found
+            rounds_s = list(map(max if overlapped else add, drafting_s, verify_s))
+            self._rounds[key] = rounds_s
+        return rounds_s
 
     def known(self, rows: int) -> float:
-        if rows not in self._known:
-            self._known[rows] = self._cost.known_batch(rows)
-        return self._known[rows]
+        if rows not in self._input_s:
+            self._input_s[rows] = self._cost.known_batch(rows)
+        return self._input_s[rows]
 
-    def steps(self, most: int) -> list[float]:
+    def steps(self, max_tokens: int) -> list[float]:
         """Returns the seconds of levels of 0, 1, 2, ... up to at least `most` tokens."""
         steps = self._steps
-        while len(steps) <= most:
+        while len(steps) <= max_tokens:
             steps.append(max(steps[-1], self._cost.draft_batch(len(steps))))
         return steps
 
@@ -63,6 +63,6 @@ class CostTable:
         """Returns the seconds of verify passes over `rows` rows up to `rows + more`."""
         while len(self._rows) <= rows + more:
             self._rows.append(max(self._rows[-1], self._cost.verify_batch(len(self._rows))))
-        found = self._rows[rows : rows + more + 1]
+        verify_s = self._rows[rows : rows + more + 1]
         extra = self._cost.request_s * max(requests - 1, 0)
-        return [seconds + extra for seconds in found] if extra else found
+        return [seconds + extra for seconds in verify_s] if extra else verify_s

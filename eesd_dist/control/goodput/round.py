@@ -106,7 +106,7 @@ class GoodputRound:
         seconds = setup.costs.rounds(
             self._num_ours,
             setup.max_draft_tokens,
-            known=load.num_known,
+            num_rows=load.num_known,
             requests=load.num_requests,
             overlapped=load.overlapped,
         )
@@ -143,12 +143,12 @@ class GoodputRound:
         return num_accepted + self._load.num_requests / self._num_ours
 
     def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
-        context, most = find()
-        if not most:
+        context, max_length = find()
+        if not max_length:
             return 0
         costs, load, draft = self._costs, self._load, self._drafts[request_id]
         rows = load.num_known + self._num_looked_up
-        verify_s = costs.verify_from(rows, most, load.num_requests)
+        verify_s = costs.verify_from(rows, max_length, load.num_requests)
         prices = [
             self._rate * (seconds - verify_s[0] + self._looking_up_s(count))
             for count, seconds in enumerate(verify_s)
@@ -213,20 +213,20 @@ class GoodputRound:
             best = likeliest.setdefault(offer.request_id, at)
             if nodes[at] > nodes[best]:
                 likeliest[offer.request_id] = at
-        taken = [False] * len(offers)
+        drafted = [False] * len(offers)
         for request_id, at in likeliest.items():
-            taken[at] = self._takes(self._drafts[request_id], nodes[at])
+            drafted[at] = self._takes(self._drafts[request_id], nodes[at])
         for at, offer in enumerate(offers):
             best = likeliest[offer.request_id]
-            if at != best and taken[best]:
-                taken[at] = nodes[at].expected > self._row_price(sum(taken))
-        for offer, node, is_taken in zip(offers, nodes, taken, strict=True):
-            if is_taken:
+            if at != best and drafted[best]:
+                drafted[at] = nodes[at].expected > self._row_price(sum(drafted))
+        for offer, node, is_drafted in zip(offers, nodes, drafted, strict=True):
+            if is_drafted:
                 self._drafts[offer.request_id].nodes.append(node)
         for request_id, at in likeliest.items():
             self._drafts[request_id].best = nodes[at]
-        self._close_level(guessed=sum(offer.rank == 0 for offer in offers), taken=sum(taken))
-        return taken
+        self._close_level(guessed=sum(offer.rank == 0 for offer in offers), drafted=sum(drafted))
+        return drafted
 
     def _share_prices(self, sharing: int) -> Doubles:
         """Returns the price in tokens of one request's draft of 0, 1, 2, ... tokens, of so many."""
@@ -253,9 +253,9 @@ class GoodputRound:
         for level in range(longest):
             count = max(round(sharing * reached), 1)
             if level < self._common_length:
-                one_more_s = round_s(max(count, 2)) - round_s(max(count, 2) - 1)
-                alone = (1.0 - reached) ** (sharing - 1)
-                share_s = alone * (round_s(1) - round_s(0)) + (1.0 - alone) * one_more_s
+                next_s = round_s(max(count, 2)) - round_s(max(count, 2) - 1)
+                p_only = (1.0 - reached) ** (sharing - 1)
+                share_s = p_only * (round_s(1) - round_s(0)) + (1.0 - p_only) * next_s
             else:
                 share_s = (round_s(count) - round_s(0)) / max(_GOING_ON * count, 1.0)
             shares_s.append(shares_s[-1] + share_s)
@@ -298,12 +298,12 @@ class GoodputRound:
             exploration.drafting -= self._probe_price * self.share
             return True
         left = rule.optimism - draft.spent
-        taken, spent, value = takes(rule, self._level, node.drawn, node.expected, left)
+        is_drafted, spent, value = takes(rule, self._level, node.drawn, node.expected, left)
         draft.spent += spent
         exploration.drafting -= spent
         if draft.answer == LOOK:
             exploration.looked(max(value, 0.0) - rule.guess_price, price=rule.guess_price)
-        return bool(taken)
+        return bool(is_drafted)
 
     def _level_rule(self, draft: Draft) -> ChainRule:
         if draft.rule is None:
@@ -363,9 +363,9 @@ class GoodputRound:
             nodes.append(family.next_node(forecast.share_of(offer.rank)))
         return nodes
 
-    def _close_level(self, *, guessed: int, taken: int) -> None:
+    def _close_level(self, *, guessed: int, drafted: int) -> None:
         """Adds a level's cost; guesses that were not drafted have cost the exit head's time too."""
         costs, share = self._costs, self._costs.guess_share
-        self._drafting_s += share * costs.step(guessed) + (1.0 - share) * costs.step(taken)
-        self._num_drafted += taken
+        self._drafting_s += share * costs.step(guessed) + (1.0 - share) * costs.step(drafted)
+        self._num_drafted += drafted
         self._level += 1

@@ -67,10 +67,12 @@ def engine_config(
     threads: int,
 ) -> EngineConfig:
     """Returns the config of an engine with pages for `batch` requests of `max_length` tokens."""
-    pages_each = -(-(max_length + speculation.max_draft_tokens) // _PAGE_SIZE) + 1
+    pages_per_request = -(-(max_length + speculation.max_draft_tokens) // _PAGE_SIZE) + 1
     return EngineConfig(
         model=model,
-        cache=CacheConfig(page_size=_PAGE_SIZE, num_pages=batch * pages_each, prefix_caching=False),
+        cache=CacheConfig(
+            page_size=_PAGE_SIZE, num_pages=batch * pages_per_request, prefix_caching=False
+        ),
         scheduler=SchedulerConfig(max_running=batch, max_waiting=batch),
         speculation=speculation,
         parallel=ParallelConfig(num_threads=threads),

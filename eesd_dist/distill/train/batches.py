@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eesd_dist.distill.features import FeatureSequence, FeatureStore
-from eesd_dist.distill.train.division import Piece, divided
+from eesd_dist.distill.train.division import ShardRows, divided
 from eesd_dist.distill.train.losses import KeptTargets
 from eesd_dist.errors import ConfigError
 
@@ -74,7 +74,7 @@ class Row:
     top_ids_TK: Tensor
     top_logits_TK: Tensor
     lse_T: Tensor
-    num_given: int
+    num_prompt: int
     """Number of positions about a token of the prompt, which is never drafted."""
 
     @property
@@ -93,7 +93,7 @@ class Row:
         )
 
     def weight(self, prompt_weight: float) -> float:
-        return prompt_weight * self.num_given + (self.length - self.num_given)
+        return prompt_weight * self.num_prompt + (self.length - self.num_prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,7 +102,7 @@ class Batch:
 
     tokens_BT: Tensor
     hidden_BTD: Tensor
-    kept: KeptTargets
+    targets: KeptTargets
     """The target's distributions at B x T positions."""
     weights_BT: Tensor
 
@@ -111,16 +111,16 @@ class Batch:
         weights = []
         for row in rows:
             weight_T = torch.ones(row.length)
-            weight_T[: row.num_given] = prompt_weight
+            weight_T[: row.num_prompt] = prompt_weight
             weights.append(weight_T)
 
-        def padded(parts: list[Tensor]) -> Tensor:
-            return pad_sequence(parts, batch_first=True).to(device)
+        def padded(tensors: list[Tensor]) -> Tensor:
+            return pad_sequence(tensors, batch_first=True).to(device)
 
         return cls(
             tokens_BT=padded([row.tokens_T for row in rows]),
             hidden_BTD=padded([row.hidden_TD for row in rows]),
-            kept=KeptTargets(
+            targets=KeptTargets(
                 ids_NK=padded([row.top_ids_TK for row in rows]).flatten(0, 1).long(),
                 logits_NK=padded([row.top_logits_TK for row in rows]).flatten(0, 1),
                 lse_N=padded([row.lse_T for row in rows]).flatten(),
@@ -222,43 +222,45 @@ class BatchReader:
                     yield step, planned[step - begin]
             begin = end
 
-    def _windows(self, epoch: int) -> list[list[list[Piece]]]:
+    def _windows(self, epoch: int) -> list[list[list[ShardRows]]]:
         """Returns the windows of each rank: its part of the shuffled shards, grouped to fit into
         memory."""
         order = [shard for shard, num_rows in enumerate(self._num_rows) if num_rows]
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         counts = [(shard, self._num_rows[shard]) for shard in order]
-        return [self._grouped(pieces) for pieces in divided(counts, num_ranks=self._num_ranks)]
+        return [
+            self._grouped(rank_rows) for rank_rows in divided(counts, num_ranks=self._num_ranks)
+        ]
 
-    def _grouped(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
-        windows: list[list[Piece]] = []
+    def _grouped(self, rank_rows: Sequence[ShardRows]) -> list[list[ShardRows]]:
+        windows: list[list[ShardRows]] = []
         room = 0
-        for piece in pieces:
-            size = self._store.manifest.shards[piece.shard].num_bytes
+        for shard_rows in rank_rows:
+            size = self._store.manifest.shards[shard_rows.shard].num_bytes
             if not windows or size > room:
                 windows.append([])
                 room = self._window_bytes
-            windows[-1].append(piece)
+            windows[-1].append(shard_rows)
             room -= size
         return windows
 
-    def _num_batches(self, window: Sequence[Piece]) -> int:
-        return max(sum(len(piece.rows) for piece in window) // self._rows_each, 1)
+    def _num_batches(self, window: Sequence[ShardRows]) -> int:
+        return max(sum(len(shard_rows.rows) for shard_rows in window) // self._rows_each, 1)
 
     def _counted(self) -> list[int]:
         """Returns the number of rows of each shard; reads no features."""
         rows = [-(-len(tokens_T) // self._length) for tokens_T, _ in self._store.texts()]
         return [sum(rows[n] for n in numbers if n in self._only) for numbers in self._numbers]
 
-    def _read(self, window: Sequence[Piece]) -> list[Row]:
+    def _read(self, window: Sequence[ShardRows]) -> list[Row]:
         """Returns the rows of a window; shards of the last window are not read again."""
-        shards = {piece.shard for piece in window}
-        kept = {s: rows for s, rows in self._rows_by_shard.items() if s in shards}
-        self._rows_by_shard = kept
-        for shard in shards - kept.keys():
-            wanted = self._only.intersection(self._numbers[shard])
-            kept[shard] = read_rows(self._store, wanted, self._exit_layer, length=self._length)
-        return [kept[piece.shard][at] for piece in window for at in piece.rows]
+        shards = {shard_rows.shard for shard_rows in window}
+        cached = {s: rows for s, rows in self._rows_by_shard.items() if s in shards}
+        self._rows_by_shard = cached
+        for shard in shards - cached.keys():
+            numbers = self._only.intersection(self._numbers[shard])
+            cached[shard] = read_rows(self._store, numbers, self._exit_layer, length=self._length)
+        return [cached[shard_rows.shard][at] for shard_rows in window for at in shard_rows.rows]
 
 
 def read_rows(
@@ -281,7 +283,7 @@ def rows_of(sequence: FeatureSequence, exit_layer: int, *, length: int) -> Itera
             top_ids_TK=sequence.top_ids_TK[start:stop],
             top_logits_TK=sequence.top_logits_TK[start:stop],
             lse_T=sequence.lse_T[start:stop],
-            num_given=min(max(sequence.num_prompt - 1 - start, 0), stop - start),
+            num_prompt=min(max(sequence.num_prompt - 1 - start, 0), stop - start),
         )
 
 
@@ -303,9 +305,9 @@ def _planned(rows: Sequence[Row], num_rows: int, rng: random.Random) -> list[lis
 
 def _numbers(store: FeatureStore) -> list[range]:
     """Returns the numbers of the sequences in each shard."""
-    found = []
+    ranges = []
     first = 0
     for entry in store.manifest.shards:
-        found.append(range(first, first + entry.num_sequences))
+        ranges.append(range(first, first + entry.num_sequences))
         first += entry.num_sequences
-    return found
+    return ranges

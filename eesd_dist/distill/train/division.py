@@ -11,27 +11,30 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ShardRows:
     """Contiguous rows of one shard."""
 
     shard: int
     rows: range
 
 
-def divided(shards: Sequence[tuple[int, int]], *, num_ranks: int) -> list[list[Piece]]:
+def divided(shards: Sequence[tuple[int, int]], *, num_ranks: int) -> list[list[ShardRows]]:
     """Returns the pieces of each rank, for shards given as (number, rows) in the order of the pass.
     All ranks get equally many rows; at most `num_ranks - 1` rows at the end are left out."""
-    each = sum(num_rows for _, num_rows in shards) // num_ranks
-    return [_part(shards, range(rank * each, (rank + 1) * each)) for rank in range(num_ranks)]
+    rows_per_rank = sum(num_rows for _, num_rows in shards) // num_ranks
+    return [
+        _part(shards, range(rank * rows_per_rank, (rank + 1) * rows_per_rank))
+        for rank in range(num_ranks)
+    ]
 
 
-def _part(shards: Sequence[tuple[int, int]], part: range) -> list[Piece]:
+def _part(shards: Sequence[tuple[int, int]], row_range: range) -> list[ShardRows]:
     """Returns the pieces within these rows of all shards together."""
-    pieces = []
+    rank_rows = []
     begin = 0
     for shard, num_rows in shards:
-        rows = range(max(part.start - begin, 0), min(part.stop - begin, num_rows))
+        rows = range(max(row_range.start - begin, 0), min(row_range.stop - begin, num_rows))
         if rows:
-            pieces.append(Piece(shard=shard, rows=rows))
+            rank_rows.append(ShardRows(shard=shard, rows=rows))
         begin += num_rows
-    return pieces
+    return rank_rows

@@ -35,24 +35,24 @@ def held_out_batches(
 ) -> list[HeldOutBatch]:
     """Returns this rank's part of all rows of selected sequences, sorted by length. Features of
     other ranks' sequences are not kept in memory."""
-    names = _named(store, only, length=shape.length)
+    names = _row_names(store, only, length=shape.length)
     batches = [names[at : at + shape.rows] for at in range(0, len(names), shape.rows)]
-    parts = [batch[rank::num_ranks] for batch in batches]
-    own = [part or batch[:1] for part, batch in zip(parts, batches, strict=True)]
-    found = _read(store, {name for part in own for name in part}, exit_layer, length=shape.length)
+    shares = [batch[rank::num_ranks] for batch in batches]
+    own = [share or batch[:1] for share, batch in zip(shares, batches, strict=True)]
+    rows = _read(store, {name for share in own for name in share}, exit_layer, length=shape.length)
     return [
-        HeldOutBatch(rows=[found[name] for name in names], counts=bool(part))
-        for names, part in zip(own, parts, strict=True)
+        HeldOutBatch(rows=[rows[name] for name in names], counts=bool(share))
+        for names, share in zip(own, shares, strict=True)
     ]
 
 
-def _named(store: FeatureStore, only: Collection[int], *, length: int) -> list[_RowName]:
+def _row_names(store: FeatureStore, only: Collection[int], *, length: int) -> list[_RowName]:
     """Returns the rows of these sequences, shorter ones first."""
-    wanted = frozenset(only)
+    selected = frozenset(only)
     return sorted(
         _RowName(min(length, len(tokens_T) - start), sequence, start // length)
         for sequence, (tokens_T, _) in enumerate(store.texts())
-        if sequence in wanted
+        if sequence in selected
         for start in range(0, len(tokens_T), length)
     )
 
@@ -61,10 +61,10 @@ def _read(
     store: FeatureStore, names: set[_RowName], exit_layer: int, *, length: int
 ) -> dict[_RowName, Row]:
     numbers = sorted({name.sequence for name in names})
-    found = {}
+    rows = {}
     for number, sequence in zip(numbers, store.sequences(numbers), strict=True):
         for at, row in enumerate(rows_of(sequence, exit_layer, length=length)):
             name = _RowName(row.length, number, at)
             if name in names:
-                found[name] = row.copied()
-    return found
+                rows[name] = row.copied()
+    return rows

@@ -118,8 +118,8 @@ class _HeadLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns sums over positions: the loss, and [loss, agreement, 1 - TV, weight]."""
         guess_BTV = self.head.training_forward(hidden_BTD)
-        kept = KeptTargets(ids_NK=ids_NK, logits_NK=logits_NK, lse_N=lse_N)
-        comparison = Comparison(guess_BTV.flatten(0, 1), kept, self._vocabulary)
+        targets = KeptTargets(ids_NK=ids_NK, logits_NK=logits_NK, lse_N=lse_N)
+        comparison = Comparison(guess_BTV.flatten(0, 1), targets, self._vocabulary)
         loss = (comparison.loss(self._loss) * weights_N).sum()
         if not wants_figures:
             return loss, torch.zeros(4, dtype=torch.float64, device=loss.device)
@@ -190,14 +190,16 @@ class DeepSpeedLearner:
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         for micro in range(options.accumulation):
             rows = planned.share(micro, options.accumulation)
-            loss, part = self._forward(rows, options.prompt_weight, wants_figures=wants_figures)
+            loss, micro_sums = self._forward(
+                rows, options.prompt_weight, wants_figures=wants_figures
+            )
             self._engine.backward(loss * scale)
             self._engine.step()
-            sums += part
+            sums += micro_sums
         if not wants_figures:
             return None, 0.0
-        *together, flag = self.sum_over_ranks([*sums.tolist(), flag])
-        return _figures(together), flag
+        *totals, flag = self.sum_over_ranks([*sums.tolist(), flag])
+        return _figures(totals), flag
 
     def judge(self, batches: Sequence[HeldOutBatch]) -> Figures:
         """Returns figures over the target's text in the rows of all ranks, without prompts."""
@@ -205,9 +207,9 @@ class DeepSpeedLearner:
         self._engine.eval()
         with torch.no_grad():
             for batch in batches:
-                _, part = self._forward(batch.rows, 0.0, wants_figures=True)
+                _, micro_sums = self._forward(batch.rows, 0.0, wants_figures=True)
                 if batch.counts:
-                    sums += part
+                    sums += micro_sums
         self._engine.train()
         return _figures(self.sum_over_ranks(sums.tolist()))
 
@@ -215,8 +217,8 @@ class DeepSpeedLearner:
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         if self._world_size > 1:
             self._deepspeed.comm.all_reduce(total)
-        found: list[float] = total.tolist()
-        return found
+        summed: list[float] = total.tolist()
+        return summed
 
     def save(self, folder: Path, progress: Progress) -> None:
         """Writes every rank's part of a checkpoint into one folder."""
@@ -261,16 +263,16 @@ class DeepSpeedLearner:
         self, rows: Sequence[Row], prompt_weight: float, *, wants_figures: bool
     ) -> tuple[Tensor, Tensor]:
         batch = Batch.of(rows, prompt_weight=prompt_weight, device=self._device)
-        hidden_BTD, kept = self._features(batch)
+        hidden_BTD, targets = self._features(batch)
         if self._is_partitioned and torch.is_grad_enabled():
             # ZeRO-3 releases the parameters when the gradient of an input is computed; without one
             # it would release them before the backward pass.
             hidden_BTD = hidden_BTD.detach().requires_grad_()
         loss, sums = self._engine(
             hidden_BTD,
-            kept.ids_NK,
-            kept.logits_NK,
-            kept.lse_N,
+            targets.ids_NK,
+            targets.logits_NK,
+            targets.lse_N,
             batch.weights_BT.flatten(),
             wants_figures,
         )
@@ -279,7 +281,7 @@ class DeepSpeedLearner:
     def _features(self, batch: Batch) -> tuple[Tensor, KeptTargets]:
         """Returns stored features, or the target's over each row as if it were a whole text."""
         if self._target is None:
-            return batch.hidden_BTD, batch.kept
+            return batch.hidden_BTD, batch.targets
         hidden, logits_BTV = self._target.forward(batch.tokens_BT, self._target.exits)
         return hidden[self._head.exit_layer], KeptTargets.whole(logits_BTV.flatten(0, 1))
 

@@ -149,8 +149,8 @@ class Run:
 
     def _resume(self) -> None:
         """Loads the last checkpoint, which the first rank determines, on all ranks."""
-        found = self._folder.latest_step() if self._is_writer else None
-        coded = 0.0 if found is None else found + 1.0
+        latest_step = self._folder.latest_step() if self._is_writer else None
+        coded = 0.0 if latest_step is None else latest_step + 1.0
         (coded,) = self._learner.sum_over_ranks([coded])
         step = int(coded) - 1
         if coded:
@@ -190,7 +190,7 @@ class Run:
         timed = self._step_s[_MEASURED.start :] or self._step_s
         pace = Pace(step_s=sum(timed) / len(timed), evaluation_s=self._evaluation_s)
         more = pace.steps_within(
-            60.0 * minutes - self._seconds(), evaluate_every=self._options.evaluate_every
+            60.0 * minutes - self._seconds(), evaluation_period=self._options.evaluate_every
         )
         (more_f,) = self._learner.sum_over_ranks([float(more) if self._is_writer else 0.0])
         total = self._progress.step + max(int(more_f), 1)
@@ -233,8 +233,8 @@ class Run:
         is_time = self._is_writer and not plans_first
         return float(is_time and waited_s >= self._options.checkpoint_every_s)
 
-    def _is_due(self, step: int, every: int | None) -> bool:
-        return every is not None and (step % every == 0 or step == self._progress.total_steps)
+    def _is_due(self, step: int, period: int | None) -> bool:
+        return period is not None and (step % period == 0 or step == self._progress.total_steps)
 
     @property
     def _rate(self) -> LearningRate:

@@ -74,9 +74,9 @@ class KeptTargets:
     @classmethod
     def whole(cls, logits_NW: Tensor) -> Self:
         """Builds targets of the whole vocabulary, without a tail."""
-        every_W = torch.arange(logits_NW.shape[-1], device=logits_NW.device)
+        ids_W = torch.arange(logits_NW.shape[-1], device=logits_NW.device)
         return cls(
-            ids_NK=every_W.expand_as(logits_NW),
+            ids_NK=ids_W.expand_as(logits_NW),
             logits_NK=logits_NW,
             lse_N=logits_NW.float().logsumexp(dim=-1),
         )
@@ -106,14 +106,16 @@ class DraftVocabulary:
 class Comparison:
     """Compares one head's logits with the target's, over the tokens that both have."""
 
-    def __init__(self, logits_NV: Tensor, kept: KeptTargets, vocabulary: DraftVocabulary) -> None:
+    def __init__(
+        self, logits_NV: Tensor, targets: KeptTargets, vocabulary: DraftVocabulary
+    ) -> None:
         self._guess_NV = logits_NV.float()
-        index_NK, shared_NK = vocabulary.find(kept.ids_NK)
+        index_NK, shared_NK = vocabulary.find(targets.ids_NK)
         # A single gather: its gradient is as large as the logits.
         log_q_NK = self._guess_NV.log_softmax(dim=-1).gather(-1, index_NK)
         log_q_NK = log_q_NK.masked_fill(~shared_NK, _NOTHING)
-        log_p_NK = kept.logits_NK.float() - kept.lse_N.float().unsqueeze(-1)
-        tail_p_N1 = _rest(log_p_NK)
+        log_p_NK = targets.logits_NK.float() - targets.lse_N.float().unsqueeze(-1)
+        tail_p_N1 = _tail(log_p_NK)
         best_at_N1 = log_p_NK.argmax(dim=-1, keepdim=True)
         log_p_NK = log_p_NK.masked_fill(~shared_NK, _NOTHING)
         self._best_N = index_NK.gather(-1, best_at_N1).squeeze(-1)
@@ -121,9 +123,9 @@ class Comparison:
         self._log_best_q_N = log_q_NK.gather(-1, best_at_N1).squeeze(-1)
         self._log_p_NK, self._log_q_NK = log_p_NK, log_q_NK
         self._log_p_NB, self._log_q_NB = log_p_NK, log_q_NK
-        if kept.ids_NK.shape[-1] < vocabulary.vocab_size:
+        if targets.ids_NK.shape[-1] < vocabulary.vocab_size:
             self._log_p_NB = torch.cat([log_p_NK, tail_p_N1.log()], dim=-1)
-            self._log_q_NB = torch.cat([log_q_NK, _rest(log_q_NK).log()], dim=-1)
+            self._log_q_NB = torch.cat([log_q_NK, _tail(log_q_NK).log()], dim=-1)
 
     def loss(self, options: LossOptions) -> Tensor:
         """Returns the loss in nats. Tokens that a truncated head lacks are left out: the
@@ -155,7 +157,7 @@ class Comparison:
         return temperature**2 * log_mass_N1.exp().squeeze(-1) * divergence_N
 
 
-def _rest(log_probs_NK: Tensor) -> Tensor:
+def _tail(log_probs_NK: Tensor) -> Tensor:
     """Returns [N, 1], the remaining probability."""
     return (1.0 - log_probs_NK.exp().sum(dim=-1, keepdim=True)).clamp(min=LEAST_TAIL)
 

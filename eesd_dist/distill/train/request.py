@@ -127,15 +127,15 @@ class TrainRequest:
 
     def job(self) -> dict[str, object]:
         """Returns the options that must not change when a run is resumed."""
-        said = asdict(self)
-        said["options"] = {
-            name: value for name, value in said["options"].items() if name not in _MAY_CHANGE
+        settings = asdict(self)
+        settings["options"] = {
+            name: value for name, value in settings["options"].items() if name not in _MAY_CHANGE
         }
         for name in ("out", "checkpoints", "threads"):
-            del said[name]
+            del settings[name]
         if self.zero_stage == 0:  # any number of workers can read the optimizer's state
-            del said["workers"]
-        return {k: str(v.resolve()) if isinstance(v, Path) else v for k, v in said.items()}
+            del settings["workers"]
+        return {k: str(v.resolve()) if isinstance(v, Path) else v for k, v in settings.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +179,11 @@ def first_head(request: TrainRequest, inputs: TrainInputs) -> TrainableExitHead:
     """Returns the head to train further, or one initialized with the target's last layer."""
     if request.start is not None:
         head = TrainableExitHead.read(request.start, target=inputs.spec, target_path=request.model)
-        found = (head.config.kind, head.exit_layer)
-        wanted = (request.head, request.exit_layer)
-        if found != wanted:
+        actual = (head.config.kind, head.exit_layer)
+        requested = (request.head, request.exit_layer)
+        if actual != requested:
             raise ConfigError(
-                f"{request.start}: found (kind, exit layer) {found}, asked for {wanted}: start "
+                f"{request.start}: found (kind, exit layer) {actual}, asked for {requested}: start "
                 "from another head, or from none"
             )
         return head
@@ -204,15 +204,15 @@ def draft_tokens(store: FeatureStore, only: Sequence[int], *, count: int) -> Ten
     and if they are too few, the most frequent ones of the prompts."""
     vocab_size = store.manifest.verifier.vocab_size
     written_W = torch.zeros(vocab_size, dtype=torch.long)
-    given_W = torch.zeros(vocab_size, dtype=torch.long)
-    wanted = frozenset(only)
+    prompt_W = torch.zeros(vocab_size, dtype=torch.long)
+    selected = frozenset(only)
     for number, (tokens_T, num_prompt) in enumerate(store.texts()):
-        if number not in wanted:
+        if number not in selected:
             continue
         prompt_T, answer_T = tokens_T.tensor_split([num_prompt])
         written_W += torch.bincount(answer_T, minlength=vocab_size)
-        given_W += torch.bincount(prompt_T, minlength=vocab_size)
-    score_W = written_W * (given_W.sum() + 1) + given_W
+        prompt_W += torch.bincount(prompt_T, minlength=vocab_size)
+    score_W = written_W * (prompt_W.sum() + 1) + prompt_W
     order_W = score_W.argsort(descending=True, stable=True)
     return order_W[: min(count, vocab_size)].sort().values
 

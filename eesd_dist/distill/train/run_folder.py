@@ -79,9 +79,9 @@ class RunFolder:
         if not self.log.exists():
             return
         whole = [line for line in self.log.read_bytes().splitlines(True) if line.endswith(b"\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= after_step]
+        rows = [line for line in whole if json.loads(line)["step"] <= after_step]
         partial = self.log.with_suffix(".partial")
-        partial.write_bytes(b"".join(kept))
+        partial.write_bytes(b"".join(rows))
         partial.replace(self.log)
 
     def _steps(self) -> list[int]:
@@ -98,8 +98,8 @@ def require_free(out: Path, job: Mapping[str, object]) -> None:
     config = out / "config.json"
     provenance = read_json(config).get("provenance") if config.exists() else None
     training = provenance.get("training") if isinstance(provenance, dict) else None
-    made_by = training if isinstance(training, dict) else {}
-    is_ours = all(made_by.get(key) == said for key, said in json.loads(json.dumps(job)).items())
+    origin = training if isinstance(training, dict) else {}
+    is_ours = all(origin.get(key) == option for key, option in json.loads(json.dumps(job)).items())
     if any(out.iterdir()) and not is_ours:
         raise ConfigError(
             f"{out}: found a folder with something in it that this training did not make, expected "

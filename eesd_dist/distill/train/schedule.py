@@ -39,7 +39,7 @@ class Pace:
     step_s: float
     evaluation_s: float
 
-    def steps_within(self, seconds: float, *, evaluate_every: int) -> int:
+    def steps_within(self, seconds: float, *, evaluation_period: int) -> int:
         """Returns the number of steps, with evaluations between them, that fit into the time."""
-        each_s = self.step_s + self.evaluation_s / evaluate_every
-        return max(int(seconds / each_s), 0) if each_s > 0.0 else 0
+        seconds_per_step = self.step_s + self.evaluation_s / evaluation_period
+        return max(int(seconds / seconds_per_step), 0) if seconds_per_step > 0.0 else 0

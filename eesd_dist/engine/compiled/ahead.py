@@ -3,7 +3,7 @@
 On a machine that has kept none, every rank would compile the same ones before its first round, and
 slow down the rounds of those that are ready. One process compiles them for all
 (`workers/compiling`). Ranks wait for the kernel of layers before they load, and take the calls of a
-whole round when they are there (`compiled.Later`).
+whole round when they are there (`compiled.LazyCompiled`).
 """
 
 import fcntl
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from eesd_dist.compiled import Later, kernels_folder
+from eesd_dist.compiled import LazyCompiled, kernels_folder
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def wait_for_layers() -> None:
 
 def compile_when_cached(
     make: Callable[[], T | None], *, is_cached: Callable[[], bool], is_needed: bool
-) -> Later[T]:
+) -> LazyCompiled[T]:
     """Returns the result of `make`, which uses a kernel: made at once if the kernel is cached or
     `is_needed`, else in the background."""
 
@@ -74,7 +74,7 @@ def compile_when_cached(
         return make()
 
     is_ready = is_needed or is_cached()
-    return Later(make if is_ready else make_later, is_ready=is_ready)
+    return LazyCompiled(make if is_ready else make_later, is_ready=is_ready)
 
 
 def _wait_for(is_cached: Callable[[], bool], *, longest_s: float) -> None:

@@ -131,7 +131,7 @@ class _Chain:
         self.at = at
         """Index of its page table."""
         self.start = start
-        self.rule = Follower(start.rule, most=start.max_draft)
+        self.rule = Follower(start.rule, max_length=start.max_draft)
         self.num_rows = start.segment.start + start.segment.num_rows
         """Rows of the text with KV here, the drafted ones included."""
         self.rows: list[RowSlice] = []

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eesd_dist.compiled import Later, can_compile
+from eesd_dist.compiled import LazyCompiled, can_compile
 from eesd_dist.config import Numerics
 from eesd_dist.engine.chains import ChainDrafter
 from eesd_dist.engine.compiled.ahead import compile_when_cached
@@ -192,16 +192,16 @@ class DraftShard:
 
 def drafter_of(
     span: LlamaSpan, head: ExitHead | None, *, compiles_in_background: bool
-) -> Later[ChainDrafter]:
+) -> LazyCompiled[ChainDrafter]:
     """Returns layers and head as one call for a round, where this machine and stage have it."""
     if head is None:
-        return Later.without()
+        return LazyCompiled.without()
     if span.paged.on_gpu is not None:
         from eesd_dist.engine.cuda.drafter import GraphDrafter
 
-        return Later(partial(GraphDrafter.of, span, head), is_ready=True)
+        return LazyCompiled(partial(GraphDrafter.of, span, head), is_ready=True)
     if not can_compile():
-        return Later.without()
+        return LazyCompiled.without()
     from eesd_dist.engine.compiled.draft_kernel import is_draft_cached
     from eesd_dist.engine.compiled.drafter import RoundDrafter
 

@@ -132,7 +132,7 @@ class Masks:
             return None
         matcher = text.matcher
         assert matcher is not None, text.request_id
-        mask = self._timed(text, partial(matcher.mask_after, draft, again=False))
+        mask = self._timed(text, partial(matcher.mask_after, draft, may_recompile=False))
         if matcher.failure is not None and not is_needed:  # its states are used up
             return None
         return mask
@@ -170,10 +170,10 @@ class Masks:
         assert matcher is not None
         first = matcher.num_read + _CHUNK
         for end in (*range(first, len(tokens), _CHUNK), len(tokens)):
-            self._timed(text, partial(matcher.read, tokens[:end], again=False))
+            self._timed(text, partial(matcher.read, tokens[:end], may_recompile=False))
             if self.records.is_slow(text.digest) or matcher.failure is not None:
                 return  # the rest in a lane
-        mask = self._timed(text, partial(matcher.mask_after, again=False))
+        mask = self._timed(text, partial(matcher.mask_after, may_recompile=False))
         if matcher.failure is None:
             text.put(mask)
             text.drafts = not self.records.is_slow(text.digest)

@@ -41,17 +41,17 @@ class Fleet:
     """The pipelines of one service: how many there should be, and which one is drained."""
 
     def __init__(
-        self, targets: FleetTargets, *, count: int, now_s: float, drain_limit_s: float = 60.0
+        self, targets: FleetTargets, *, count: int, time_s: float, drain_limit_s: float = 60.0
     ) -> None:
         """A pipeline with streams after `drain_limit_s` is given up all the same."""
-        self._size = FleetSize(targets, count=count, now_s=now_s)
+        self._size = FleetSize(targets, count=count, time_s=time_s)
         self._drain_limit_s = drain_limit_s
         self._leaving: PipelineId | None = None
         self._lowered_to: int | None = None
         """The lowered number, until Serve has chosen the replica that it stops."""
-        self.looked_s = now_s
+        self.looked_s = time_s
         """Time of the last call of `look`."""
-        self._since_s = now_s
+        self._since_s = time_s
         """Time when the last pipeline was drained, or the number was lowered."""
         self._num_changes: dict[tuple[str, str], int] = {}
         self.state = FleetState(
@@ -77,20 +77,20 @@ class Fleet:
         targets: FleetTargets,
         num_waiting: int,
         count: int,
-        now_s: float,
+        time_s: float,
     ) -> int:
         """Returns how many pipelines there should be from now on; `count` is how many there are or
         will be."""
-        self.looked_s = now_s
+        self.looked_s = time_s
         self._size.targets = targets
         was = self._size.decision
         pipelines = tuple(load_of(report, targets) for report in reports)
         load = FleetLoad(pipelines=pipelines, num_waiting=num_waiting)
-        decision = self._size.look(load, now_s=now_s)
+        decision = self._size.look(load, time_s=time_s)
         if decision != was:
-            key = ("up" if decision.wanted > was.wanted else "down", decision.signal)
+            key = ("up" if decision.target > was.target else "down", decision.signal)
             self._num_changes[key] = self._num_changes.get(key, 0) + 1
-        released = self._released(reports, wanted=decision.wanted, count=count, now_s=now_s)
+        released = self._released(reports, target=decision.target, count=count, time_s=time_s)
         self.state = replace(
             self.state,
             decision=decision,
@@ -105,33 +105,33 @@ class Fleet:
         return released
 
     def _released(
-        self, reports: Sequence[PipelineReport], *, wanted: int, count: int, now_s: float
+        self, reports: Sequence[PipelineReport], *, target: int, count: int, time_s: float
     ) -> int:
         is_stopping = any(report.is_stopping for report in reports)
-        is_late = now_s - self._since_s >= self._drain_limit_s
+        is_overdue = time_s - self._since_s >= self._drain_limit_s
         if self._lowered_to is not None:
-            if is_stopping or is_late or len(reports) <= self._lowered_to:
+            if is_stopping or is_overdue or len(reports) <= self._lowered_to:
                 self._leaving = self._lowered_to = None
             else:
                 count = min(count, self._lowered_to)
-        if wanted > count or wanted == 0:
+        if target > count or target == 0:
             self._leaving = self._lowered_to = None
-            return wanted
-        if self._lowered_to is not None or (is_stopping and wanted < count):
+            return target
+        if self._lowered_to is not None or (is_stopping and target < count):
             return count
-        if wanted == count:
+        if target == count:
             self._leaving = None
             return count
         if self._leaving is None:
             if _stops_one_that_starts(reports, count=count):
-                return self._lower(count - 1, now_s=now_s)
-            self._leaving, self._since_s = _emptiest(reports, count=count), now_s
-        elif is_late or _has_left(reports, self._leaving):
-            return self._lower(count - 1, now_s=now_s)
+                return self._lower(count - 1, time_s=time_s)
+            self._leaving, self._since_s = _emptiest(reports, count=count), time_s
+        elif is_overdue or _has_left(reports, self._leaving):
+            return self._lower(count - 1, time_s=time_s)
         return count
 
-    def _lower(self, count: int, *, now_s: float) -> int:
-        self._lowered_to, self._since_s = count, now_s
+    def _lower(self, count: int, *, time_s: float) -> int:
+        self._lowered_to, self._since_s = count, time_s
         return count
 
 
@@ -157,10 +157,10 @@ def _emptiest(reports: Sequence[PipelineReport], *, count: int) -> PipelineId | 
     ready = [report for report in reports if report.takes_requests]
     if len(ready) < max(count, 2):
         return None
-    return min(ready, key=lambda each: (each.num_running, each.pipeline_id)).pipeline_id
+    return min(ready, key=lambda report: (report.num_running, report.pipeline_id)).pipeline_id
 
 
 def _has_left(reports: Sequence[PipelineReport], leaving: PipelineId) -> bool:
     """Returns whether the pipeline has no streams any more, and gets none."""
-    report = next((each for each in reports if each.pipeline_id == leaving), None)
+    report = next((report for report in reports if report.pipeline_id == leaving), None)
     return report is None or (report.draining and report.num_running == 0)

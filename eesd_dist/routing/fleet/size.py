@@ -83,7 +83,7 @@ class Need:
 class FleetDecision:
     """The wanted number, and why it is so."""
 
-    wanted: int
+    target: int
     signal: Signal
     reason: str
     since_s: float
@@ -93,11 +93,11 @@ class FleetDecision:
 class FleetSize:
     """Decides the number of pipelines of one service."""
 
-    def __init__(self, targets: FleetTargets, *, count: int, now_s: float) -> None:
+    def __init__(self, targets: FleetTargets, *, count: int, time_s: float) -> None:
         """`count` is the number at the beginning."""
         self.targets = targets
         self._decision = FleetDecision(
-            wanted=count, signal="start", reason=f"{count} at the start", since_s=now_s
+            target=count, signal="start", reason=f"{count} at the start", since_s=time_s
         )
         self._above_since_s: float | None = None
         """Time since which the load has needed more; None while it does not."""
@@ -111,58 +111,58 @@ class FleetSize:
         """The latest change."""
         return self._decision
 
-    def look(self, load: FleetLoad, *, now_s: float) -> FleetDecision:
+    def look(self, load: FleetLoad, *, time_s: float) -> FleetDecision:
         """Decides on the present load; to be called about once a second, with a growing time."""
         need = need_of(load, self.targets)
-        if (bounded := self._bounded(self._decision.wanted)) != self._decision.wanted:
-            self._decide(bounded, "bounds", "min_count and max_count", now_s=now_s)
-        self._grow(need, now_s=now_s)
-        self._shrink(need, load, now_s=now_s)
+        if (bounded := self._bounded(self._decision.target)) != self._decision.target:
+            self._decide(bounded, "bounds", "min_count and max_count", time_s=time_s)
+        self._grow(need, time_s=time_s)
+        self._shrink(need, load, time_s=time_s)
         return self._decision
 
-    def _grow(self, need: Need, *, now_s: float) -> None:
-        wanted = self._decision.wanted
+    def _grow(self, need: Need, *, time_s: float) -> None:
+        current = self._decision.target
         required = self._bounded(math.ceil(need.count - _ROUNDING))
-        if required <= wanted:
+        if required <= current:
             self._above_since_s = None
             return
         if self._above_since_s is None:
-            self._above_since_s, self._least_above = now_s, required
+            self._above_since_s, self._least_above = time_s, required
         self._least_above = min(self._least_above, required)
-        lasted_s = now_s - self._above_since_s
-        if wanted == 0 or lasted_s >= self.targets.up_delay_s:
-            to = min(self._least_above, wanted + self.targets.max_step)
+        lasted_s = time_s - self._above_since_s
+        if current == 0 or lasted_s >= self.targets.up_delay_s:
+            to = min(self._least_above, current + self.targets.max_step)
             text = f"{need.text}, which needs {need.count:.2f}, for {lasted_s:.0f} s"
-            self._decide(to, need.signal, text, now_s=now_s)
+            self._decide(to, need.signal, text, time_s=time_s)
 
-    def _shrink(self, need: Need, load: FleetLoad, *, now_s: float) -> None:
-        wanted, targets = self._decision.wanted, self.targets
-        if wanted <= targets.min_count or not self._would_do(need, load):
+    def _shrink(self, need: Need, load: FleetLoad, *, time_s: float) -> None:
+        current, targets = self._decision.target, self.targets
+        if current <= targets.min_count or not self._would_do(need, load):
             self._below_since_s = None
             return
         if self._below_since_s is None:
-            self._below_since_s = now_s
+            self._below_since_s = time_s
         since_s = max(self._below_since_s, self._decision.since_s)
-        delay_s = targets.down_delay_s if wanted > 1 else targets.idle_delay_s
-        if now_s - since_s >= delay_s:
-            text = f"{need.text}, which needs {need.count:.2f}, for {now_s - since_s:.0f} s"
-            self._decide(wanted - 1, need.signal, text, now_s=now_s)
+        delay_s = targets.down_delay_s if current > 1 else targets.idle_delay_s
+        if time_s - since_s >= delay_s:
+            text = f"{need.text}, which needs {need.count:.2f}, for {time_s - since_s:.0f} s"
+            self._decide(current - 1, need.signal, text, time_s=time_s)
 
     def _would_do(self, need: Need, load: FleetLoad) -> bool:
         """Returns whether one pipeline fewer is enough for the load."""
-        fewer = self._decision.wanted - 1
+        fewer = self._decision.target - 1
         if fewer == 0:
             return load.num_live == 0
         return need.count <= self.targets.shrink_at * fewer
 
-    def _decide(self, to: int, signal: Signal, text: str, *, now_s: float) -> None:
-        was = self._decision.wanted
+    def _decide(self, to: int, signal: Signal, text: str, *, time_s: float) -> None:
+        was = self._decision.target
         direction = "up" if to > was else "down"
         self._decision = FleetDecision(
-            wanted=to,
+            target=to,
             signal=signal,
             reason=f"{direction} from {was} to {to}: {text}",
-            since_s=now_s,
+            since_s=time_s,
         )
         self._above_since_s = self._below_since_s = None
 

@@ -50,7 +50,7 @@ class GrammarCompiler:
         self._probe = probe
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
         self._valid: OrderedDict[bytes, None] = OrderedDict()
         """Digests of grammars that were compiled once."""
         self._reader: BackgroundReader | None = None
@@ -76,7 +76,7 @@ class GrammarCompiler:
         Raises RequestError as `matcher` and `require_end` do.
         """
         with self._lock:
-            must_compile = grammar not in self._kept and digest_of(grammar) in self._valid
+            must_compile = grammar not in self._cache and digest_of(grammar) in self._valid
         matcher = None if must_compile else self.matcher(grammar)
         self.require_end(ends)
         return matcher
@@ -114,9 +114,9 @@ class GrammarCompiler:
         """
         with self._lock:
             tokenizer = self._tokenizer_now()
-            compiled = self._kept.get(grammar)
+            compiled = self._cache.get(grammar)
             if compiled is not None:
-                self._kept.move_to_end(grammar)
+                self._cache.move_to_end(grammar)
         if compiled is None:
             compiled = self._compiled(tokenizer, grammar)
             self._keep(grammar, compiled)
@@ -140,24 +140,24 @@ class GrammarCompiler:
     def _copy_of(self, tokenizer: LLTokenizer, grammar: str, compiled: LLMatcher) -> TokenMatcher:
         def compile_again() -> LLMatcher:
             with self._lock:
-                if self._kept.get(grammar) is compiled:
-                    del self._kept[grammar]  # the next text would not get far with its states
+                if self._cache.get(grammar) is compiled:
+                    del self._cache[grammar]  # the next text would not get far with its states
             return _compile(tokenizer, grammar)
 
         return TokenMatcher(
             compiled.deep_copy(),
             vocab_size=tokenizer.vocab_size,
-            compile_again=compile_again,
+            recompile=compile_again,
             reader=self._reader,
         )
 
     def _keep(self, grammar: str, compiled: LLMatcher) -> None:
         self._note_valid(grammar)
         with self._lock:
-            self._kept[grammar] = compiled
-            self._kept.move_to_end(grammar)
-            while len(self._kept) > _NUM_KEPT:
-                self._kept.popitem(last=False)
+            self._cache[grammar] = compiled
+            self._cache.move_to_end(grammar)
+            while len(self._cache) > _NUM_KEPT:
+                self._cache.popitem(last=False)
 
     def _note_valid(self, grammar: str) -> None:
         with self._lock:
@@ -180,7 +180,7 @@ def digest_of(grammar: str) -> bytes:
 
 def _error_at_once(compiled: LLMatcher, tokenizer: LLTokenizer) -> str:
     """Returns what goes wrong in the first tokens; empty: nothing."""
-    matcher = TokenMatcher(compiled, vocab_size=tokenizer.vocab_size, compile_again=None)
+    matcher = TokenMatcher(compiled, vocab_size=tokenizer.vocab_size, recompile=None)
     ends, text = set(tokenizer.eos_tokens), list[int]()
     for _ in range(_NUM_TRIED):
         mask = matcher.mask_after()
@@ -191,7 +191,7 @@ def _error_at_once(compiled: LLMatcher, tokenizer: LLTokenizer) -> str:
             for bit in range(8)
             if byte >> bit & 1
         )
-        token = next((each for each in allowed if each not in ends), None)
+        token = next((candidate for candidate in allowed if candidate not in ends), None)
         if compiled.is_error() or token is None:
             break
         text.append(token)
@@ -215,9 +215,9 @@ def _reason(error: str) -> str:
 def _unsupported(error: str) -> str:
     """Returns the keywords that an error names; empty for another error, which may quote what a
     client has sent."""
-    found = _UNSUPPORTED.search(error)
+    match = _UNSUPPORTED.search(error)
     try:
-        names = json.loads(found[1]) if found is not None else []
+        names = json.loads(match[1]) if match is not None else []
     except ValueError:
         return ""
     return ", ".join(names) if all(isinstance(name, str) for name in names) else ""

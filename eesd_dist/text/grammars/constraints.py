@@ -71,10 +71,10 @@ class BadWords:
         text = (*self._tail, *draft)
         mask = self._mask
         for length in self._lengths:
-            found = self._excluded.get(text[len(text) - length :]) if length else None
-            if found is not None:
+            excluded = self._excluded.get(text[len(text) - length :]) if length else None
+            if excluded is not None:
                 mask = bytearray(mask) if mask is self._mask else mask
-                _clear(mask, found)
+                _clear(mask, excluded)
         return bytes(mask)
 
 
@@ -83,7 +83,7 @@ def common(masks: Sequence[bytes], *, ends: bytes) -> bytes:
     `ends` is the mask of the tokens that end it."""
     if len(masks) == 1:
         return masks[0]
-    mask = reduce(and_, (int.from_bytes(each, "little") for each in masks))
+    mask = reduce(and_, (int.from_bytes(row, "little") for row in masks))
     return mask.to_bytes(len(masks[0]), "little") if mask else ends
 
 

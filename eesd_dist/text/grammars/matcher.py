@@ -33,15 +33,15 @@ class TokenMatcher:
         matcher: LLMatcher,
         *,
         vocab_size: int,
-        compile_again: Callable[[], LLMatcher] | None,
+        recompile: Callable[[], LLMatcher] | None,
         reader: "BackgroundReader | None" = None,
     ) -> None:
-        """`compile_again`: copies of one compiled grammar share the states that matching has made,
+        """`recompile`: copies of one compiled grammar share the states that matching has made,
         and with them their limit; where it is reached, this text gets states of its own, and new
         ones each time it has grown by some hundred tokens. None: it fails there. `reader`: for
         `mask_in_thread`."""
         self._matcher = matcher
-        self._compile_again = compile_again
+        self._recompile = recompile
         self._reader = reader
         self._begins_again_at = 0
         """Length of the text from which it may get new states."""
@@ -61,20 +61,21 @@ class TokenMatcher:
     def num_read(self) -> int:
         return len(self._read)
 
-    def read(self, tokens: Sequence[int], *, again: bool = True) -> None:
-        """Reads the tokens of the text that it has not read yet. What it has read stays. `again`:
-        may compile again, which takes up to a second."""
+    def read(self, tokens: Sequence[int], *, may_recompile: bool = True) -> None:
+        """Reads the tokens of the text that it has not read yet. What it has read stays.
+        `may_recompile`: compiles the grammar again where needed, which takes up to a second."""
         fresh = list(tokens[len(self._read) :])
         if fresh:
             self._read += fresh
-            if not self._matcher.consume_tokens(fresh) and again:
+            if not self._matcher.consume_tokens(fresh) and may_recompile:
                 self._begin_again()
 
-    def mask_after(self, draft: Sequence[int] = (), *, again: bool = True) -> bytes:
+    def mask_after(self, draft: Sequence[int] = (), *, may_recompile: bool = True) -> bytes:
         """Returns the tokens that may follow the text and this draft; all where a token of the
-        draft is not allowed itself, so that none after it is chosen. `again`: as of `read`."""
+        draft is not allowed itself, so that none after it is chosen. `may_recompile`: as of
+        `read`."""
         mask = self._mask_after(draft)
-        if self._matcher.is_error() and again and self._begin_again():
+        if self._matcher.is_error() and may_recompile and self._begin_again():
             mask = self._mask_after(draft)
         return self._everything if self._matcher.is_error() else mask
 
@@ -94,9 +95,9 @@ class TokenMatcher:
 
     def _consume_in_thread(self, token: int) -> bool:
         assert self._reader is not None
-        is_taken, seconds = self._reader.consume(self._matcher, token)
+        is_accepted, seconds = self._reader.consume(self._matcher, token)
         self._library_s += seconds
-        return is_taken
+        return is_accepted
 
     def _mask_in_thread(self) -> bytes:
         assert self._reader is not None
@@ -119,9 +120,9 @@ class TokenMatcher:
 
     def _begin_again(self, *, in_thread: bool = False) -> bool:
         """Reads the text with states of its own."""
-        if self._compile_again is None or len(self._read) < self._begins_again_at:
+        if self._recompile is None or len(self._read) < self._begins_again_at:
             return False
-        self._matcher = self._compile_again()
+        self._matcher = self._recompile()
         self._begins_again_at = len(self._read) + _BEGINS_AGAIN_AFTER
         if in_thread:
             return all(map(self._consume_in_thread, self._read))
@@ -145,28 +146,28 @@ class BackgroundReader:
 
     def consume(self, matcher: LLMatcher, token: int) -> tuple[bool, float]:
         """Reads one token; returns whether the text may have it, and the seconds used."""
-        mine = self._mine()
-        started = mine.clock()
-        taken = mine.executor.consume_token_par([(matcher, token), (mine.ended, token)])
-        return bool(taken[0]), mine.clock() - started
+        state = self._thread_state()
+        started = state.clock()
+        accepted = state.executor.consume_token_par([(matcher, token), (state.ended, token)])
+        return bool(accepted[0]), state.clock() - started
 
     def mask(self, matcher: LLMatcher) -> tuple[bytes, float]:
         """Returns the tokens that may follow, and the seconds used."""
-        mine = self._mine()
-        size = ctypes.sizeof(mine.words) // 2
-        pair = [(matcher, 0), (mine.open, 1)]
-        started = mine.clock()
-        mine.executor.unsafe_compute_mask_ptr(pair, ctypes.addressof(mine.words), size, 2)
-        return bytes(mine.words)[:size], mine.clock() - started
+        state = self._thread_state()
+        size = ctypes.sizeof(state.words) // 2
+        pair = [(matcher, 0), (state.open, 1)]
+        started = state.clock()
+        state.executor.unsafe_compute_mask_ptr(pair, ctypes.addressof(state.words), size, 2)
+        return bytes(state.words)[:size], state.clock() - started
 
-    def _mine(self) -> threading.local:
-        mine = self._of_thread
-        if not hasattr(mine, "executor"):
-            mine.ended, mine.open = self._ended.deep_copy(), self._ended.deep_copy()
-            mine.open.reset()
-            mine.words = (ctypes.c_uint32 * (2 * self._num_words))()
-            mine.executor, mine.clock = _executor()
-        return mine
+    def _thread_state(self) -> threading.local:
+        state = self._of_thread
+        if not hasattr(state, "executor"):
+            state.ended, state.open = self._ended.deep_copy(), self._ended.deep_copy()
+            state.open.reset()
+            state.words = (ctypes.c_uint32 * (2 * self._num_words))()
+            state.executor, state.clock = _executor()
+        return state
 
 
 _MAKING = threading.Lock()
@@ -175,11 +176,11 @@ _MAKING = threading.Lock()
 def _executor() -> tuple[LLExecutor, Callable[[], float]]:
     """Returns an executor the thread of which has a low priority, which it inherits, and that
     thread's clock."""
-    made: list[tuple[LLExecutor, Callable[[], float]]] = []
+    executors: list[tuple[LLExecutor, Callable[[], float]]] = []
 
     def make() -> None:
         if sys.platform != "linux":  # where a priority is that of the whole process
-            made.append((LLExecutor(num_threads=1), time.perf_counter))
+            executors.append((LLExecutor(num_threads=1), time.perf_counter))
             return
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         clock: Callable[[], float] = time.perf_counter
@@ -190,13 +191,13 @@ def _executor() -> tuple[LLExecutor, Callable[[], float]]:
             if len(new) == 1:
                 clock = partial(time.clock_gettime, _clock_id(new.pop()))
                 break  # else another thread has begun, in a process of the same priority
-        made.append((executor, clock))
+        executors.append((executor, clock))
 
     with _MAKING:
         thread = threading.Thread(target=make)
         thread.start()
         thread.join()
-    return made[0]
+    return executors[0]
 
 
 def _low_threads() -> set[int]:

@@ -48,27 +48,27 @@ def normal_schema(schema: Schema) -> tuple[dict[str, Any], list[str]]:
 
 
 def _normal(schema: Schema, notes: Notes) -> dict[str, Any]:
-    kept = {
+    normal = {
         name: _value(name, value, notes)
         for name, value in schema.items()
         if not _is_neutral(name, value, schema)
     }
-    for name in [name for name in kept if _is_out_of_reach(name, kept[name])]:
-        notes.append(f"{name} {kept.pop(name)!r:.{_MAX_SHOWN_CHARS}} is too large to be checked")
-    text_format = kept.get("format")
+    for name in [name for name in normal if _is_out_of_reach(name, normal[name])]:
+        notes.append(f"{name} {normal.pop(name)!r:.{_MAX_SHOWN_CHARS}} is too large to be checked")
+    text_format = normal.get("format")
     if isinstance(text_format, str) and text_format not in _FORMATS:
         notes.append(f"the format {text_format!r:.{_MAX_SHOWN_CHARS}} is not known")
-        del kept["format"]
-    return kept
+        del normal["format"]
+    return normal
 
 
 def _value(name: str, value: Any, notes: Notes) -> Any:
     if name in _COUNTS and isinstance(value, float) and value.is_integer():
         return int(value)
     if name in _NAMED and isinstance(value, Mapping):
-        return {key: _inner(one, notes) for key, one in value.items()}
+        return {key: _inner(inner, notes) for key, inner in value.items()}
     if name in _MANY and isinstance(value, list):
-        return [_inner(one, notes) for one in value]
+        return [_inner(inner, notes) for inner in value]
     return _inner(value, notes) if name in _ONE else value
 
 

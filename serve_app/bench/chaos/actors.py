@@ -50,8 +50,8 @@ class Actors:
         raise silent or EngineError(f"{name} of {pipeline} (pid {pid}) is no actor any more")
 
     async def ingresses(self) -> list[ProcessInfo]:
-        found = await asyncio.to_thread(replica_actors, self._app, "Ingress")
-        return await _processes_of(found, kind="ingress replica")
+        replicas = await asyncio.to_thread(replica_actors, self._app, "Ingress")
+        return await _processes_of(replicas, kind="ingress replica")
 
     async def proxies(self) -> list[ProcessInfo]:
         return await _processes_of(await asyncio.to_thread(proxy_actors), kind="HTTP proxy")
@@ -75,10 +75,10 @@ async def answers(handle: Any) -> bool:
 async def _process_of(handle: Any) -> ProcessInfo:
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            found: ProcessInfo = await handle.__ray_call__.remote(_process_info)
+            process: ProcessInfo = await handle.__ray_call__.remote(_process_info)
     except (TimeoutError, RayError) as error:
         raise EngineError(f"no answer within {_ANSWER_TIMEOUT_S:g} s: {error!r}") from error
-    return found
+    return process
 
 
 def _process_info(actor: object) -> ProcessInfo:
@@ -120,8 +120,8 @@ class _NoResult:
 class _Spinning:
     """The part of a drafting actor in one epoch, with steps that do nothing."""
 
-    def __init__(self, part: DraftEpoch) -> None:
-        self._part = part
+    def __init__(self, epoch: DraftEpoch) -> None:
+        self._part = epoch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)
@@ -151,8 +151,8 @@ class ThreadStops:
         Tries again while the process shows that the thread was caught in the other state. Raises
         EngineError when it cannot.
         """
-        there = NodeAffinitySchedulingStrategy(of.node_id, soft=False)
-        options = {"num_cpus": 0, "scheduling_strategy": there}
+        placement = NodeAffinitySchedulingStrategy(of.node_id, soft=False)
+        options = {"num_cpus": 0, "scheduling_strategy": placement}
         stopper = self._stoppers[of.pid] = ray.remote(ThreadStopper).options(**options).remote()
         try:
             async with asyncio.timeout(_REACH_TIMEOUT_S):

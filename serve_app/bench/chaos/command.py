@@ -40,13 +40,13 @@ def main(options: ChaosOptions) -> int:
     return 1 if complaints(report) else 0
 
 
-def possible_kinds(wanted: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+def possible_kinds(requested: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """Returns the kinds to inject, and why others are left out. Raises ConfigError for a
-    wanted kind that is unknown or impossible on this machine."""
-    kinds = tuple(wanted or FAULT_KINDS)
+    requested kind that is unknown or impossible on this machine."""
+    kinds = tuple(requested or FAULT_KINDS)
     traced = [kind for kind in kinds if fault_named(kind).needs_tracing]
     why = why_untraceable() if traced else ""
-    if why and wanted:
+    if why and requested:
         raise ConfigError(f"found fault kind {traced[0]!r}, which needs ptrace: {why}")
     if not why:
         return kinds, []
@@ -108,7 +108,9 @@ def _run(
         )
     injected = injector.injected
     report = summarise(undisturbed, disturbed, injected.faults, injected.noticed)
-    setting = {key: each for key, each in asdict(options).items() if not isinstance(each, Path)}
+    setting = {
+        key: option for key, option in asdict(options).items() if not isinstance(option, Path)
+    }
     report |= {
         "seed": options.seed,
         "setting": setting | {"kinds": kinds},

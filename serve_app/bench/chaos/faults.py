@@ -73,11 +73,11 @@ class Processes(Protocol):
         """Makes the round loop of a drafting actor turn without a round."""
         ...
 
-    def disconnect(self, one: ProcessInfo, other: ProcessInfo) -> int:
+    def disconnect(self, process: ProcessInfo, other: ProcessInfo) -> int:
         """Shuts every TCP connection between two processes; returns how many there were."""
         ...
 
-    def deafen(self, one: ProcessInfo, other: ProcessInfo) -> int:
+    def deafen(self, process: ProcessInfo, other: ProcessInfo) -> int:
         """Makes a process read nothing from another one; returns the number of connections."""
         ...
 
@@ -215,7 +215,7 @@ def _kill_in_front(
         at = before[planned.choice % len(before)]
 
         async def is_replaced() -> bool:
-            pids = {each.pid for each in await find(means.targets)}
+            pids = {process.pid for process in await find(means.targets)}
             return at.pid not in pids and len(pids) >= len(before)
 
         victim = f"{what} (pid {at.pid})"
@@ -317,16 +317,16 @@ def _disconnect_pair(processes: Processes, planned: PlannedFault, state: "Pipeli
     pairs = [pair for pair in combinations(state.workers, 2) if _exchange_rows(*pair)]
     if not pairs:
         raise EngineError(f"pipeline {state.pipeline} had no two workers just then")
-    one, other = pairs[planned.choice % len(pairs)]
-    num = processes.disconnect(_process_of(one), _process_of(other))
+    worker, other = pairs[planned.choice % len(pairs)]
+    num = processes.disconnect(_process_of(worker), _process_of(other))
     if num == 0:
-        raise EngineError(f"{_label(one)} and {_label(other)} were not connected")
-    return f"{num} connections between {_label(one)} and {_label(other)}"
+        raise EngineError(f"{_label(worker)} and {_label(other)} were not connected")
+    return f"{num} connections between {_label(worker)} and {_label(other)}"
 
 
-def _exchange_rows(one: "WorkerReport", other: "WorkerReport") -> bool:
+def _exchange_rows(worker: "WorkerReport", other: "WorkerReport") -> bool:
     """Within a stage all ranks do; between the stages their first ranks do."""
-    names = {one.name, other.name}
+    names = {worker.name, other.name}
     num_drafting = sum(name.startswith("draft") for name in names)
     return names == {"drafting actor", "verify rank 0"} or num_drafting != 1
 

@@ -51,8 +51,8 @@ class SignalsOverRay:
     async def send(self, number: signal.Signals, *, to: ProcessInfo) -> bool:
         if to.node_id == ray.get_runtime_context().get_node_id():
             return _send(to.pid, number)
-        there = NodeAffinitySchedulingStrategy(to.node_id, soft=False)
-        task = ray.remote(_send).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+        placement = NodeAffinitySchedulingStrategy(to.node_id, soft=False)
+        task = ray.remote(_send).options(num_cpus=0, scheduling_strategy=placement, max_retries=0)
         try:
             async with asyncio.timeout(_REACH_TIMEOUT_S):
                 return bool(await task.remote(to.pid, number))
@@ -78,53 +78,53 @@ async def run_command(template: str, **values: object) -> None:
     try:
         words = [word.format(**values) for word in shlex.split(template)]
     except (KeyError, IndexError, ValueError) as error:
-        known = ", ".join(f"{{{name}}}" for name in values)
-        raise ConfigError(f"{template}: {error!r}; shell words may name {known}") from error
+        names = ", ".join(f"{{{name}}}" for name in values)
+        raise ConfigError(f"{template}: {error!r}; shell words may name {names}") from error
     process = await asyncio.create_subprocess_exec(
         *words, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
-    _, said = await process.communicate()
+    _, stderr = await process.communicate()
     if process.returncode:
         raise EngineError(
-            f"{shlex.join(words)} ended with {process.returncode}: {said.decode().strip()[-300:]}"
+            f"{shlex.join(words)} ended with {process.returncode}: {stderr.decode().strip()[-300:]}"
         )
 
 
-def sever(one: int, other: int) -> int:
+def sever(pid: int, other_pid: int) -> int:
     """Shuts every established TCP connection between two processes; returns how many there were.
 
     The sockets are duplicated from the first process by pidfd_getfd(2), which requires the rights
     of a debugger: those of root or of an ancestor, or as kernel.yama.ptrace_scope says.
     """
-    shared = _shared(one, other)
+    shared = _shared(pid, other_pid)
     for fd in shared:
-        with closing(_taken(one, fd)) as taken:
+        with closing(_taken(pid, fd)) as sock:
             try:
-                taken.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
             except OSError as error:
                 if error.errno != errno.ENOTCONN:  # closed by its owner in between
                     raise
     return len(shared)
 
 
-def deafen(one: int, other: int) -> int:
+def deafen(pid: int, other_pid: int) -> int:
     """Makes a process read nothing any more that another one sends over the connections that they
     have now; returns how many there are.
 
     The connections stay up and the kernel acknowledges what arrives, some megabytes for each, but
     does not report it as readable. Needs the rights that `sever` needs.
     """
-    shared = _shared(one, other)
+    shared = _shared(pid, other_pid)
     for fd in shared:
-        with closing(_taken(one, fd)) as taken:
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _DEAF_BYTES)
+        with closing(_taken(pid, fd)) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _DEAF_BYTES)
     return len(shared)
 
 
-def _shared(one: int, other: int) -> list[int]:
+def _shared(pid: int, other_pid: int) -> list[int]:
     """Returns the first process's descriptors of its connections with the other one."""
-    theirs = {(there, here) for here, there in _connections(other)}
-    return [fd for ends, fd in _connections(one).items() if ends in theirs]
+    theirs = {(remote_end, local_end) for local_end, remote_end in _connections(other_pid)}
+    return [fd for ends, fd in _connections(pid).items() if ends in theirs]
 
 
 def _taken(pid: int, fd: int) -> socket.socket:
@@ -143,27 +143,27 @@ def _taken(pid: int, fd: int) -> socket.socket:
 def _connections(pid: int) -> dict[Connection, int]:
     """A process' established TCP connections, and its file descriptor of each."""
     fds = _sockets(pid)
-    found: dict[Connection, int] = {}
+    connections: dict[Connection, int] = {}
     for table in ("tcp", "tcp6"):
         for line in (_PROC / str(pid) / "net" / table).read_text().splitlines()[1:]:
-            _, here, there, state, *rest = line.split()
-            inode = rest[5]
+            _, local_end, remote_end, state, *columns = line.split()
+            inode = columns[5]
             if state == _ESTABLISHED and inode in fds:
-                found[_end(here), _end(there)] = fds[inode]
-    return found
+                connections[_end(local_end), _end(remote_end)] = fds[inode]
+    return connections
 
 
 def _sockets(pid: int) -> dict[str, int]:
     """Inode to file descriptor."""
-    found: dict[str, int] = {}
+    descriptors: dict[str, int] = {}
     for entry in (_PROC / str(pid) / "fd").iterdir():
         try:
             target = os.readlink(entry)
         except FileNotFoundError:  # closed since it was listed
             continue
         if target.startswith("socket:["):
-            found[target[len("socket:[") : -1]] = int(entry.name)
-    return found
+            descriptors[target[len("socket:[") : -1]] = int(entry.name)
+    return descriptors
 
 
 def _end(text: str) -> tuple[str, int]:

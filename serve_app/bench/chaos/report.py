@@ -54,40 +54,40 @@ class Noticed:
 
 def fate_of(undisturbed: Streamed, disturbed: Streamed) -> Fate:
     """Returns a stream's fate. One that broke off is lost, unless what came was already wrong."""
-    wanted, got = undisturbed.tokens, disturbed.tokens
-    start = same_until(wanted, got)
-    if start < len(got):
-        return "repeated" if _goes_back(wanted, got, start) else "changed"
+    expected, actual = undisturbed.tokens, disturbed.tokens
+    start = same_until(expected, actual)
+    if start < len(actual):
+        return "repeated" if _goes_back(expected, actual, start) else "changed"
     if not disturbed.is_complete:
         return "lost"
     return "same" if _says_the_same(undisturbed, disturbed) else "changed"
 
 
-def same_until(wanted: Sequence[int], got: Sequence[int]) -> int:
+def same_until(expected: Sequence[int], actual: Sequence[int]) -> int:
     """Returns how many tokens both have in common at the beginning."""
-    pairs = enumerate(zip(wanted, got, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(wanted), len(got)))
+    pairs = enumerate(zip(expected, actual, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(expected), len(actual)))
 
 
-def _num_missing(wanted: Sequence[int], got: Sequence[int]) -> int | None:
+def _num_missing(expected: Sequence[int], actual: Sequence[int]) -> int | None:
     """Returns how many tokens are left out where they diverge; None if others differ too."""
-    start = same_until(wanted, got)
-    rest = len(got) - start
-    is_left_out = list(wanted[len(wanted) - rest :]) == list(got[start:])
-    return len(wanted) - len(got) if is_left_out and len(got) < len(wanted) else None
+    start = same_until(expected, actual)
+    num_suffix = len(actual) - start
+    is_left_out = list(expected[len(expected) - num_suffix :]) == list(actual[start:])
+    return len(expected) - len(actual) if is_left_out and len(actual) < len(expected) else None
 
 
-def _goes_back(wanted: Sequence[int], got: Sequence[int], start: int) -> bool:
+def _goes_back(expected: Sequence[int], actual: Sequence[int], start: int) -> bool:
     """Returns whether `got` goes on, from `start`, with tokens from before `start`."""
-    rest = list(got[start:])
+    suffix = list(actual[start:])
     return any(
-        list(wanted[origin : origin + len(rest)]) == rest[: len(wanted) - origin]
+        list(expected[origin : origin + len(suffix)]) == suffix[: len(expected) - origin]
         for origin in range(start)
     )
 
 
-def _says_the_same(one: Streamed, other: Streamed) -> bool:
-    return (one.tokens, one.text, one.num_tokens, one.finish_reason) == (
+def _says_the_same(stream: Streamed, other: Streamed) -> bool:
+    return (stream.tokens, stream.text, stream.num_tokens, stream.finish_reason) == (
         other.tokens,
         other.text,
         other.num_tokens,
@@ -133,7 +133,7 @@ def silence_after(fault: InjectedFault, stream: Streamed) -> float | None:
     A silence belongs to the fault when it began at most `_SETTLE_S` after the fault had landed:
     tokens sent before it still arrive and prove nothing.
     """
-    times = (stream.asked_s, *stream.arrivals_s)
+    times = (stream.start_s, *stream.arrivals_s)
     around = [
         (after - before, after - fault.injected_s)
         for before, after in pairwise(times)
@@ -169,14 +169,14 @@ def _percentile(values: Sequence[float], share: float) -> float | None:
 
 def complaints(report: Mapping[str, object]) -> list[str]:
     """Returns why this run proves nothing or failed; empty when every stream survived faults."""
-    found = [f"{report[fate]} streams {fate}" for fate in _BAD_FATES if report[fate]]
+    reasons = [f"{report[fate]} streams {fate}" for fate in _BAD_FATES if report[fate]]
     if not report["kills"]:
-        found.append("nothing was broken: give it longer streams, or more of them")
+        reasons.append("nothing was broken: give it longer streams, or more of them")
     if report["ended_early"]:
-        found.append("the schedule ended early, since the service was not ready again in time")
+        reasons.append("the schedule ended early, since the service was not ready again in time")
     if report["unnoticed"]:
-        found.append(f"the service did not notice faults {report['unnoticed']}")
-    return found
+        reasons.append(f"the service did not notice faults {report['unnoticed']}")
+    return reasons
 
 
 def summarise(
@@ -187,11 +187,13 @@ def summarise(
 ) -> dict[str, object]:
     """The figures; `recovery_*` are over faults, of the slowest stream that each one hit. `noticed`
     is by the faults' numbers."""
-    fates = [fate_of(one, other) for one, other in zip(undisturbed, disturbed, strict=True)]
+    fates = [
+        fate_of(expected, actual) for expected, actual in zip(undisturbed, disturbed, strict=True)
+    ]
     counts = Counter(fates)
     recoveries = [r for fault in faults if (r := recovery_of(fault, disturbed)) is not None]
     last = [recovery.last_s for recovery in recoveries]
-    alone = [r for r in recoveries if _is_alone(r, recoveries, faults)]
+    isolated = [r for r in recoveries if _is_alone(r, recoveries, faults)]
     first = [recovery.first_s for recovery in recoveries]
     hits = Counter(
         name for fault in faults if fault_named(fault.kind).pauses_streams for name in fault.streams
@@ -209,10 +211,10 @@ def summarise(
         "recovery_p95_s": _percentile(last, 0.95),
         "first_stream_p50_s": _percentile(first, 0.50),
         "first_stream_p95_s": _percentile(first, 0.95),
-        "alone_kills": len(alone),
-        "alone_p50_s": _percentile([r.last_s for r in alone], 0.50),
-        "alone_p95_s": _percentile([r.last_s for r in alone], 0.95),
-        "recovery_by_kind": _by_kind(faults, recoveries, alone, noticed),
+        "alone_kills": len(isolated),
+        "alone_p50_s": _percentile([r.last_s for r in isolated], 0.50),
+        "alone_p95_s": _percentile([r.last_s for r in isolated], 0.95),
+        "recovery_by_kind": _by_kind(faults, recoveries, isolated, noticed),
         "interruptions": hits.total(),
         "interrupted_requests": len(hits),
         "most_interruptions_of_one": max(hits.values(), default=0),
@@ -223,16 +225,16 @@ def summarise(
         "disturbed": pace_of(disturbed),
         "not_the_same": [
             {
-                "request": other.name,
+                "request": actual.name,
                 "fate": fate,
-                "tokens_expected": len(one.tokens),
-                "tokens": len(other.tokens),
-                "same_until": same_until(one.tokens, other.tokens),
-                "missing_there": _num_missing(one.tokens, other.tokens),
-                "finish_reason": other.finish_reason,
-                "error": other.error,
+                "tokens_expected": len(expected.tokens),
+                "tokens": len(actual.tokens),
+                "same_until": same_until(expected.tokens, actual.tokens),
+                "missing_there": _num_missing(expected.tokens, actual.tokens),
+                "finish_reason": actual.finish_reason,
+                "error": actual.error,
             }
-            for one, other, fate in zip(undisturbed, disturbed, fates, strict=True)
+            for expected, actual, fate in zip(undisturbed, disturbed, fates, strict=True)
             if fate != "same"
         ],
     }
@@ -244,7 +246,7 @@ def rows_of(
     noticed: Mapping[int, Noticed] = MappingProxyType({}),
 ) -> list[dict[str, object]]:
     """Every fault and what it cost, in order; seconds since the first request."""
-    began_s = min((stream.asked_s for stream in streams), default=0.0)
+    began_s = min((stream.start_s for stream in streams), default=0.0)
     return [
         {
             "number": fault.number,
@@ -269,7 +271,7 @@ def rows_of(
 def pace_of(streams: Sequence[Streamed]) -> dict[str, float]:
     if not streams:
         return {}
-    wall_s = max(s.ended_s for s in streams) - min(s.asked_s for s in streams)
+    wall_s = max(s.ended_s for s in streams) - min(s.start_s for s in streams)
     return {
         "wall_s": round(wall_s, 2),
         "requests_per_s": round(len(streams) / wall_s, 3),
@@ -280,13 +282,13 @@ def pace_of(streams: Sequence[Streamed]) -> dict[str, float]:
 def _by_kind(
     faults: Sequence[InjectedFault],
     recoveries: Sequence[Recovery],
-    alone: Sequence[Recovery],
+    isolated: Sequence[Recovery],
     noticed: Mapping[int, Noticed],
 ) -> dict[str, object]:
     by_kind: dict[str, object] = {}
     for kind, num in sorted(Counter(fault.kind for fault in faults).items()):
         ours = [r.last_s for r in recoveries if r.fault.kind == kind]
-        apart = [r.last_s for r in alone if r.fault.kind == kind]
+        apart = [r.last_s for r in isolated if r.fault.kind == kind]
         seen = [noticed[f.number].after_s for f in faults if f.kind == kind and f.number in noticed]
         by_kind[kind] = {
             "kills": num,
@@ -342,7 +344,7 @@ def table(report: Mapping[str, object]) -> str:
 
 def _texts(value: object) -> list[str]:
     assert isinstance(value, list)
-    return [str(each) for each in value]
+    return [str(text) for text in value]
 
 
 def _s(value: object) -> str:

@@ -93,10 +93,10 @@ class ServiceUnderTest:
         try:
             handle = find_router(self._config.router)
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                found: ProcessInfo = await handle.process_info.remote()
+                process: ProcessInfo = await handle.process_info.remote()
         except (TimeoutError, RayError) as error:
             raise EngineError(f"the router does not answer: {error!r}") from error
-        return found
+        return process
 
     async def is_ready(self) -> bool:
         states = await self.states()
@@ -177,19 +177,21 @@ class _Processes:
     async def release(self, number: signal.Signals, *, of: ProcessInfo) -> None:
         await _persistently(lambda: self._signals.send(number, to=of))
 
-    def disconnect(self, one: ProcessInfo, other: ProcessInfo) -> int:
-        return _on_connections(sever, one, other)
+    def disconnect(self, process: ProcessInfo, other: ProcessInfo) -> int:
+        return _on_connections(sever, process, other)
 
-    def deafen(self, one: ProcessInfo, other: ProcessInfo) -> int:
-        return _on_connections(deafen, one, other)
+    def deafen(self, process: ProcessInfo, other: ProcessInfo) -> int:
+        return _on_connections(deafen, process, other)
 
 
-def _on_connections(act: Callable[[int, int], int], one: ProcessInfo, other: ProcessInfo) -> int:
+def _on_connections(
+    act: Callable[[int, int], int], process: ProcessInfo, other: ProcessInfo
+) -> int:
     try:
-        return act(one.pid, other.pid)
+        return act(process.pid, other.pid)
     except OSError as error:  # no right to, or one of them has gone
         raise EngineError(
-            f"the connections of pids {one.pid} and {other.pid} cannot be reached: {error}"
+            f"the connections of pids {process.pid} and {other.pid} cannot be reached: {error}"
         ) from error
 
 

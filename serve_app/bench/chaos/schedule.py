@@ -99,7 +99,7 @@ def name_of(index: int) -> str:
 
 def names_in(request_ids: Iterable[str]) -> frozenset[str]:
     """Returns the names of the run's requests among the service's request ids."""
-    return frozenset(found[1] for text in request_ids if (found := _NAME.search(text)))
+    return frozenset(match[1] for text in request_ids if (match := _NAME.search(text)))
 
 
 _NAME = re.compile(r"-(chaos-\d+)-")

@@ -32,9 +32,9 @@ def why_untraceable() -> str:
     if not sys.platform.startswith("linux"):
         return f"ptrace as used here is Linux's, and this is {platform.system()}"
     scope = _PROC / "sys/kernel/yama/ptrace_scope"
-    found = scope.read_text().strip() if scope.exists() else "0"
-    if found != "0" and not (found in "12" and _has_capability(_CAP_SYS_PTRACE)):
-        return f"kernel.yama.ptrace_scope is {found}: run as root (CAP_SYS_PTRACE), or set it to 0"
+    level = scope.read_text().strip() if scope.exists() else "0"
+    if level != "0" and not (level in "12" and _has_capability(_CAP_SYS_PTRACE)):
+        return f"kernel.yama.ptrace_scope is {level}: run as root (CAP_SYS_PTRACE), or set it to 0"
     with subprocess.Popen(["sleep", "60"]) as child:
         try:
             ThreadStopper().seize(child.pid)
@@ -121,7 +121,7 @@ class ThreadStopper:
 
     def _is_interpreting(self, call: list[str]) -> bool:
         address = int(call[-1], 16)
-        return call[0] == _IN_NO_CALL and any(address in part for part in self._interpreter)
+        return call[0] == _IN_NO_CALL and any(address in code for code in self._interpreter)
 
     def _ptrace(self, request: int, thread: int) -> None:
         if self._libc.ptrace(request, thread, 0, 0) < 0:
@@ -136,13 +136,13 @@ def _collect(thread: int) -> None:
 
 def _interpreter_code(pid: int) -> list[range]:
     """Returns where a process has the machine code of its Python interpreter."""
-    found = []
+    ranges = []
     for line in (_PROC / str(pid) / "maps").read_text().splitlines():
         where, rights, *_, file = line.split()
         if "x" in rights and Path(file).name.startswith(("python", "libpython")):
             start, end = where.split("-")
-            found.append(range(int(start, 16), int(end, 16)))
-    return found
+            ranges.append(range(int(start, 16), int(end, 16)))
+    return ranges
 
 
 def _thread_named(pid: int, name: str) -> int | None:

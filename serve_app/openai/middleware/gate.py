@@ -107,7 +107,7 @@ class AdmissionGate:
         if self._quotas is None or not permit.key.has_limits or scope["method"] != "POST":
             return None
         standing = await self._quotas.acquire(permit.key, permit.name)
-        if standing.refused is None:
+        if standing.refusal is None:
             stack.callback(self._quotas.release, permit)
         return standing
 

@@ -49,11 +49,11 @@ def noted_permit(scope: Scope) -> Permit | None:
 
 def check_standing(standing: Standing, key: ApiKey) -> None:
     """Raises CapacityError for a request that is refused."""
-    if standing.refused == "concurrency":
+    if standing.refusal == "concurrency":
         raise TooManyRequests(
             key=key.name, limit=key.max_concurrent_requests or 0, wait_s=standing.wait_s
         )
-    if standing.refused == "tokens":
+    if standing.refusal == "tokens":
         raise TooManyTokens(key=key.name, limit=key.tokens_per_minute or 0, wait_s=standing.wait_s)
 
 

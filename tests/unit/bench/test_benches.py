@@ -71,25 +71,25 @@ def test_exact_finds_a_single_changed_token(model: Path) -> None:
     case = _HERE
     config = exact.engine_config(model, None, case)
     prompts = load_prompts(Tokenizer.load(model), SHIPPED_PROMPTS, limit=4)
-    said: list[str] = []
+    lines: list[str] = []
     runner = LocalEngine(config)
     sound = exact.compare(
-        runner, prompts, max_tokens=4, stop_token_ids=(), report=said.append, label="sound"
+        runner, prompts, max_tokens=4, stop_token_ids=(), report=lines.append, label="sound"
     )
     assert sound.total.mismatches == 0
-    assert not said
+    assert not lines
     assert sound.total.tokens > 200
     assert min(tally.tokens for tally in sound.by_shape.values()) > 0.2 * sound.total.tokens
     broken = exact.compare(
-        Forgetful(runner), prompts, max_tokens=4, stop_token_ids=(), report=said.append, label="b"
+        Forgetful(runner), prompts, max_tokens=4, stop_token_ids=(), report=lines.append, label="b"
     )
     assert min(tally.mismatches for tally in broken.by_shape.values()) >= 60
-    assert said
+    assert lines
 
 
 def test_exact_meets_every_controller_with_every_shape_under_every_sampling(model: Path) -> None:
     config = exact.engine_config(model, None, _HERE)
-    asked: set[tuple[str, str, float]] = set()
+    combinations: set[tuple[str, str, float]] = set()
 
     class Listening:
         def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -97,7 +97,7 @@ def test_exact_meets_every_controller_with_every_shape_under_every_sampling(mode
                 speculation = request.speculation
                 if speculation.mode == "auto":
                     key = (str(speculation.controller), str(speculation.tree))
-                    asked.add((*key, request.sampling.temperature))
+                    combinations.add((*key, request.sampling.temperature))
             return [Generation(request_id=request.request_id) for request in requests]
 
     prompts = load_prompts(Tokenizer.load(config.model.path), SHIPPED_PROMPTS, limit=1)
@@ -105,7 +105,7 @@ def test_exact_meets_every_controller_with_every_shape_under_every_sampling(mode
         Listening(), prompts, max_tokens=4, stop_token_ids=(), report=lambda _: None, label="l"
     )
     temperatures = {sampling.temperature for sampling in exact.SAMPLING.values()}
-    assert len(asked) == len(CONTROLLER_NAMES) * len(exact.SHAPES) * len(temperatures)
+    assert len(combinations) == len(CONTROLLER_NAMES) * len(exact.SHAPES) * len(temperatures)
 
 
 def test_online_figures_are_taken_from_what_clients_saw() -> None:
@@ -128,7 +128,7 @@ def test_online_figures_are_taken_from_what_clients_saw() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["costs", "--batches", "0"], "at least 1 request"),
         (["costs", "--lengths", "-1"], "drafts of -1 tokens"),
@@ -139,7 +139,7 @@ def test_online_figures_are_taken_from_what_clients_saw() -> None:
     ],
 )
 def test_costs_that_cannot_be_measured_are_refused_before_a_rank_starts(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

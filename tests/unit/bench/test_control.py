@@ -68,9 +68,9 @@ def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     words += ["--temperatures", "0", "1.2", "--max-tokens", "8", "--dtype", "float32", "--json"]
     COST.save(folder / "cost.json")  # drafts must not depend on the load
     words += ["--cost", str(folder / "cost.json")]
-    kept = ["--record", str(folder / "traces.json")]
+    recording = ["--record", str(folder / "traces.json")]
     started = time.process_time()
-    report = report_of([*words, *kept])
+    report = report_of([*words, *recording])
     return Ran(
         report=report,
         words=words,
@@ -119,10 +119,10 @@ def test_trees_are_raced_against_the_chains_of_the_same_controller(ran: Ran) -> 
         assert set(row) == trees
         race = ran.report["live"]["trees"][name]
         assert {"plain", "goodput", "calibration"} | trees == set(race["variants"])
-    asked = {variant.label: variant.params.tree for variant in tree_variants()}
-    assert asked["goodput"] == "none"
-    assert asked["goodput, static tree"] == "static"
-    assert asked["calibration, dynamic tree"] == "dynamic"
+    shapes = {variant.label: variant.params.tree for variant in tree_variants()}
+    assert shapes["goodput"] == "none"
+    assert shapes["goodput, static tree"] == "static"
+    assert shapes["calibration, dynamic tree"] == "dynamic"
 
 
 def test_the_replay_goes_through_every_controller_and_length(ran: Ran) -> None:
@@ -160,8 +160,8 @@ def test_the_pictures_are_drawn_from_the_recording_and_small(ran: Ran, tmp_path:
 
 def test_kept_traces_give_the_same_figures_again(ran: Ran) -> None:
     """With recorded rounds and a recorded cost model, nothing depends on the machine."""
-    again = [*ran.words, "--only", "replay", "--traces", str(ran.traces)]
-    first, second = report_of(again), report_of(again)
+    words = [*ran.words, "--only", "replay", "--traces", str(ran.traces)]
+    first, second = report_of(words), report_of(words)
     assert first["replay"] == second["replay"]
     assert first["replay"] == ran.report["replay"]
     assert first["summary"]["basis"] == "replay"
@@ -224,8 +224,8 @@ def trace(accepted: Sequence[int], *, ceiling: int = 4, workload: str = "a") -> 
 
 
 def judge(*traces: Trace) -> Judge:
-    kept = TraceSet(max_draft_tokens=4, cost=COST, traces=traces)
-    return Judge(kept, setting(), seed=0)
+    trace_set = TraceSet(max_draft_tokens=4, cost=COST, traces=traces)
+    return Judge(trace_set, setting(), seed=0)
 
 
 def setting() -> ReplaySetting:
@@ -244,8 +244,8 @@ def test_the_best_fixed_length_is_none_where_nothing_and_all_where_everything_is
 
 def test_a_round_of_a_batch_costs_what_the_cost_model_says() -> None:
     """Two requests of which one ends sooner; the seconds are computed by hand."""
-    (two,) = [v for v in fixed_variants(4) if v.label == "fixed 2"]
-    run = replay([Arrival(trace=trace([2] * 6)), Arrival(trace=trace([0] * 2))], two, setting())
+    (fixed,) = [v for v in fixed_variants(4) if v.label == "fixed 2"]
+    run = replay([Arrival(trace=trace([2] * 6)), Arrival(trace=trace([0] * 2))], fixed, setting())
     assert [len(turns) for turns in run.rounds] == [2, 2]
     assert run.tokens == 8
     # The shorter text has room for one drafted token at first, and then for none.
@@ -255,8 +255,8 @@ def test_a_round_of_a_batch_costs_what_the_cost_model_says() -> None:
 @pytest.mark.usefixtures("documented_controller")
 def test_a_guess_that_is_refused_is_paid_for() -> None:
     dear = replace(COST, guess_s=0.08)
-    refused = Variant(label="threshold", controller="threshold")  # 0.5 is below its threshold 0.6
-    run = replay([Arrival(trace=trace([4] * 3))], refused, replace(setting(), cost=dear))
+    variant = Variant(label="threshold", controller="threshold")  # 0.5 is below its threshold 0.6
+    run = replay([Arrival(trace=trace([4] * 3))], variant, replace(setting(), cost=dear))
     guessed = dear.seconds(0) + dear.guess_s
     assert run.seconds == pytest.approx([guessed, guessed, dear.seconds(0)])
 
@@ -332,13 +332,13 @@ def test_mixed_traffic_comes_in_bursts_and_repeats_no_text_before_all_were_drawn
     crowd = mixed(10, max_tokens=20, rng=Random(0), bursts=(1, 4, 5))
     assert sorted(guest.text for guest in crowd) == list(range(10))
     assert [guest.after_tokens for guest in crowd] == [0, *[16] * 4, *[80] * 5]
-    assert [guest.most_running for guest in in_turn(3, 2, rng=Random(0))] == [2] * 8
+    assert [guest.max_running for guest in in_turn(3, 2, rng=Random(0))] == [2] * 8
 
 
 def test_each_class_gives_its_first_prompts() -> None:
     prompts = [Prompt(workload=name, tokens=(TokenId(i),)) for i, name in enumerate("aabab")]
-    taken = take_per_class(prompts, 2)
-    assert [(prompt.workload, prompt.tokens[0]) for prompt in taken] == [
+    prompts_of_classes = take_per_class(prompts, 2)
+    assert [(prompt.workload, prompt.tokens[0]) for prompt in prompts_of_classes] == [
         ("a", 0),
         ("a", 1),
         ("b", 2),

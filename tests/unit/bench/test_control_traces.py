@@ -53,7 +53,7 @@ def config(model: Path, *, ceiling: int = CEILING, log_evidence: bool = False) -
 def texts() -> list[Text]:
     """Returns greedy and sampled texts, one of them stopped by a token in its middle."""
     rng = Random(3)
-    made = [
+    texts = [
         Text(
             prompt=tuple(TokenId(rng.randrange(3, 96)) for _ in range(9 + n)),
             workload=f"t{temperature:g}",
@@ -64,7 +64,7 @@ def texts() -> list[Text]:
         )
         for n, temperature in enumerate((0.0, 0.0, 0.9, 0.9))
     ]
-    return made
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -204,9 +204,9 @@ def test_drafters_that_are_always_or_never_right_are_recorded_as_such(
 def test_traces_survive_their_file_to_the_last_digit(
     tmp_path: Path, recorded: tuple[list[Text], list[Trace]]
 ) -> None:
-    kept = TraceSet(max_draft_tokens=CEILING, cost=COST, traces=tuple(recorded[1]))
-    kept.save(tmp_path / "traces.json")
-    assert TraceSet.load(tmp_path / "traces.json") == kept
+    trace_set = TraceSet(max_draft_tokens=CEILING, cost=COST, traces=tuple(recorded[1]))
+    trace_set.save(tmp_path / "traces.json")
+    assert TraceSet.load(tmp_path / "traces.json") == trace_set
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"version": 1}', '{"version": 9}'])
@@ -247,7 +247,7 @@ def test_the_clairvoyant_time_is_reached_by_drafting_its_lengths(
             [Arrival(trace=trace)],
             fixed(CEILING),
             setting(),
-            told=lambda _, at, best=best: best.lengths[at],  # type: ignore[misc]
+            lengths=lambda _, at, best=best: best.lengths[at],  # type: ignore[misc]
         )
         assert run.total_s == pytest.approx(best.remaining_s[0])
 

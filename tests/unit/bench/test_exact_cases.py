@@ -22,7 +22,7 @@ def test_what_is_no_topology_is_refused_with_an_example(text: str) -> None:
 
 
 def test_on_a_cluster_every_topology_runs_in_both_types_and_nothing_runs_here() -> None:
-    cases = cases_of(ACROSS, with_one_process=False)
+    cases = cases_of(ACROSS, in_process=False)
     assert {(case.verify_ranks, case.dtype) for case in cases} == {
         (ranks, dtype) for ranks in (1, 2, 4) for dtype in ("float32", "bfloat16")
     }
@@ -30,7 +30,7 @@ def test_on_a_cluster_every_topology_runs_in_both_types_and_nothing_runs_here() 
 
 
 def test_on_this_machine_one_process_is_compared_too_and_fast_numerics_promise_nothing() -> None:
-    cases = cases_of(HERE, with_one_process=True)
+    cases = cases_of(HERE, in_process=True)
     assert {case.verify_ranks for case in cases} == {0, 1, 2}
     fast = Case(verify_ranks=0, dtype="bfloat16", numerics="fast")
     assert [case for case in cases if not case.is_promised] == [fast]

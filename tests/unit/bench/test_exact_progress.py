@@ -4,12 +4,12 @@ from eesd_dist.bench.exact import ExactTally, Progress, duration
 
 
 def test_a_line_for_each_setting_says_how_long_the_rest_will_take() -> None:
-    said: list[str] = []
+    lines: list[str] = []
     times = iter([0.0, 20.0, 30.0])
-    progress = Progress(num_groups=12, report=said.append, clock=lambda: next(times))
+    progress = Progress(num_groups=12, report=lines.append, clock=lambda: next(times))
     progress.finished(ExactTally(tokens=100, mismatches=0))
     progress.finished(ExactTally(tokens=50, mismatches=2))
-    assert said == [
+    assert lines == [
         "  1/12 settings, 100 tokens, 0 differ, about 4 min left",
         "  2/12 settings, 150 tokens, 2 differ, about 2 min left",
     ]

@@ -64,9 +64,9 @@ def test_a_bounded_belief_keeps_its_opinion(counts: list[tuple[int, int]], limit
 
 
 def test_merging_adds_the_counts_and_not_the_priors() -> None:
-    one, other = Belief().after(outcome(4, 2)), Belief().after(outcome(3, 3))
+    first, second = Belief().after(outcome(4, 2)), Belief().after(outcome(3, 3))
     both = Belief().after(outcome(4, 2)).after(outcome(3, 3))
-    assert one.merged(other) == both
+    assert first.merged(second) == both
 
 
 @given(st.lists(rounds, max_size=5))

@@ -92,12 +92,12 @@ def test_what_a_straight_line_cannot_follow_the_curve_straightens() -> None:
 
 def test_forecasts_are_made_of_the_features_that_are_fitted() -> None:
     weights = dict(zip(FEATURES, (-0.3, 0.7, 0.05, -0.4, 1.1, -0.2, 1.9, -0.6), strict=True))
-    made = Calibrator(**weights, logit_top1=0.0)
+    calibrator = Calibrator(**weights, logit_top1=0.0)
     for gap in (0.0, 0.4, 7.0):
         for temperature in (0.0, 0.3, 1.2):
             seen = Evidence(depth=3, gap=gap, temperature=temperature)
-            score = sum(w * x for w, x in zip(made.weights, features(seen), strict=True))
-            assert made.probability(seen) == pytest.approx(1.0 / (1.0 + math.exp(-score)))
+            score = sum(w * x for w, x in zip(calibrator.weights, features(seen), strict=True))
+            assert calibrator.probability(seen) == pytest.approx(1.0 / (1.0 + math.exp(-score)))
 
 
 def test_the_curve_never_falls_and_meets_its_own_points() -> None:

@@ -47,9 +47,9 @@ def test_with_a_calibration_no_controller_reads_probabilities() -> None:
     fitted = Calibrator(logit_top1=0.0, log_gap=1.0)
     for name in CONTROLLER_NAMES:
         cost = CHEAP if name in ("smartspec", "goodput") else None
-        made = DraftPolicy(speculation=SpeculationConfig(), cost=cost, calibrator=fitted)
-        made.admit(ONE, name, Belief())
-        assert not made.needs_probs([ONE]), name
+        policy = DraftPolicy(speculation=SpeculationConfig(), cost=cost, calibrator=fitted)
+        policy.admit(ONE, name, Belief())
+        assert not policy.needs_probs([ONE]), name
 
 
 @pytest.mark.parametrize("cost", [None, CHEAP])
@@ -102,8 +102,8 @@ def test_without_weight_on_the_calibration_it_is_beta_ts(
 ) -> None:
     belief = Belief(alpha=5.0, beta=2.0, num_tested=5, num_accepted=4)
     lengths = [
-        [draft_length(one, ceiling=20, top1_prob=top1_prob) for _ in range(5)]
-        for one in (
+        [draft_length(variant, ceiling=20, top1_prob=top1_prob) for _ in range(5)]
+        for variant in (
             controller("beta", belief=belief, seed=seed, redraw=redraw, stop_rule="bernoulli"),
             controller(
                 "calibration",
@@ -120,9 +120,9 @@ def test_without_weight_on_the_calibration_it_is_beta_ts(
 
 def test_calibration_drafts_longer_where_the_exit_head_is_sure() -> None:
     belief = Belief().after(outcome(8, 5))
-    one = controller("calibration", belief=belief, cost=CHEAP)
-    sure = sum(draft_length(one, ceiling=8, top1_prob=0.97) for _ in range(200))
-    unsure = sum(draft_length(one, ceiling=8, top1_prob=0.15) for _ in range(200))
+    thompson = controller("calibration", belief=belief, cost=CHEAP)
+    sure = sum(draft_length(thompson, ceiling=8, top1_prob=0.97) for _ in range(200))
+    unsure = sum(draft_length(thompson, ceiling=8, top1_prob=0.15) for _ in range(200))
     assert sure > 3 * unsure
 
 
@@ -138,10 +138,10 @@ def test_cost_aware_thompson_sampling_keeps_up_with_the_best_fixed_length() -> N
         tokens = text(Random(2), ease=ease, spread=1.5, num_tokens=2_500)
         longest = decode(controller("fixed", fixed_length=8), tokens, ceiling=8)
         best_fixed = hindsight(longest, cost=CHEAP, max_length=8).best_fixed_rate
-        least: dict[str, float] = {"beta": 0.95, "calibration": 0.98}
-        for name in least:
+        min_share: dict[str, float] = {"beta": 0.95, "calibration": 0.98}
+        for name in min_share:
             rounds = decode(controller(name, cost=CHEAP), tokens, ceiling=8)
-            assert hindsight(rounds, cost=CHEAP, max_length=8).rate > least[name] * best_fixed
+            assert hindsight(rounds, cost=CHEAP, max_length=8).rate > min_share[name] * best_fixed
 
 
 def test_a_cost_aware_rule_without_costs_is_refused_with_advice() -> None:
@@ -150,9 +150,9 @@ def test_a_cost_aware_rule_without_costs_is_refused_with_advice() -> None:
 
 
 def test_evidence_that_is_not_a_number_costs_speed_alone() -> None:
-    one = controller("calibration", cost=CHEAP)
-    one.begin_round()
-    assert isinstance(one.keep_drafting(evidence(math.nan)), bool)
+    thompson = controller("calibration", cost=CHEAP)
+    thompson.begin_round()
+    assert isinstance(thompson.keep_drafting(evidence(math.nan)), bool)
 
 
 def test_goodput_and_smartspec_assume_costs_without_a_measurement() -> None:

@@ -30,7 +30,7 @@ def test_answers_of_one_deviate_move_together() -> None:
         chance = Deviate(rng)
         pairs.append((chance.beta(20.0, 5.0), chance.beta(18.0, 7.0)))
     first, second = (sorted(range(len(pairs)), key=lambda i: pairs[i][side]) for side in (0, 1))
-    rank = {index: place for place, index in enumerate(second)}
+    rank = {index: position for position, index in enumerate(second)}
     half = len(pairs) // 2
     assert sum(rank[index] < half for index in first[:half]) / half > 0.9
 

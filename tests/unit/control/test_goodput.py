@@ -92,21 +92,21 @@ def test_in_a_steady_world_it_keeps_up_with_the_best_fixed_length(
     cost: CostModel, ease: float, max_running: int
 ) -> None:
     texts = _texts(ease, 8 if max_running == 1 else 32)
-    mine = _served(cost, texts, max_running).rate
-    assert mine > 0.98 * _best_fixed(cost, texts, max_running)
+    rate = _served(cost, texts, max_running).rate
+    assert rate > 0.98 * _best_fixed(cost, texts, max_running)
 
 
 @pytest.mark.parametrize("cost", [MEASURED, CHEAP], ids=["measured", "cheap"])
 def test_in_a_mixed_world_it_beats_every_single_length(cost: CostModel) -> None:
     pairs = zip(_texts(3.5, 8), _texts(-2, 8), strict=True)
-    texts = [one for pair in pairs for one in pair]
+    texts = [tokens for pair in pairs for tokens in pair]
     assert _served(cost, texts, 1).rate > 1.08 * _best_fixed(cost, texts, 1)
 
 
 def test_after_a_change_of_class_in_mid_stream_it_beats_every_single_length() -> None:
     for before, after in ((-2, 3), (3, -2)):
         pairs = zip(_texts(before, 4, length=200), _texts(after, 4, length=200), strict=True)
-        texts = [one + other for one, other in pairs]
+        texts = [tokens + other for tokens, other in pairs]
         assert _served(MEASURED, texts, 1).rate > 1.05 * _best_fixed(MEASURED, texts, 1)
 
 
@@ -121,8 +121,8 @@ def test_where_nothing_is_to_be_gained_it_is_as_fast_as_plain_decoding(
     texts: list[Text] = [[(False, claimed)] * length for _ in range(count)]
     if cost is LINEAR:
         texts = _texts(1, count, length=length)
-    mine = _served(cost, texts, max_running).rate
-    assert mine > 0.98 * _fixed(cost, texts, max_running, 0)
+    rate = _served(cost, texts, max_running).rate
+    assert rate > 0.98 * _fixed(cost, texts, max_running, 0)
 
 
 def test_where_nothing_is_to_be_gained_the_exit_head_is_left_alone() -> None:
@@ -143,22 +143,22 @@ def test_a_request_that_drafts_nothing_rests_longer_and_longer() -> None:
 
     def round_of(*, drafts: bool) -> bool:
         """Returns whether the request was asked."""
-        is_awake = request in policy.begin_round([request])
-        if is_awake:
+        is_active = request in policy.begin_round([request])
+        if is_active:
             policy.worth_a_guess([request])
         else:
             assert policy.worth_a_guess([request]) == set()
             assert policy.lookup_length(request, lambda: (9, 5)) == 0
-        count = int(drafts and is_awake)
+        count = int(drafts and is_active)
         judged = (evidence(0.8),) * count
         policy.observe(
             [Outcome(request_id=request, num_drafted=count, num_accepted=0, evidence=judged)]
         )
-        return is_awake
+        return is_active
 
-    asked = [at for at in range(80) if round_of(drafts=False)]
-    assert asked[:4] == [0, 1, 2, 3]
-    assert [after - at for at, after in pairwise(asked[3:])] == [2, 3, 5, 9, 17, 17, 17]
+    turns = [at for at in range(80) if round_of(drafts=False)]
+    assert turns[:4] == [0, 1, 2, 3]
+    assert [after - at for at, after in pairwise(turns[3:])] == [2, 3, 5, 9, 17, 17, 17]
     while not round_of(drafts=True):
         pass
     assert [round_of(drafts=True) for _ in range(20)] == [True] * 20
@@ -204,29 +204,31 @@ def test_in_a_larger_batch_where_rows_are_dear_less_is_drafted() -> None:
     dear = CostModel(
         draft_step_s=0.05, verify_s=(1.0,) * 9, verify_rows_s=((10, 1.2), (40, 9.0)), guess_s=0.02
     )
-    alone = _served(dear, _texts(1, 6), 1)
+    single = _served(dear, _texts(1, 6), 1)
     crowd = _served(dear, _texts(1, 48), 24)
-    assert sum(crowd.lengths) / len(crowd.lengths) < 0.5 * sum(alone.lengths) / len(alone.lengths)
+    assert sum(crowd.lengths) / len(crowd.lengths) < 0.5 * sum(single.lengths) / len(single.lengths)
 
 
 def test_more_is_drafted_while_another_microbatch_is_verified() -> None:
     """Draft steps that are expensive alone are hidden behind the time of the verifier."""
     slow = CostModel(draft_step_s=0.5, verify_s=tuple(1.0 + 0.01 * i for i in range(9)))
     chances = [0.35]
-    alone = sum(
+    unhidden = sum(
         _one_level(_admitted(_policy(slow, seed=seed), 1), chances)[0] for seed in range(60)
     )
     beside = sum(
         _one_level(_admitted(_policy(slow, seed=seed), 1), chances, overlapped=True)[0]
         for seed in range(60)
     )
-    assert beside > alone + 20
+    assert beside > unhidden + 20
 
 
 def _siblings(policy: DraftPolicy, top1_prob: float, *, shape: int = 3) -> list[bool]:
-    one = RequestId("0")
-    offers = [Offer(request_id=one, evidence=evidence(top1_prob), rank=r) for r in range(shape)]
-    return _decided(policy, [one], offers)
+    request_id = RequestId("0")
+    offers = [
+        Offer(request_id=request_id, evidence=evidence(top1_prob), rank=r) for r in range(shape)
+    ]
+    return _decided(policy, [request_id], offers)
 
 
 def test_siblings_are_drafted_where_rows_are_free_and_not_where_they_are_dear() -> None:
@@ -260,9 +262,9 @@ def test_siblings_that_were_never_right_are_drafted_no_more() -> None:
 def test_a_tree_grows_below_the_nodes_that_were_taken() -> None:
     """The child of an unlikely sibling is less likely than the child of the first choice."""
     cost = CostModel(draft_step_s=0.01, verify_s=tuple(1.0 + 0.035 * i for i in range(12)))
-    policy, one = _admitted(_policy(cost), 1), RequestId("0")
+    policy, request_id = _admitted(_policy(cost), 1), RequestId("0")
     assert _siblings(policy, 0.75, shape=2) == [True, True]
-    offers = [Offer(request_id=one, evidence=evidence(0.75), parent=p) for p in (0, 1)]
+    offers = [Offer(request_id=request_id, evidence=evidence(0.75), parent=p) for p in (0, 1)]
     assert policy.choose(offers) == [True, False]
 
 
@@ -347,18 +349,18 @@ def test_by_rules_a_batch_keeps_up_with_the_best_fixed_length(
 ) -> None:
     texts = _texts(ease, max(4 * max_running, 16))
     policy = DraftPolicy(speculation=SpeculationConfig(), cost=cost, calibrator=BY_TRUE_GAP)
-    mine = serve(policy, texts, cost=cost, max_running=max_running, by_rules=True)
+    served = serve(policy, texts, cost=cost, max_running=max_running, by_rules=True)
     # Of two requests, each often drafts alone, without knowing what the other's guesses are.
-    least = 0.95 if max_running == 2 else 0.98
-    assert mine.rate > least * _best_fixed(cost, texts, max_running)
+    min_share = 0.95 if max_running == 2 else 0.98
+    assert served.rate > min_share * _best_fixed(cost, texts, max_running)
 
 
 @pytest.mark.parametrize("max_running", [1, 8])
 def test_a_head_without_a_calibration_drafts_by_rules_and_gains(max_running: int) -> None:
     texts = _texts(1, 4 * max_running + 12)
     policy = DraftPolicy(speculation=SpeculationConfig(), cost=FLAT, calibrator=UNFITTED)
-    mine = serve(policy, texts, cost=FLAT, max_running=max_running, by_rules=True)
-    assert mine.rate > 0.95 * _best_fixed(FLAT, texts, max_running)
+    served = serve(policy, texts, cost=FLAT, max_running=max_running, by_rules=True)
+    assert served.rate > 0.95 * _best_fixed(FLAT, texts, max_running)
 
 
 def _prices(cost: CostModel) -> tuple[list[float], float]:
@@ -389,9 +391,9 @@ def test_a_level_that_is_there_anyway_costs_as_much_as_one_more_token_in_it() ->
     prices, theta = _prices(_flat(1.0))
     assert prices[0] == pytest.approx(0.0)
     # The whole level, where none of the others gets as far.
-    alone = [(1.0 - theta**level) ** 3 for level in range(1, 4)]
+    p_only = [(1.0 - theta**level) ** 3 for level in range(1, 4)]
     assert [price / prices[1] for price in prices[1:]] == pytest.approx(
-        [each / alone[0] for each in alone]
+        [share / p_only[0] for share in p_only]
     )
 
 
@@ -399,7 +401,7 @@ def test_a_level_beyond_the_common_length_is_paid_by_those_that_are_expected_to_
     prices, theta = _prices(_flat(6.0))
     assert prices[0] == pytest.approx(0.0)  # one token pays for all of them together
     going_on = [max(round(4 * theta**level), 1) / 2 for level in range(1, 4)]
-    shares = [1.0 / max(each, 1.0) for each in going_on]
+    shares = [1.0 / max(count, 1.0) for count in going_on]
     assert [price / prices[1] for price in prices[1:]] == pytest.approx(
         [share / shares[0] for share in shares]
     )

@@ -27,16 +27,16 @@ REAL = CostModel(
 
 
 def a_round(
-    cost: CostModel, length: int, *, noise: float = 1.0, refused: bool = False
+    cost: CostModel, length: int, *, noise: float = 1.0, is_ended: bool = False
 ) -> RoundCost:
     """`refused`: the draft was ended by a guess."""
     return RoundCost(
         levels=(1,) * length,
-        guesses=(1,) * (length + refused),
+        guesses=(1,) * (length + is_ended),
         num_rows=1 + length,
         num_requests=1,
         verify_s=noise * cost.verify(length),
-        other_s=noise * (cost.round_s + length * cost.draft_step_s + refused * cost.guess_s),
+        other_s=noise * (cost.round_s + length * cost.draft_step_s + is_ended * cost.guess_s),
     )
 
 
@@ -50,10 +50,10 @@ def after(cost: CostModel, num_rounds: int, *, spread: float, lengths: int = 9) 
 
 @pytest.mark.parametrize("spread", [0.02, 0.15])
 def test_it_learns_what_rounds_cost(spread: float) -> None:
-    found = after(REAL, 400, spread=spread)
+    learnt = after(REAL, 400, spread=spread)
     for length in range(9):
-        assert found.seconds(length) == pytest.approx(REAL.seconds(length), rel=0.05)
-    longer = found.seconds(8) - found.seconds(0)
+        assert learnt.seconds(length) == pytest.approx(REAL.seconds(length), rel=0.05)
+    longer = learnt.seconds(8) - learnt.seconds(0)
     assert longer == pytest.approx(REAL.seconds(8) - REAL.seconds(0), rel=0.15)
 
 
@@ -64,9 +64,9 @@ def test_a_profile_that_is_right_stays() -> None:
 
 
 def test_what_was_never_drafted_keeps_the_price_of_the_profile() -> None:
-    found = after(REAL, 300, spread=0.1, lengths=1)
-    assert found.seconds(0) == pytest.approx(REAL.seconds(0), rel=0.08)
-    step_s = found.draft_step_s
+    learnt = after(REAL, 300, spread=0.1, lengths=1)
+    assert learnt.seconds(0) == pytest.approx(REAL.seconds(0), rel=0.08)
+    step_s = learnt.draft_step_s
     assert step_s == pytest.approx(PROFILE.draft_step_s, rel=0.01)
 
 
@@ -76,7 +76,7 @@ def test_guesses_that_are_not_drafted_do_not_make_plain_rounds_look_slow() -> No
     learnt, rng = LearntCost(replace(PROFILE, draft_step_s=0.75e-3, guess_s=0.64e-3)), Random(4)
     for _ in range(300):
         length = rng.randrange(3)
-        learnt.observe(a_round(real, length, refused=rng.random() < 0.7))
+        learnt.observe(a_round(real, length, is_ended=rng.random() < 0.7))
     assert learnt.model.seconds(0) == pytest.approx(real.seconds(0), rel=0.05)
     assert learnt.model.draft_step_s == pytest.approx(real.draft_step_s, rel=0.1)
 

@@ -20,89 +20,89 @@ def policy(controller: str = "beta", **config: object) -> DraftPolicy:
     return DraftPolicy(speculation=speculation, cost=COST, calibrator=None)
 
 
-def drafted(made: DraftPolicy, *, rounds: int = 50) -> int:
+def drafted(policy_: DraftPolicy, *, rounds: int = 50) -> int:
     """Returns how often a first token was drafted for the request."""
     count = 0
     for _ in range(rounds):
-        made.begin_round([ONE])
-        if made.worth_a_guess([ONE]):
-            count += made.choose([Offer(request_id=ONE, evidence=evidence(0.9))])[0]
+        policy_.begin_round([ONE])
+        if policy_.worth_a_guess([ONE]):
+            count += policy_.choose([Offer(request_id=ONE, evidence=evidence(0.9))])[0]
     return count
 
 
 def test_a_controller_that_needs_no_evidence_spares_the_exit_head_its_last_guess() -> None:
-    made = policy("fixed", fixed_length=2)
-    made.admit(ONE, None, Belief())
-    made.begin_round([ONE])
+    policy_ = policy("fixed", fixed_length=2)
+    policy_.admit(ONE, None, Belief())
+    policy_.begin_round([ONE])
     offer = Offer(request_id=ONE, evidence=evidence())
     for _ in range(2):
-        assert made.worth_a_guess([ONE]) == {ONE}
-        assert made.worth_a_guess([ONE]) == {ONE}  # asked twice, the answer is the same
-        assert made.choose([offer]) == [True]
-    assert made.worth_a_guess([ONE]) == frozenset()
+        assert policy_.worth_a_guess([ONE]) == {ONE}
+        assert policy_.worth_a_guess([ONE]) == {ONE}  # asked twice, the answer is the same
+        assert policy_.choose([offer]) == [True]
+    assert policy_.worth_a_guess([ONE]) == frozenset()
 
 
 def test_every_request_of_a_round_is_answered_by_the_controller_it_names() -> None:
-    made = policy("goodput", fixed_length=0)
+    policy_ = policy("goodput", fixed_length=0)
     ids = {name: RequestId(name) for name in ("fixed", "goodput", "calibration")}
     for name, request_id in ids.items():
-        made.admit(request_id, name, Belief())
-    made.begin_round(ids.values())
+        policy_.admit(request_id, name, Belief())
+    policy_.begin_round(ids.values())
     offers = [Offer(request_id=i, evidence=evidence(0.95)) for i in ids.values()]
-    assert made.choose(offers) == [False, True, True]
-    assert made.needs_probs([ids["calibration"]])
-    assert not made.needs_probs([ids["fixed"]])
-    assert made.needs_probs(ids.values())
+    assert policy_.choose(offers) == [False, True, True]
+    assert policy_.needs_probs([ids["calibration"]])
+    assert not policy_.needs_probs([ids["fixed"]])
+    assert policy_.needs_probs(ids.values())
 
 
 @pytest.mark.parametrize("name", CONTROLLER_NAMES)
 def test_a_request_that_has_ended_is_forgotten_and_its_late_verdict_passed_over(name: str) -> None:
-    made = policy(name)
-    made.admit(ONE, None, Belief())
-    assert made.live() == (ONE,)
-    made.end(ONE)
-    made.end(ONE)
-    made.observe([outcome(4, 0)])
-    assert made.live() == ()
-    made.admit(ONE, None, Belief())  # the id may come back
-    drafted(made)
-    assert made.live() == (ONE,)
+    policy_ = policy(name)
+    policy_.admit(ONE, None, Belief())
+    assert policy_.live() == (ONE,)
+    policy_.end(ONE)
+    policy_.end(ONE)
+    policy_.observe([outcome(4, 0)])
+    assert policy_.live() == ()
+    policy_.admit(ONE, None, Belief())  # the id may come back
+    drafted(policy_)
+    assert policy_.live() == (ONE,)
 
 
 def test_advice_counts_where_the_router_knows_more_rounds() -> None:
-    made = policy("beta", discount=1.0)
-    made.admit(ONE, None, Belief(alpha=40.0, beta=1.0))
-    made.advise({ONE: HOPELESS, RequestId("not here"): HOPELESS})
-    assert drafted(made) < 10
+    policy_ = policy("beta", discount=1.0)
+    policy_.admit(ONE, None, Belief(alpha=40.0, beta=1.0))
+    policy_.advise({ONE: HOPELESS, RequestId("not here"): HOPELESS})
+    assert drafted(policy_) < 10
     for _ in range(500):
-        made.observe([outcome(8, 8)])
-    made.advise({ONE: HOPELESS})
-    assert drafted(made) > 40
+        policy_.observe([outcome(8, 8)])
+    policy_.advise({ONE: HOPELESS})
+    assert drafted(policy_) > 40
 
 
 def test_a_belief_outlives_the_exit_head_it_was_learnt_with() -> None:
-    made = policy("beta", discount=1.0)
-    made.admit(ONE, None, Belief())
-    assert drafted(made) > 20
+    policy_ = policy("beta", discount=1.0)
+    policy_.admit(ONE, None, Belief())
+    assert drafted(policy_) > 20
     for _ in range(400):
-        made.observe([outcome(4, 0)])
-    made.recalibrate(Calibrator())
-    assert drafted(made) < 10
+        policy_.observe([outcome(4, 0)])
+    policy_.recalibrate(Calibrator())
+    assert drafted(policy_) < 10
 
 
 def test_a_request_may_not_name_a_controller_that_needs_what_this_engine_does_not_know() -> None:
     speculation = SpeculationConfig(controller="goodput", stop_rule="optimal")
-    made = DraftPolicy(speculation=speculation, cost=None, calibrator=None)
-    with pytest.raises(RequestError, match="start-up profile") as refused:
-        made.check("beta")
-    assert refused.value.param == "speculation.controller"
-    made.check(None)
+    policy_ = DraftPolicy(speculation=speculation, cost=None, calibrator=None)
+    with pytest.raises(RequestError, match="start-up profile") as error:
+        policy_.check("beta")
+    assert error.value.param == "speculation.controller"
+    policy_.check(None)
 
 
 def test_a_name_that_is_not_registered_is_refused_with_the_list_of_those_that_are() -> None:
-    known = ", ".join(CONTROLLER_NAMES)
-    with pytest.raises(RequestError, match=f"'magic', expected one of {known}") as refused:
+    names = ", ".join(CONTROLLER_NAMES)
+    with pytest.raises(RequestError, match=f"'magic', expected one of {names}") as error:
         policy().check("magic")
-    assert refused.value.param == "speculation.controller"
-    with pytest.raises(ConfigError, match=f"'magic', expected one of {known}"):
+    assert error.value.param == "speculation.controller"
+    with pytest.raises(ConfigError, match=f"'magic', expected one of {names}"):
         policy("magic")

@@ -50,18 +50,18 @@ def smartspec(
         calibrator=Calibrator(),
         trees=TreeGrowth(calibrator=Calibrator(), discount=0.98),
     )
-    made = SmartSpec(setup)
+    control = SmartSpec(setup)
     for request_id in ids(count):
-        made.admit(request_id, belief)
-    return made
+        control.admit(request_id, belief)
+    return control
 
 
 def policy(cost: CostModel, *, belief: Belief, count: int) -> DraftPolicy:
     speculation = SpeculationConfig(controller="smartspec", max_draft_tokens=CEILING)
-    made = DraftPolicy(speculation=speculation, cost=cost, calibrator=None)
+    policy_ = DraftPolicy(speculation=speculation, cost=cost, calibrator=None)
     for request_id in ids(count):
-        made.admit(request_id, None, belief)
-    return made
+        policy_.admit(request_id, None, belief)
+    return policy_
 
 
 @given(
@@ -96,51 +96,51 @@ def test_where_all_is_accepted_and_the_batch_is_small_it_drafts_all_it_may() -> 
 def test_at_low_acceptance_or_high_load_it_drafts_nothing_and_spares_the_exit_head(
     rate: float, count: int
 ) -> None:
-    made = policy(LOADED, belief=accepting(rate), count=count)
-    made.begin_round(ids(count))
-    assert made.worth_a_guess(ids(count)) == frozenset()
+    policy_ = policy(LOADED, belief=accepting(rate), count=count)
+    policy_.begin_round(ids(count))
+    assert policy_.worth_a_guess(ids(count)) == frozenset()
 
 
 def test_the_length_falls_as_the_batch_grows() -> None:
-    made = smartspec(LOADED, belief=accepting(0.8), count=64)
-    lengths = [made.length_for(load(count)) for count in (1, 2, 4, 8, 16, 64)]
+    control = smartspec(LOADED, belief=accepting(0.8), count=64)
+    lengths = [control.length_for(load(count)) for count in (1, 2, 4, 8, 16, 64)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1]
 
 
 def test_all_requests_of_a_round_get_the_same_length() -> None:
-    made, three = policy(IDLE, belief=accepting(0.5), count=3), ids(3)
-    made.begin_round(three)
+    policy_, three = policy(IDLE, belief=accepting(0.5), count=3), ids(3)
+    policy_.begin_round(three)
     levels = 0
-    while made.worth_a_guess(three):
+    while policy_.worth_a_guess(three):
         offers = [
             Offer(request_id=request_id, evidence=evidence(top1_prob, depth=levels))
             for request_id, top1_prob in zip(three, (0.01, 0.5, 0.99), strict=True)
         ]
-        assert made.choose(offers) == [True, True, True]
+        assert policy_.choose(offers) == [True, True, True]
         levels += 1
     assert 0 < levels < CEILING
 
 
 def test_acceptance_is_a_moving_average_of_its_own_requests_judged_tokens() -> None:
-    made = smartspec(IDLE, belief=accepting(0.99), count=2)
-    mine, other = ids(2)[0], RequestId("of another controller")
+    control = smartspec(IDLE, belief=accepting(0.99), count=2)
+    own_id, other = ids(2)[0], RequestId("of another controller")
 
     def judged(request_id: RequestId) -> Outcome:
         return Outcome(request_id=request_id, num_drafted=8, num_accepted=0)
 
     for _ in range(400):
-        made.observe([judged(other)])
-    assert made.length_for(load(2)) == CEILING
+        control.observe([judged(other)])
+    assert control.length_for(load(2)) == CEILING
     for _ in range(400):
-        made.observe([judged(mine)])
-    assert made.length_for(load(2)) == 0
+        control.observe([judged(own_id)])
+    assert control.length_for(load(2)) == 0
 
 
 def test_after_long_failure_it_tries_again_and_finds_that_a_text_became_easy() -> None:
     hard_then_easy: Text = [(False, 0.5)] * 400 + [(True, 0.5)] * 1_200
-    made = policy(IDLE, belief=Belief(), count=0)
-    served = serve(made, [hard_then_easy], cost=IDLE, max_running=1)
+    policy_ = policy(IDLE, belief=Belief(), count=0)
+    served = serve(policy_, [hard_then_easy], cost=IDLE, max_running=1)
     assert sum(served.lengths[200:390]) / 190 < 0.5
     assert sum(served.lengths[-40:]) / 40 > 7
 
@@ -151,8 +151,8 @@ def test_in_a_steady_world_it_keeps_up_with_the_best_fixed_length_at_every_load(
 
     def rate(max_running: int, controller: str, length: int = 0) -> float:
         speculation = SpeculationConfig(controller=controller, fixed_length=length)
-        made = DraftPolicy(speculation=speculation, cost=LOADED, calibrator=None)
-        return serve(made, texts, cost=LOADED, max_running=max_running).rate
+        policy_ = DraftPolicy(speculation=speculation, cost=LOADED, calibrator=None)
+        return serve(policy_, texts, cost=LOADED, max_running=max_running).rate
 
     for max_running in (1, 4, 24):
         best_fixed = max(rate(max_running, "fixed", length) for length in range(CEILING + 1))

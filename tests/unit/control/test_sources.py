@@ -38,8 +38,8 @@ def test_lookups_that_are_right_are_drafted_and_get_longer() -> None:
         lengths(sources, request, 9, 1)
         sources.observe_lookup(request, verdict(8, 8))
         sources.observe_head(request, 1.0)
-    found = lengths(sources, request, 9, 100)
-    assert found.count(8) > 90
+    counts = lengths(sources, request, 9, 100)
+    assert counts.count(8) > 90
 
 
 def test_lookups_that_fail_are_given_up_in_their_class_alone() -> None:
@@ -85,23 +85,23 @@ def _policy(**config: object) -> DraftPolicy:
 
 def rounds(policy: DraftPolicy, count: int, *, accepts: bool) -> list[int]:
     """Returns how many tokens of lookups were drafted in each round; the head drafts nothing."""
-    found: list[int] = []
+    counts: list[int] = []
     for _ in range(count):
         policy.begin_round([ONE])
         length = policy.lookup_length(ONE, lambda: (4, 8))
-        found.append(length)
+        counts.append(length)
         if length:
             policy.observe([verdict(length, length if accepts else 0)])
         else:
             policy.observe([Outcome(request_id=ONE, num_drafted=0, num_accepted=0)])
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("accepts", [True, False])
 def test_goodput_learns_whether_lookups_pay(accepts: bool) -> None:
-    found = rounds(_policy(), 120, accepts=accepts)
-    late = found[60:]
-    assert (sum(late) / len(late) > 7) if accepts else (late.count(0) > 45)
+    counts = rounds(_policy(), 120, accepts=accepts)
+    last_counts = counts[60:]
+    assert (sum(last_counts) / len(last_counts) > 7) if accepts else (last_counts.count(0) > 45)
 
 
 def test_no_other_controller_drafts_lookups_and_they_can_be_switched_off() -> None:

@@ -37,47 +37,47 @@ def offer(
 
 
 def policy(*names: str, **config: object) -> DraftPolicy:
-    made = DraftPolicy(
+    policy_ = DraftPolicy(
         speculation=SpeculationConfig(tree=TreeConfig(), **config),  # type: ignore[arg-type]
         cost=None,
         calibrator=None,
     )
     ids = [RequestId("abc"[i]) for i in range(len(names))]
     for request_id, name in zip(ids, names, strict=True):
-        made.admit(request_id, name, Belief())
-    made.begin_round(ids)
-    return made
+        policy_.admit(request_id, name, Belief())
+    policy_.begin_round(ids)
+    return policy_
 
 
 def test_a_static_tree_goes_as_deep_as_a_chain_and_as_wide_as_it_was_offered() -> None:
-    made = policy("fixed", fixed_length=2)
+    policy_ = policy("fixed", fixed_length=2)
     for depth, parents in enumerate([(-1,), (0, 1), (2, 3, 4, 5)]):
-        assert made.worth_a_guess([KEY]) == (frozenset() if depth == 2 else {KEY})
+        assert policy_.worth_a_guess([KEY]) == (frozenset() if depth == 2 else {KEY})
         offers = [
             offer(rank, parent=parent, depth=depth, shape="static")
             for rank in (0, 1)
             for parent in parents
         ]
-        assert made.choose(offers) == [depth < 2] * len(offers)
+        assert policy_.choose(offers) == [depth < 2] * len(offers)
 
 
 @pytest.mark.usefixtures("documented_controller")
 def test_a_controller_is_asked_once_a_level_and_about_the_likeliest_token() -> None:
-    made = policy("threshold")
+    policy_ = policy("threshold")
     level = [
         offer(0, probability=0.6, shape="static"),
         offer(0, parent=1, probability=0.2, shape="static"),
         offer(1, probability=0.6, shape="static"),
     ]
-    assert made.choose(level) == [True, True, True]
-    assert made.choose([level[1], level[0]]) == [False, False]
+    assert policy_.choose(level) == [True, True, True]
+    assert policy_.choose([level[1], level[0]]) == [False, False]
 
 
 def test_a_dynamic_tree_takes_what_is_likely_to_survive() -> None:
-    made = policy("fixed", fixed_length=5)
-    first = made.choose([offer(0, probability=0.6), offer(1, probability=0.6)])
+    policy_ = policy("fixed", fixed_length=5)
+    first = policy_.choose([offer(0, probability=0.6), offer(1, probability=0.6)])
     assert first == [True, True]  # 0.6, and a third of the remaining 0.4
-    second = made.choose(
+    second = policy_.choose(
         [
             offer(0, parent=0, depth=1, probability=0.5),
             offer(0, parent=1, depth=1, probability=0.5),
@@ -88,25 +88,25 @@ def test_a_dynamic_tree_takes_what_is_likely_to_survive() -> None:
     assert second == [True, False, False, False]
     assert 0.6 * 0.5 > FLOOR > 0.6 * 0.5 / 3 > 0.4 / 3 * 0.5
     # The third token is number 2: the survival of its children includes its own.
-    third = made.choose([offer(0, parent=2, depth=2, probability=0.45)])
+    third = policy_.choose([offer(0, parent=2, depth=2, probability=0.45)])
     assert third == [FLOOR < 0.6 * 0.5 * 0.45]
-    made.begin_round([KEY])
-    assert made.choose([offer(0, probability=0.1)]) == [False]
+    policy_.begin_round([KEY])
+    assert policy_.choose([offer(0, probability=0.1)]) == [False]
 
 
 @pytest.mark.parametrize("hits", [True, False])
 def test_what_alternatives_are_worth_is_learnt_from_verdicts(hits: bool) -> None:
-    made = policy("fixed", fixed_length=5)
+    policy_ = policy("fixed", fixed_length=5)
     branch = Branch(depth=0, num_offered=2, chosen_rank=1 if hits else -1, evidence=sure(0.8))
     outcome = Outcome(request_id=KEY, num_drafted=2, num_accepted=int(hits), branches=(branch,))
     for _ in range(40):
-        made.observe([outcome])
-    made.begin_round([KEY])
-    assert made.choose([offer(0, probability=0.8), offer(1, probability=0.8)]) == [True, hits]
+        policy_.observe([outcome])
+    policy_.begin_round([KEY])
+    assert policy_.choose([offer(0, probability=0.8), offer(1, probability=0.8)]) == [True, hits]
 
 
 def test_requests_of_all_shapes_are_decided_together_and_apart() -> None:
-    made = policy("fixed", "fixed", "fixed", fixed_length=1)
+    policy_ = policy("fixed", "fixed", "fixed", fixed_length=1)
     a, b, c = (RequestId(name) for name in "abc")
     offers = [
         offer(shape="none", key=a, probability=0.01),
@@ -114,8 +114,8 @@ def test_requests_of_all_shapes_are_decided_together_and_apart() -> None:
         offer(0, shape="static", key=c, probability=0.01),
         offer(1, shape="static", key=c, probability=0.01),
     ]
-    assert made.choose(offers) == [True, False, True, True]
-    assert made.choose(offers) == [False] * 4
+    assert policy_.choose(offers) == [True, False, True, True]
+    assert policy_.choose(offers) == [False] * 4
 
 
 def test_a_belief_learns_of_first_choices_alone_and_only_where_they_were_judged() -> None:

@@ -59,9 +59,9 @@ class Alone:
 
     def keep_drafting(self, evidence: Evidence) -> bool:
         offer = Offer(request_id=ONE, evidence=evidence, parent=self._drafted - 1)
-        (is_taken,) = self.policy.choose([offer])
-        self._drafted += is_taken
-        return is_taken
+        (is_chosen,) = self.policy.choose([offer])
+        self._drafted += is_chosen
+        return is_chosen
 
     def observe(self, outcome: Outcome) -> None:
         self.policy.observe([outcome])
@@ -92,10 +92,10 @@ def decode(controller: Controller, tokens: Text, *, ceiling: int) -> list[Outcom
         seen: list[Evidence] = []
         controller.begin_round()
         while len(seen) < ceiling:
-            here = evidence(tokens[at + len(seen)][1], depth=len(seen))
-            if not controller.keep_drafting(here):
+            guess = evidence(tokens[at + len(seen)][1], depth=len(seen))
+            if not controller.keep_drafting(guess):
                 break
-            seen.append(here)
+            seen.append(guess)
         accepted = 0
         while accepted < len(seen) and tokens[at + accepted][0]:
             accepted += 1
@@ -148,13 +148,13 @@ def serve(
             policy.admit(request_id, name, belief or Belief())
         drafts: dict[RequestId, list[Evidence]] = {request_id: [] for request_id in live}
         served.seconds += cost.known_batch(len(live))
-        awake = policy.begin_round(list(live))
+        active = policy.begin_round(list(live))
         draft = _draft_by_rules if by_rules else _draft_by_levels
-        asked = {request_id: live[request_id] for request_id in live if request_id in awake}
-        for num_guessed, num_taken in draft(policy, drafts, asked, ceiling):
+        drafting = {request_id: live[request_id] for request_id in live if request_id in active}
+        for num_guessed, num_drafted in draft(policy, drafts, drafting, ceiling):
             served.num_guesses += num_guessed
             served.seconds += share * cost.draft_batch(num_guessed)
-            served.seconds += (1.0 - share) * cost.draft_batch(num_taken)
+            served.seconds += (1.0 - share) * cost.draft_batch(num_drafted)
         rows = len(live) + sum(map(len, drafts.values()))
         served.seconds += cost.verify_batch(rows, len(live))
         _judge(policy, drafts, live, served)
@@ -182,12 +182,12 @@ def _draft_by_levels(
             )
             for request_id in active
         ]
-        taken = policy.choose(offers)
-        for offer, is_taken in zip(offers, taken, strict=True):
-            if is_taken:
+        choices = policy.choose(offers)
+        for offer, is_chosen in zip(offers, choices, strict=True):
+            if is_chosen:
                 drafts[offer.request_id].append(offer.evidence)
-        yield len(active), sum(taken)
-        active = [o.request_id for o, is_taken in zip(offers, taken, strict=True) if is_taken]
+        yield len(active), sum(choices)
+        active = [o.request_id for o, is_chosen in zip(offers, choices, strict=True) if is_chosen]
 
 
 def _draft_by_rules(
@@ -197,9 +197,9 @@ def _draft_by_rules(
     assert rules is not None
     reports: dict[RequestId, ChainReport] = {}
     for request_id, (tokens, at) in live.items():
-        ahead = enumerate(tokens[at : at + ceiling])
-        seen = [evidence(prob, depth=depth) for depth, (_, prob) in ahead]
-        reports[request_id] = follow(rules[request_id], [each.gap for each in seen])
+        upcoming = enumerate(tokens[at : at + ceiling])
+        seen = [evidence(prob, depth=depth) for depth, (_, prob) in upcoming]
+        reports[request_id] = follow(rules[request_id], [guess.gap for guess in seen])
         drafts[request_id] = seen[: reports[request_id].num_drafted]
     policy.report(reports)
     for depth in range(max((len(report.means) for report in reports.values()), default=0)):
@@ -220,8 +220,8 @@ def _wanted(
         if len(drafts[request_id]) < ceiling
         and live[request_id][1] + len(drafts[request_id]) < len(live[request_id][0])
     ]
-    wanted = policy.worth_a_guess(room)
-    return [request_id for request_id in room if request_id in wanted]
+    worth = policy.worth_a_guess(room)
+    return [request_id for request_id in room if request_id in worth]
 
 
 def _judge(

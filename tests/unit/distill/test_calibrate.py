@@ -33,28 +33,28 @@ def test_calibration_is_judged_on_prompts_it_was_not_fitted_on_and_comes_nearer_
     target: Path, tmp_path: Path
 ) -> None:
     machine = machine_of(target, tmp_path, "sometimes")
-    said: list[str] = []
-    report = run(machine, prompts_of(16), max_tokens=48, say=said.append)
+    lines: list[str] = []
+    report = run(machine, prompts_of(16), max_tokens=48, say=lines.append)
     assert report.num_fitted > 500
     assert report.num_judged > 500
     assert 0.1 < report.acceptance < 0.9
     assert report.after.ece < report.before.ece
-    assert sum(one.num_judged for one in report.after.bins) == report.num_judged
+    assert sum(bin_.num_judged for bin_ in report.after.bins) == report.num_judged
     assert set(report.by_temperature) == {"0", "0.5", "0.8", "1"}
     assert set(report.by_class) == {"even", "odd"}
-    for parts in (report.by_temperature, report.by_class):
-        assert sum(part.num_judged for part in parts.values()) == report.num_judged
-        accepted = sum(part.num_judged * part.acceptance for part in parts.values())
+    for groups in (report.by_temperature, report.by_class):
+        assert sum(group.num_judged for group in groups.values()) == report.num_judged
+        accepted = sum(group.num_judged * group.acceptance for group in groups.values())
         assert accepted / report.num_judged == pytest.approx(report.acceptance)
-        assert max(part.after.ece for part in parts.values()) >= report.after.ece
+        assert max(group.after.ece for group in groups.values()) >= report.after.ece
     written = json.loads((machine.head / "reliability.json").read_text())
     assert written["after"]["ece"] == report.after.ece
     assert written["by_temperature"]["0"]["after"]["ece"] == report.by_temperature["0"].after.ece
     assert written["provenance"]["seed"] == 0
     assert Calibrator.load(machine.head).num_judged == report.num_fitted
     assert (machine.head / "reliability.png").read_bytes()[:4] == b"\x89PNG"
-    assert "expected calibration error" in said[0]
-    assert "; largest at" in said[0]
+    assert "expected calibration error" in lines[0]
+    assert "; largest at" in lines[0]
     assert sorted(file.name for file in machine.head.iterdir() if file.name[0] == ".") == []
 
 

@@ -122,10 +122,10 @@ def test_the_plan_depends_on_the_seed_alone_and_every_change_shows_in_its_hash(
     recipe: Recipe,
 ) -> None:
     assert _plan(recipe) == _plan(recipe)
-    known = plan_sha256(_plan(recipe), recipe)
+    sha256 = plan_sha256(_plan(recipe), recipe)
     for other in (replace(recipe, seed=8), replace(recipe, exits=(1,)), replace(recipe, top_k=4)):
-        assert plan_sha256(_plan(other), other) != known
-    assert plan_sha256(_plan(recipe, passes=1), recipe) != known
+        assert plan_sha256(_plan(other), other) != sha256
+    assert plan_sha256(_plan(recipe, passes=1), recipe) != sha256
 
 
 def test_the_name_of_the_targets_folder_is_no_part_of_the_recipe(recipe: Recipe) -> None:
@@ -142,10 +142,10 @@ def test_a_limited_disk_is_never_exceeded(tmp_path: Path, target: Path, recipe: 
     collector, _ = _collector(target, recipe)
     chunks = _plan(recipe)
     limit = recipe.most_bytes(chunks[0]) + recipe.most_bytes(chunks[1])
-    kept = within(chunks, recipe, max_bytes=limit)
-    assert kept == chunks[:2]
+    fitting = within(chunks, recipe, max_bytes=limit)
+    assert fitting == chunks[:2]
     assert within(chunks, recipe, max_bytes=limit - 1) == chunks[:1]
-    written = sum(collector.collect(tmp_path, chunk).num_bytes for chunk in kept)
+    written = sum(collector.collect(tmp_path, chunk).num_bytes for chunk in fitting)
     assert 0.5 * limit < written <= limit
     with pytest.raises(ConfigError, match="the size of one shard"):
         within(chunks, recipe, max_bytes=10)
@@ -181,14 +181,14 @@ def test_features_are_the_targets_own_words_and_thoughts(
     assert torch.equal(answered.tokens_T, expected[0, :-1])
     assert (answered.num_prompt, read.num_prompt) == (4, 0)
     assert read.tokens_T.tolist() == [20, 21, 22]
-    assert [one.sampling.max_tokens for one in writer.asked] == [12, 1]
+    assert [request.sampling.max_tokens for request in writer.asked] == [12, 1]
     for at in recipe.exits:
         close = torch.testing.assert_close
         close(answered.hidden[at].float(), out.hidden_states[at][0], atol=1e-2, rtol=1e-2)
     log_p_TV = out.logits[0].log_softmax(dim=-1)
-    kept_TK = answered.top_logits_TK - answered.lse_T.unsqueeze(-1)
+    log_q_TK = answered.top_logits_TK - answered.lse_T.unsqueeze(-1)
     chosen_TK = log_p_TV.gather(-1, answered.top_ids_TK.long())
-    torch.testing.assert_close(kept_TK, chosen_TK, atol=4e-3, rtol=1e-3)
+    torch.testing.assert_close(log_q_TK, chosen_TK, atol=4e-3, rtol=1e-3)
     assert torch.equal(answered.top_ids_TK[:, 0].long(), log_p_TV.argmax(dim=-1))
 
 
@@ -201,14 +201,14 @@ def test_a_restart_makes_only_what_is_missing_and_the_same_bytes(
     stopped, _ = _collector(target, recipe)
     stopped.collect(tmp_path / "stopped", chunks[1])
 
-    there = done_already(tmp_path / "stopped", chunks, recipe)
-    assert there == {1: entries[1]}
-    again, writer = _collector(target, recipe)
+    entries_before = done_already(tmp_path / "stopped", chunks, recipe)
+    assert entries_before == {1: entries[1]}
+    restarted, writer = _collector(target, recipe)
     for chunk in chunks:
-        if chunk.index not in there:
-            again.collect(tmp_path / "stopped", chunk)
-    asked = {request.request_id.split("-")[1] for request in writer.asked}
-    assert "1" not in asked
+        if chunk.index not in entries_before:
+            restarted.collect(tmp_path / "stopped", chunk)
+    numbers = {request.request_id.split("-")[1] for request in writer.asked}
+    assert "1" not in numbers
     for chunk in chunks:
         name = shard_name(chunk.index)
         ours, theirs = (tmp_path / folder / name for folder in ("whole", "stopped"))
@@ -243,13 +243,13 @@ def test_a_finished_store_is_left_as_it_is_and_one_of_another_plan_refused(
     request = CollectRequest(options=options, out=tmp_path / "features")
     entry = ShardEntry(name="s", num_sequences=1, num_tokens=1, num_bytes=1, crc32=0)
     recipe = request.recipe()
-    made = finish(request.out, [entry], planned(options, recipe, say=quiet), recipe)
-    said: list[str] = []
-    assert collect(request, executor=LocalExecutor(), say=said.append) == made
-    assert said[0].startswith("collect: done before, 1 tokens of 1 sequences in 1 shards")
+    manifest = finish(request.out, [entry], planned(options, recipe, say=quiet), recipe)
+    lines: list[str] = []
+    assert collect(request, executor=LocalExecutor(), say=lines.append) == manifest
+    assert lines[0].startswith("collect: done before, 1 tokens of 1 sequences in 1 shards")
     other = replace(request, options=replace(options, max_tokens=10))
     with pytest.raises(CheckpointError, match="collected from another target, or other prompts"):
-        collect(other, executor=LocalExecutor(), say=said.append)
+        collect(other, executor=LocalExecutor(), say=lines.append)
 
 
 @pytest.mark.parametrize(
@@ -282,9 +282,9 @@ def test_a_step_killed_after_its_first_shard_makes_only_the_others(
     with pytest.raises(KeyboardInterrupt):
         collect(request, executor=killed, say=quiet)
     assert len(list(request.out.glob("shard-*"))) == 1
-    said: list[str] = []
-    manifest = collect(request, executor=LocalExecutor(), say=said.append)
-    assert said[0] == "collect: 3 shards planned, 1 there already"
+    lines: list[str] = []
+    manifest = collect(request, executor=LocalExecutor(), say=lines.append)
+    assert lines[0] == "collect: 3 shards planned, 1 there already"
     assert (manifest.exits, len(manifest.shards), manifest.num_sequences) == ((1, 2), 3, 8)
     assert not (request.out / "progress.json").exists()
     store = FeatureStore.of_target(request.out, readable)
@@ -307,9 +307,9 @@ def test_no_shard_is_begun_after_the_time_is_spent(tmp_path: Path, target: Path)
     source = Source(tokens=(5, 6, 7), workload="text", is_prompt=False)
     chunks = [Chunk(index=index, sources=(source,)) for index in range(2)]
     assert list(LocalExecutor().make_shards(job, chunks)) == []
-    made = list(LocalExecutor().make_shards(replace(job, allowed_s=1e9), chunks))
-    assert [shard.entry.name for shard in made] == [shard_name(0), shard_name(1)]
-    assert made[0].spent_s <= made[1].spent_s
+    shards = list(LocalExecutor().make_shards(replace(job, allowed_s=1e9), chunks))
+    assert [shard.entry.name for shard in shards] == [shard_name(0), shard_name(1)]
+    assert shards[0].spent_s <= shards[1].spent_s
 
 
 class Killed(LocalExecutor):

@@ -36,11 +36,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sequences_of(target: Path, count: int, *, temperature: float) -> list[FeatureSequence]:
     rng = random.Random(1)
     frozen = FrozenTarget(target, ModelSpec.from_folder(target), [EXIT_LAYER])
-    made = []
+    sequences = []
     for _ in range(count):
         tokens = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(6, 20))]
         (view,) = frozen.view([tokens], top_k=VOCAB)
-        made.append(
+        sequences.append(
             FeatureSequence(
                 tokens_T=torch.tensor(tokens),
                 num_prompt=4,
@@ -52,7 +52,7 @@ def sequences_of(target: Path, count: int, *, temperature: float) -> list[Featur
                 lse_T=view.lse_T,
             )
         )
-    return made
+    return sequences
 
 
 def head_that_agrees(target: Path, folder: Path, agreement: Agreement) -> TrainableExitHead:
@@ -77,11 +77,11 @@ def test_figures_are_those_of_the_whole_distributions(target: Path, tmp_path: Pa
         agreed += float((p_TV.argmax(-1) == q_TV.argmax(-1)).sum())
         overlap += float((1.0 - 0.5 * (p_TV - q_TV).abs().sum(-1)).sum())
         positions += p_TV.shape[0]
-    found = figures(judge(head, sequences))
-    assert found.num_positions == positions
-    assert found.agreement == pytest.approx(agreed / positions)
-    assert found.one_minus_tv == pytest.approx(overlap / positions, abs=1e-4)
-    assert found.acceptance == found.one_minus_tv
+    result = figures(judge(head, sequences))
+    assert result.num_positions == positions
+    assert result.agreement == pytest.approx(agreed / positions)
+    assert result.one_minus_tv == pytest.approx(overlap / positions, abs=1e-4)
+    assert result.acceptance == result.one_minus_tv
 
 
 def test_greedy_text_is_accepted_where_both_put_the_same_token_first(
@@ -98,12 +98,12 @@ def test_a_better_head_rises_and_the_same_head_does_not(target: Path, tmp_path: 
     sequences = sequences_of(target, 8, temperature=0.0)
     old = judge(head_that_agrees(target, tmp_path, "sometimes"), sequences)
     new = judge(head_that_agrees(target, tmp_path, "always"), sequences)
-    better = difference(old, new, of=lambda one: one.accepted, seed=0)
+    better = difference(old, new, of=lambda text: text.accepted, seed=0)
     assert better.rises
     assert better.mean == pytest.approx(figures(new).acceptance - figures(old).acceptance)
     assert better.low <= better.mean <= better.high
-    assert not difference(old, old, of=lambda one: one.accepted, seed=0).rises
-    assert difference(new, old, of=lambda one: one.accepted, seed=0).high < 0.0
+    assert not difference(old, old, of=lambda text: text.accepted, seed=0).rises
+    assert difference(new, old, of=lambda text: text.accepted, seed=0).high < 0.0
 
 
 def judged(agreed: float, num_positions: int = 100) -> Judged:
@@ -113,7 +113,7 @@ def judged(agreed: float, num_positions: int = 100) -> Judged:
 def test_a_gain_of_one_lucky_text_among_many_does_not_count_as_a_rise() -> None:
     old = [judged(50.0) for _ in range(20)]
     new = [judged(90.0), *(judged(50.0) for _ in range(19))]
-    lucky = difference(old, new, of=lambda one: one.accepted, seed=3)
+    lucky = difference(old, new, of=lambda text: text.accepted, seed=3)
     assert lucky.mean == pytest.approx(0.02)
     assert not lucky.rises
 
@@ -123,11 +123,11 @@ def test_the_interval_is_about_two_standard_errors_wide() -> None:
     gains = [rng.gauss(4.0, 10.0) for _ in range(200)]
     old = [judged(50.0) for _ in gains]
     new = [judged(50.0 + gain) for gain in gains]
-    found = difference(old, new, of=lambda one: one.accepted, seed=3)
+    gain = difference(old, new, of=lambda text: text.accepted, seed=3)
     mean = sum(gains) / len(gains)
     std = (sum((gain - mean) ** 2 for gain in gains) / len(gains)) ** 0.5
     half_width = 1.96 * std / len(gains) ** 0.5 / 100
-    assert (found.high - found.low) / 2 == pytest.approx(half_width, rel=0.1)
+    assert (gain.high - gain.low) / 2 == pytest.approx(half_width, rel=0.1)
 
 
 def test_nothing_to_judge_is_said() -> None:
@@ -144,23 +144,25 @@ def exact_overlap(guess_V: Tensor, target_W: Tensor, ids: Tensor, temperature: f
 
 @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 2.0])
 @pytest.mark.parametrize("vocab_ids", [None, [0, 3, 4, 9]])
-@pytest.mark.parametrize("num_kept", [12, 11, 4])
+@pytest.mark.parametrize("num_logits", [12, 11, 4])
 def test_one_minus_tv_is_exact_with_all_logits_and_else_a_lower_bound(
-    temperature: float, vocab_ids: list[int] | None, num_kept: int
+    temperature: float, vocab_ids: list[int] | None, num_logits: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     target = 3.0 * torch.randn(6, 12, generator=generator)
     ids = torch.arange(12) if vocab_ids is None else torch.tensor(vocab_ids)
     guess = 3.0 * torch.randn(6, len(ids), generator=generator)
-    best = target.topk(num_kept, dim=-1)
-    kept = KeptTargets(ids_NK=best.indices, logits_NK=best.values, lse_N=target.logsumexp(dim=-1))
+    best = target.topk(num_logits, dim=-1)
+    targets = KeptTargets(
+        ids_NK=best.indices, logits_NK=best.values, lse_N=target.logsumexp(dim=-1)
+    )
     vocabulary = DraftVocabulary(None if vocab_ids is None else ids, vocab_size=12)
-    found = one_minus_tv(guess, kept, vocabulary, temperature=temperature)
+    overlap = one_minus_tv(guess, targets, vocabulary, temperature=temperature)
     for row in range(6):
         exact = exact_overlap(guess[row], target[row], ids, temperature)
-        assert found[row].item() <= exact + 1e-5
-        if num_kept == 12:
-            assert found[row].item() == pytest.approx(exact, abs=1e-5)
+        assert overlap[row].item() <= exact + 1e-5
+        if num_logits == 12:
+            assert overlap[row].item() == pytest.approx(exact, abs=1e-5)
 
 
 def test_the_bound_is_close_where_the_tail_is_small() -> None:
@@ -168,12 +170,14 @@ def test_the_bound_is_close_where_the_tail_is_small() -> None:
     target = 3.0 * torch.randn(50, 2000, generator=generator)
     guess = target + 0.3 * torch.randn(50, 2000, generator=generator)
     best = target.topk(256, dim=-1)
-    kept = KeptTargets(ids_NK=best.indices, logits_NK=best.values, lse_N=target.logsumexp(dim=-1))
+    targets = KeptTargets(
+        ids_NK=best.indices, logits_NK=best.values, lse_N=target.logsumexp(dim=-1)
+    )
     vocabulary = DraftVocabulary(None, vocab_size=2000)
     for temperature in (0.5, 0.7):
-        found = one_minus_tv(guess, kept, vocabulary, temperature=temperature).mean().item()
+        overlap = one_minus_tv(guess, targets, vocabulary, temperature=temperature).mean().item()
         whole = one_minus_tv(guess, KeptTargets.whole(target), vocabulary, temperature=temperature)
-        assert whole.mean().item() - 0.03 < found <= whole.mean().item() + 1e-5
+        assert whole.mean().item() - 0.03 < overlap <= whole.mean().item() + 1e-5
 
 
 @pytest.mark.parametrize(("agreement", "share"), [("always", 1.0), ("never", 0.0)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.control.cost import CostModel
-from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Answer, Asked
+from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Answer, Query
 from eesd_dist.distill.compare import Judged
 from eesd_dist.distill.evaluate import EvaluateOptions, acceptance_of, evaluate, table
 from eesd_dist.distill.executor import LocalExecutor
@@ -30,9 +30,9 @@ def test_an_evaluation_says_what_was_built_into_the_head(
     options = EvaluateOptions(
         temperatures=(0.0, 1.0), max_tokens=24, timed_prompts=2, timed_tokens=12
     )
-    said: list[str] = []
+    lines: list[str] = []
     evaluation = evaluate(
-        machine, prompts_of(4), options, seed=0, executor=LocalExecutor(), say=said.append
+        machine, prompts_of(4), options, seed=0, executor=LocalExecutor(), say=lines.append
     )
     greedy, sampled = evaluation.temperatures
     assert greedy.acceptance.rate == greedy.likeness.agreement == rate
@@ -54,7 +54,7 @@ def test_an_evaluation_says_what_was_built_into_the_head(
     assert written["temperatures"][0]["acceptance"]["rate"] == rate
     assert CostModel.from_json(written["cost_model"]) == evaluation.cost_model
     assert written["provenance"]["versions"]["torch"]
-    assert said == [table(evaluation)]
+    assert lines == [table(evaluation)]
 
 
 def _outcome(num_drafted: int, num_accepted: int) -> Outcome:
@@ -62,16 +62,16 @@ def _outcome(num_drafted: int, num_accepted: int) -> Outcome:
 
 
 def test_acceptance_counts_judged_tokens_alone() -> None:
-    asked = Asked(prompt=prompts_of(1)[0], temperature=0.0, seed=0)
+    query = Query(prompt=prompts_of(1)[0], temperature=0.0, seed=0)
     rounds = [_outcome(8, 3), _outcome(8, 0), _outcome(2, 2), _outcome(0, 0)]
     nothing = Judged(num_positions=0, agreed=0.0, overlap=0.0, is_greedy=True)
-    found = acceptance_of([Answer(asked=asked, tokens=(), outcomes=rounds, judged=nothing)])
+    acceptance = acceptance_of([Answer(query=query, tokens=(), outcomes=rounds, judged=nothing)])
     # 4 judged of the first, 1 of the second, 2 of the third; a round without a draft does not
     # count.
-    assert (found.num_rounds, found.num_judged) == (3, 7)
-    assert found.rate == pytest.approx(5 / 7)
-    assert found.tokens_per_round == pytest.approx(1 + 5 / 3)
-    assert found.by_position[:4] == (2 / 3, 1.0, 1.0, 0.0)
+    assert (acceptance.num_rounds, acceptance.num_judged) == (3, 7)
+    assert acceptance.rate == pytest.approx(5 / 7)
+    assert acceptance.tokens_per_round == pytest.approx(1 + 5 / 3)
+    assert acceptance.by_position[:4] == (2 / 3, 1.0, 1.0, 0.0)
 
 
 def test_speed_is_a_ratio_of_sums_and_its_interval_holds_it() -> None:

@@ -95,9 +95,9 @@ def test_kept_probabilities_are_right_to_a_thousandth_however_large_the_logits(
     old = _sequence(200, seed=1)
     (new,) = read_shard(tmp_path / write_shard(tmp_path, 0, [old]).name)
     exact = (old.top_logits_TK - old.lse_T.unsqueeze(-1)).exp()
-    kept = (new.top_logits_TK - new.lse_T.unsqueeze(-1)).exp()
-    assert (exact - kept).abs().max() < 1e-3
-    tail, exact_tail = (1.0 - share.sum(dim=-1) for share in (kept, exact))
+    restored = (new.top_logits_TK - new.lse_T.unsqueeze(-1)).exp()
+    assert (exact - restored).abs().max() < 1e-3
+    tail, exact_tail = (1.0 - share.sum(dim=-1) for share in (restored, exact))
     assert (tail.clamp(min=0.0) - exact_tail).abs().max() < 2e-3
 
 
@@ -173,10 +173,12 @@ def test_all_answers_to_a_prompt_are_on_one_side_and_texts_stand_alone(
     tmp_path: Path, target: Path
 ) -> None:
     def piece(number: int, num_prompt: int, first: int) -> FeatureSequence:
-        given_T = torch.full((num_prompt,), first)
-        made = _sequence(9, seed=number)
+        prompt_T = torch.full((num_prompt,), first)
+        sequence = _sequence(9, seed=number)
         return dataclasses.replace(
-            made, tokens_T=torch.cat([given_T, made.tokens_T[num_prompt:]]), num_prompt=num_prompt
+            sequence,
+            tokens_T=torch.cat([prompt_T, sequence.tokens_T[num_prompt:]]),
+            num_prompt=num_prompt,
         )
 
     answers = [piece(n, 4, n % 10) for n in range(20)]

@@ -22,33 +22,33 @@ def _prompts(count: int) -> list[Prompt]:
 
 def test_the_three_parts_are_a_partition_and_always_the_same() -> None:
     choice = PromptChoice(held_out=10, seed=3)
-    parts = choice.split(_prompts(50))
-    assert (len(parts.calibrated), len(parts.judged), len(parts.learnt)) == (5, 5, 40)
-    together = [*parts.calibrated, *parts.judged, *parts.learnt]
-    assert sorted(p.tokens for p in together) == [p.tokens for p in _prompts(50)]
-    assert choice.split(_prompts(50)) == parts
-    assert replace(choice, seed=4).split(_prompts(50)) != parts
+    split = choice.split(_prompts(50))
+    assert (len(split.calibrated), len(split.judged), len(split.learnt)) == (5, 5, 40)
+    prompts = [*split.calibrated, *split.judged, *split.learnt]
+    assert sorted(p.tokens for p in prompts) == [p.tokens for p in _prompts(50)]
+    assert choice.split(_prompts(50)) == split
+    assert replace(choice, seed=4).split(_prompts(50)) != split
 
 
 def test_a_prompt_that_occurs_twice_is_not_on_both_sides() -> None:
-    parts = PromptChoice(held_out=10).split([*_prompts(20), *_prompts(20)])
-    held = {*parts.calibrated, *parts.judged}
+    split = PromptChoice(held_out=10).split([*_prompts(20), *_prompts(20)])
+    held = {*split.calibrated, *split.judged}
     assert len(held) == 10
-    assert held.isdisjoint(parts.learnt)
-    assert len(parts.learnt) == 10
+    assert held.isdisjoint(split.learnt)
+    assert len(split.learnt) == 10
 
 
 def test_a_small_file_keeps_half_of_its_prompts_to_learn_from() -> None:
-    parts = PromptChoice(held_out=64).split(_prompts(8))
-    assert (len(parts.calibrated), len(parts.judged), len(parts.learnt)) == (2, 2, 4)
+    split = PromptChoice(held_out=64).split(_prompts(8))
+    assert (len(split.calibrated), len(split.judged), len(split.learnt)) == (2, 2, 4)
     with pytest.raises(ConfigError, match="found 3 different prompts, expected at least 4"):
         PromptChoice(held_out=64).split(_prompts(3))
 
 
 def test_what_ships_can_be_read_and_shares_nothing_with_the_benchmarks() -> None:
-    parts = PromptChoice().read(BUNDLED_MODEL)
-    assert len(parts.learnt) > 400
-    assert {p.workload for p in parts.learnt} == {"arithmetic", "code", "passage", "instruction"}
+    split = PromptChoice().read(BUNDLED_MODEL)
+    assert len(split.learnt) > 400
+    assert {p.workload for p in split.learnt} == {"arithmetic", "code", "passage", "instruction"}
     ours, theirs = (
         {json.dumps(json.loads(line), sort_keys=True) for line in file.read_text().splitlines()}
         for file in (SHIPPED_PROMPTS, BENCH_PROMPTS)
@@ -104,10 +104,10 @@ def test_prompts_too_long_for_the_target_are_in_no_part(tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": f"number {n}"}) for n in range(8)]
     file.write_text("\n".join([json.dumps({"prompt": "x y " * room}), *lines]))
     choice = PromptChoice(prompts=file, held_out=4)
-    parts = choice.read(BUNDLED_MODEL)
-    kept = [*parts.learnt, *parts.calibrated, *parts.judged]
-    assert (parts.num_skipped, len(kept)) == (1, 8)
-    assert max(len(prompt.tokens) for prompt in kept) <= room
+    split = choice.read(BUNDLED_MODEL)
+    prompts = [*split.learnt, *split.calibrated, *split.judged]
+    assert (split.num_skipped, len(prompts)) == (1, 8)
+    assert max(len(prompt.tokens) for prompt in prompts) <= room
     file.write_text("\n".join(lines[:2]))
     with pytest.raises(ConfigError, match=r"prompts\.jsonl: found 2 different prompts"):
         choice.read(BUNDLED_MODEL)
@@ -125,7 +125,7 @@ def test_other_prompts_kept_aside_than_when_collecting_are_refused(tmp_path: Pat
         PromptChoice(held_out=8, seed=1).require_kept_aside_from(tmp_path / "features")
     head = tmp_path / "head"
     head.mkdir()
-    made = {"training": {"features": str(tmp_path / "features")}}
-    (head / "config.json").write_text(json.dumps({"provenance": made}))
+    provenance = {"training": {"features": str(tmp_path / "features")}}
+    (head / "config.json").write_text(json.dumps({"provenance": provenance}))
     with pytest.raises(ConfigError, match="collected with --held-out 8, asked for 16"):
         PromptChoice(held_out=16).require_unseen_by(head)

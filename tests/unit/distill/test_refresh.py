@@ -53,7 +53,7 @@ def write_recording(
     rng = random.Random(4)
     frozen = FrozenTarget(target, ModelSpec.from_folder(target), [exit_layer])
     texts = [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(8, 30))] for _ in range(count)]
-    pieces = [
+    sequences = [
         FeatureSequence(
             tokens_T=torch.tensor(text),
             num_prompt=1,
@@ -76,7 +76,7 @@ def write_recording(
         seed=0,
         max_length=512,
         shards=tuple(
-            write_shard(folder, shard, pieces[first : first + 25])
+            write_shard(folder, shard, sequences[first : first + 25])
             for shard, first in enumerate(range(0, count, 25))
         ),
     ).write(folder)
@@ -127,10 +127,10 @@ def test_a_refreshed_head_is_accepted_more_often_on_pieces_it_has_not_seen(
     assert "carried over" in written["calibration"]
     assert (out / "calibration.json").read_text() == (head / "calibration.json").read_text()
     spec = ModelSpec.from_folder(target)
-    made = TrainableExitHead.read(out, target=spec, target_path=target)
+    refreshed = TrainableExitHead.read(out, target=spec, target_path=target)
     start = TrainableExitHead.read(head, target=spec, target_path=target)
-    assert made.config.kind == start.config.kind
-    assert not torch.equal(made.lm_head_VD, start.lm_head_VD)
+    assert refreshed.config.kind == start.config.kind
+    assert not torch.equal(refreshed.lm_head_VD, start.lm_head_VD)
     assert not (tmp_path / "new.work").exists()
 
 
@@ -186,12 +186,12 @@ def test_a_copy_of_one_recording_is_not_taken_for_another(
     target: Path, tmp_path: Path, make_request: MakeRequest
 ) -> None:
     recording = write_recording(tmp_path / "recording", target, count=50)
-    asked = make_request(recording, steps=2)
+    request = make_request(recording, steps=2)
     blocked = tmp_path / "new.work" / "run"
     blocked.parent.mkdir()
     blocked.write_text("no folder: training breaks after the recording was copied")
     with pytest.raises(OSError, match="run"):
-        refresh(asked)
+        refresh(request)
     other = write_recording(tmp_path / "other", target, count=60)
     with pytest.raises(
         ConfigError,
@@ -199,7 +199,7 @@ def test_a_copy_of_one_recording_is_not_taken_for_another(
     ):
         refresh(make_request(other, steps=2))
     blocked.unlink()
-    assert refresh(asked).num_pieces == 50
+    assert refresh(request).num_pieces == 50
 
 
 def test_rows_after_another_layer_are_refused(

@@ -52,21 +52,22 @@ def test_replayed_rounds_are_those_of_an_engine_with_the_head(
 
     plain = build_local_engine(machine.engine(DRAFTING, batch=9, max_length=64), cost=COST)
     spec = FeatureSpec(exits=(EXIT_LAYER,), top_k=4)
-    recorded = [replace(one, speculation=PLAIN, features=spec) for one in requests]
+    recorded = [replace(request, speculation=PLAIN, features=spec) for request in requests]
     texts = EngineRows(plain).rows_of(recorded)
     head = HeadAlone(target, folder, dtype=machine.dtype, max_length=64)
     ours, theirs = [], []
-    for request, text, told in zip(recorded, texts, written, strict=True):
-        assert list(text.tokens[len(request.prompt) :]) == told.tokens
+    for request, text, answer in zip(recorded, texts, written, strict=True):
+        assert list(text.tokens[len(request.prompt) :]) == answer.tokens
         guesses = head.guesses(text, request)
         ours += rounds_of(guesses, text, request, draft_length=LENGTH)
         theirs += [
-            structs.replace(one, evidence=one.evidence[: judged(one)]) for one in told.outcomes
+            structs.replace(outcome, evidence=outcome.evidence[: judged(outcome)])
+            for outcome in answer.outcomes
         ]
-    num_accepted = sum(one.num_accepted for one in theirs)
+    num_accepted = sum(outcome.num_accepted for outcome in theirs)
     assert 0 < num_accepted < LENGTH * len(theirs)
-    for mine, engine in zip(ours, theirs, strict=True):
-        assert mine == engine
+    for replayed, engine in zip(ours, theirs, strict=True):
+        assert replayed == engine
 
 
 def judged(outcome: Outcome) -> int:
@@ -83,21 +84,21 @@ def test_a_draft_cut_by_the_end_of_the_text_counts_judged_tokens_only(
         build_local_engine(machine.engine(DRAFTING, batch=1, max_length=64), cost=COST)
     )
     spec = FeatureSpec(exits=(EXIT_LAYER,), top_k=4)
-    asked = Request(
+    request = Request(
         request_id=RequestId("r"),
         prompt=prompts_of(1)[0].tokens,
         sampling=SamplingParams(temperature=0.0, max_tokens=30),
         speculation=PLAIN,
         features=spec,
     )
-    (whole,) = source.rows_of([asked])
-    written = whole.tokens[len(asked.prompt) :]
+    (whole,) = source.rows_of([request])
+    written = whole.tokens[len(request.prompt) :]
     stop = next(token for at, token in enumerate(written) if token not in written[:at] and at > 1)
-    stopping = replace(asked, sampling=replace(asked.sampling, stop_token_ids=(stop,)))
+    stopping = replace(request, sampling=replace(request.sampling, stop_token_ids=(stop,)))
     (text,) = source.rows_of([stopping])
     head = HeadAlone(target, folder, dtype="float32", max_length=64)
     played = rounds_of(head.guesses(text, stopping), text, stopping, draft_length=LENGTH)
-    num_written = len(text.tokens) - len(asked.prompt)
-    assert sum(one.num_accepted + 1 for one in played) == num_written + 1
+    num_written = len(text.tokens) - len(request.prompt)
+    assert sum(outcome.num_accepted + 1 for outcome in played) == num_written + 1
     last = played[-1]
     assert last.num_drafted == last.num_accepted == len(last.evidence)

@@ -39,10 +39,10 @@ class Watched(LocalExecutor):
         self.trained: list[TrainRequest] = []
 
     def make_shards(self, job: ShardJob, chunks: Sequence[Chunk]) -> Iterator[MadeShard]:
-        for chunk, made in zip(chunks, super().make_shards(job, chunks), strict=True):
+        for chunk, shard in zip(chunks, super().make_shards(job, chunks), strict=True):
             self.made.append(chunk.index)
             self._look()
-            yield made
+            yield shard
 
     def train(self, request: TrainRequest) -> None:
         super().train(request)
@@ -103,7 +103,9 @@ def test_all_of_the_text_is_trained_on_and_the_disk_is_never_exceeded(ring: RunR
     watched = Watched(ring.out)
     run_rounds(ring, watched)
     recipe = ring.collection.recipe()
-    chunks = [c.index for part in planned_parts(ring.collect, recipe, say=print) for c in part]
+    chunks = [
+        c.index for portion in planned_parts(ring.collect, recipe, say=print) for c in portion
+    ]
     assert watched.made == chunks == list(range(len(chunks)))
     assert num_rounds(ring) == len(watched.trained) >= 3
     assert max(watched.sizes) <= MAX_GB * 1e9
@@ -136,7 +138,7 @@ def test_killed_after_any_step_the_same_command_ends_with_the_same_head(
     expected = load_file(ring.head_folder / "model.safetensors")
     killed = replace(ring, out=tmp_path / "killed")
     num_steps = len(whole.sizes)
-    made: list[int] = []
+    shards: list[int] = []
     done = 0
     while True:  # dies after three steps more each time
         watched = Watched(killed.out, dies_after=3)
@@ -144,43 +146,47 @@ def test_killed_after_any_step_the_same_command_ends_with_the_same_head(
             run_rounds(killed, watched)
         except Died:
             done += 1
-            made += watched.made
+            shards += watched.made
             assert max(watched.sizes) <= MAX_GB * 1e9
             assert done <= num_steps
             continue
-        made += watched.made
+        shards += watched.made
         break
     assert done >= num_rounds(ring)
-    assert sorted(made) == whole.made  # no shard was made twice
-    found = load_file(killed.head_folder / "model.safetensors")
-    assert all(bool((found[key] == tensor).all()) for key, tensor in expected.items())
+    assert sorted(shards) == whole.made  # no shard was made twice
+    tensors = load_file(killed.head_folder / "model.safetensors")
+    assert all(bool((tensors[key] == tensor).all()) for key, tensor in expected.items())
 
 
 def test_the_whole_command_with_a_ring_ends_with_an_evaluated_head(ring: RunRequest) -> None:
-    said: list[str] = []
-    head = run(ring, executor=LocalExecutor(), say=said.append)
+    lines: list[str] = []
+    head = run(ring, executor=LocalExecutor(), say=lines.append)
     assert (head / "calibration.json").exists()
     assert (head / "evaluation.json").exists()
-    assert sum(line.startswith("round ") for line in said) == num_rounds(ring)
+    assert sum(line.startswith("round ") for line in lines) == num_rounds(ring)
 
-    again = Watched(ring.out)
-    said.clear()
-    run(ring, executor=again, say=said.append)
-    assert not again.sizes
-    assert sum("done before" in line for line in said) == 3
+    second_run = Watched(ring.out)
+    lines.clear()
+    run(ring, executor=second_run, say=lines.append)
+    assert not second_run.sizes
+    assert sum("done before" in line for line in lines) == 3
     with pytest.raises(ConfigError, match="was begun with ring True, now asked for False"):
-        run(replace(ring, ring=False), executor=again, say=said.append)
+        run(replace(ring, ring=False), executor=second_run, say=lines.append)
 
 
 def test_each_part_is_collected_alone_too(ring: RunRequest) -> None:
     watched = Watched(ring.out)
-    parts = planned_parts(ring.collect, ring.collection.recipe(), say=print)
+    portions = planned_parts(ring.collect, ring.collection.recipe(), say=print)
     second = replace(ring.collection, part=1)
     manifest = collect(second, executor=watched, say=lambda _: None)
-    assert [entry.name for entry in manifest.shards] == [shard_name(c.index) for c in parts[1]]
-    assert FeatureStore(second.out, manifest).num_sequences == sum(len(c.sources) for c in parts[1])
-    with pytest.raises(ConfigError, match=f"part {len(parts)}: the texts have {len(parts)} part"):
-        collect(replace(second, part=len(parts)), executor=watched, say=lambda _: None)
+    assert [entry.name for entry in manifest.shards] == [shard_name(c.index) for c in portions[1]]
+    assert FeatureStore(second.out, manifest).num_sequences == sum(
+        len(c.sources) for c in portions[1]
+    )
+    with pytest.raises(
+        ConfigError, match=f"part {len(portions)}: the texts have {len(portions)} part"
+    ):
+        collect(replace(second, part=len(portions)), executor=watched, say=lambda _: None)
 
 
 def test_a_ring_needs_a_bound_and_a_step_for_each_round(ring: RunRequest) -> None:
@@ -191,8 +197,8 @@ def test_a_ring_needs_a_bound_and_a_step_for_each_round(ring: RunRequest) -> Non
 
 
 def test_a_dry_run_states_the_disk_of_one_round_and_the_rows_of_all(ring: RunRequest) -> None:
-    found, first = estimate(ring, Rates()), estimate(replace(ring, ring=False), Rates())
-    assert found.features_bytes <= MAX_GB * 1e9
-    assert found.num_rounds == num_rounds(ring)
-    assert found.num_rows > 2 * first.num_rows
-    assert f"rows in {found.num_rounds} rounds" in described(found, ring, Rates())
+    figures, first = estimate(ring, Rates()), estimate(replace(ring, ring=False), Rates())
+    assert figures.features_bytes <= MAX_GB * 1e9
+    assert figures.num_rounds == num_rounds(ring)
+    assert figures.num_rows > 2 * first.num_rows
+    assert f"rows in {figures.num_rounds} rounds" in described(figures, ring, Rates())

@@ -37,7 +37,7 @@ def test_other_options_are_refused_with_what_was_found(
     tmp_path: Path, message: str, change: Callable[[RunRequest], RunRequest]
 ) -> None:
     request = _request(tmp_path)
-    write_json(request.out / RUN_FILE, request.asked())
+    write_json(request.out / RUN_FILE, request.settings())
     with pytest.raises(ConfigError, match=f"was begun with {message}.*another folder"):
         run(change(request), executor=LocalExecutor(), say=lambda _: None)
     assert not (request.out / "features").exists()
@@ -59,8 +59,8 @@ def test_how_many_work_at_it_is_no_part_of_what_was_asked(tmp_path: Path) -> Non
     request = _request(tmp_path)
     wider = _collecting(request, workers=8, threads=4)
     wider = replace(wider, train_workers=2)
-    assert wider.asked() == request.asked()
-    assert replace(request, out=tmp_path / "moved").asked() == request.asked()
+    assert wider.settings() == request.settings()
+    assert replace(request, out=tmp_path / "moved").settings() == request.settings()
 
 
 def test_the_minutes_leave_some_for_calibrating_and_judging(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ def test_a_layer_that_was_not_collected_is_missed_before_anything_is_trained(
     target = write_tiny_target(tmp_path / "target")
     write_tiny_features(tmp_path / "features", target)
     deep = Combination(exit_layer=2, head="own")
-    asked = sweep_request(target, tmp_path / "features", tmp_path / "out", deep)
+    request = sweep_request(target, tmp_path / "features", tmp_path / "out", deep)
     with pytest.raises(ConfigError, match=r"layers \[1\], none after \[2\].*--exits 2"):
-        sweep(asked, executor=LocalExecutor(), say=lambda _: None)
+        sweep(request, executor=LocalExecutor(), say=lambda _: None)
     assert not (tmp_path / "out").exists()
 
 
@@ -38,7 +38,7 @@ def test_what_an_earlier_command_measured_stays_in_the_report(tmp_path: Path) ->
         (tmp_path / name / "evaluation.json").write_text("{}")
     (tmp_path / "exit_4_own").mkdir()  # trained, but not measured yet
     (tmp_path / "exit_notes").mkdir()
-    assert {one.name for one in _measured(tmp_path)} == {
+    assert {combination.name for combination in _measured(tmp_path)} == {
         "exit_1_own",
         "exit_2_truncated",
         "exit_12_shared",
@@ -47,7 +47,7 @@ def test_what_an_earlier_command_measured_stays_in_the_report(tmp_path: Path) ->
 
 def test_combinations_are_each_exit_with_each_head_once() -> None:
     tried = Tries(exits=(4, 1, 1), heads=("shared", "own")).combinations()
-    assert [one.name for one in tried] == [
+    assert [combination.name for combination in tried] == [
         "exit_1_shared",
         "exit_1_own",
         "exit_4_shared",
@@ -80,20 +80,20 @@ def test_the_fastest_is_taken_and_the_likelier_one_is_said_to_lose() -> None:
     deep = row("exit_4", acceptance=0.74, over_plain=1.3, step_ms=2.4)
     report = SweepReport(rows=(fast, deep))
     assert report.best is fast
-    said = recommendation(report)
-    assert said.startswith("Take exit_1: 180.0 tokens/s where plain decoding gives 100.0, 1.80x")
-    assert "exit_4 is accepted more often (0.740 against 0.620) and loses" in said
-    assert "2.40 ms against 0.90" in said
-    assert "Not significantly slower" not in said
-    assert said in table(report)
+    text = recommendation(report)
+    assert text.startswith("Take exit_1: 180.0 tokens/s where plain decoding gives 100.0, 1.80x")
+    assert "exit_4 is accepted more often (0.740 against 0.620) and loses" in text
+    assert "2.40 ms against 0.90" in text
+    assert "Not significantly slower" not in text
+    assert text in table(report)
 
 
 def test_a_likelier_rival_is_not_said_to_lose() -> None:
     first = row("exit_1", acceptance=0.6, over_plain=1.50)
     close = row("exit_2", acceptance=0.7, over_plain=1.45)
-    said = recommendation(SweepReport(rows=(first, close)))
-    assert "loses" not in said
-    assert "Not significantly slower: exit_2" in said
+    text = recommendation(SweepReport(rows=(first, close)))
+    assert "loses" not in text
+    assert "Not significantly slower: exit_2" in text
 
 
 def test_a_best_that_may_be_no_faster_than_plain_decoding_says_so() -> None:

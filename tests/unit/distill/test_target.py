@@ -56,11 +56,11 @@ def test_other_sequences_of_a_batch_do_not_change_a_sequence(
     folder: Path, sequences: list[list[int]]
 ) -> None:
     frozen = FrozenTarget(folder, ModelSpec.from_folder(folder), EXITS)
-    together = frozen.view(sequences, top_k=3)
-    for sequence, view in zip(sequences, together, strict=True):
-        (alone,) = frozen.view([sequence], top_k=3)
-        torch.testing.assert_close(view.lse_T, alone.lse_T, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(view.hidden[3], alone.hidden[3], atol=1e-5, rtol=1e-4)
+    batched = frozen.view(sequences, top_k=3)
+    for sequence, view in zip(sequences, batched, strict=True):
+        (single,) = frozen.view([sequence], top_k=3)
+        torch.testing.assert_close(view.lse_T, single.lse_T, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(view.hidden[3], single.hidden[3], atol=1e-5, rtol=1e-4)
 
 
 def test_logits_made_block_by_block_are_the_same(
@@ -70,9 +70,9 @@ def test_logits_made_block_by_block_are_the_same(
     at_once = frozen.view(sequences, top_k=3)
     monkeypatch.setattr(target_module, "_LOGITS_BYTES", 4 * 96 * 10)
     in_blocks = frozen.view(sequences, top_k=3)
-    for one, other in zip(at_once, in_blocks, strict=True):
-        assert torch.equal(one.top_ids_TK, other.top_ids_TK)
-        torch.testing.assert_close(one.lse_T, other.lse_T, atol=1e-5, rtol=1e-5)
+    for view, other in zip(at_once, in_blocks, strict=True):
+        assert torch.equal(view.top_ids_TK, other.top_ids_TK)
+        torch.testing.assert_close(view.lse_T, other.lse_T, atol=1e-5, rtol=1e-5)
 
 
 def test_more_logits_than_tokens_are_as_many_as_tokens(folder: Path) -> None:

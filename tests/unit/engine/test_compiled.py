@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eesd_dist import compiled
-from eesd_dist.compiled import Later
+from eesd_dist.compiled import LazyCompiled
 from eesd_dist.config import DType, EngineConfig, SchedulerConfig, SpeculationConfig
 from eesd_dist.control.chain_rule import REFUSAL, LogOdds, follow, of_length
 from eesd_dist.control.cost import CostModel
@@ -352,8 +352,8 @@ def test_rounds_draft_and_decide_as_they_do_step_by_step(
     engine = engine_of(config)
     assert engine.draft_stage.drafter is not None
     tokens, outcomes = one_by_one(engine, temperature)
-    monkeypatch.setattr(ranks, "drafter_of", lambda *_, **__: Later.without())
-    monkeypatch.setattr(verify, "verifier_of", lambda *_, **__: Later.without())
+    monkeypatch.setattr(ranks, "drafter_of", lambda *_, **__: LazyCompiled.without())
+    monkeypatch.setattr(verify, "verifier_of", lambda *_, **__: LazyCompiled.without())
     stepwise = engine_of(config)
     assert stepwise.draft_stage.drafter is None
     expected, expected_outcomes = one_by_one(stepwise, temperature)
@@ -451,8 +451,8 @@ def test_batches_are_verified_as_they_are_step_by_step(
         for number in range(7)
     ]
     tokens, outcomes = serve(engine_of(config), requests)
-    monkeypatch.setattr(ranks, "drafter_of", lambda *_, **__: Later.without())
-    monkeypatch.setattr(verify, "verifier_of", lambda *_, **__: Later.without())
+    monkeypatch.setattr(ranks, "drafter_of", lambda *_, **__: LazyCompiled.without())
+    monkeypatch.setattr(verify, "verifier_of", lambda *_, **__: LazyCompiled.without())
     assert serve(engine_of(config), requests) == (tokens, outcomes)
 
 
@@ -500,7 +500,7 @@ def test_a_call_that_cannot_be_compiled_is_logged(
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(compiled, "STARTING_S", 0.01)
-    lazy = Later(fail)
+    lazy = LazyCompiled(fail)
     assert not compile_started.wait(0.1)  # nothing has asked for it
     assert lazy.get() is None
     assert compile_started.wait(30.0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from eesd_dist.compiled import Later
+from eesd_dist.compiled import LazyCompiled
 from eesd_dist.config import EngineConfig, SpeculationConfig
 from eesd_dist.control.chain_rule import REFUSAL, LogOdds, follow, of_length
 from eesd_dist.engine.build import build_draft_shard, build_local_engine, layout_of
@@ -238,7 +238,7 @@ def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeCon
     shard = engine.draft_stage._compute
     assert isinstance(shard, DraftShard)
     drafter = drafter_on_gpu(shard)
-    shard._round_drafter = Later(lambda: drafter, is_ready=True)
+    shard._round_drafter = LazyCompiled(lambda: drafter, is_ready=True)
     channel = engine._channel
     assert isinstance(channel, MemoryChannel)
     stage = getattr(channel._verify, "__self__", None)
@@ -246,7 +246,7 @@ def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeCon
     on_gpu(stage.span.paged, hidden_size=stage.span.spec.hidden_size)
     graphs = GraphVerifier.of(stage.span)
     assert graphs is not None
-    stage._verifier = Later(lambda: graphs, is_ready=True)
+    stage._verifier = LazyCompiled(lambda: graphs, is_ready=True)
     texts: dict[str, list[TokenId]] = {}
     num_drafted = 0
     for mode in ("off", "auto"):

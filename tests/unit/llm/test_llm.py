@@ -23,13 +23,13 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=4)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(BUNDLED_MODEL) as one:
-        yield one
+    with LLM(BUNDLED_MODEL) as engine:
+        yield engine
 
 
 def _text(llm: LLM, prompt: str, params: SamplingParams) -> str:
-    (found,) = llm.generate(prompt, params)
-    return found.outputs[0].text
+    (output,) = llm.generate(prompt, params)
+    return output.outputs[0].text
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
@@ -38,14 +38,16 @@ def test_texts_come_in_the_order_of_the_prompts_and_do_not_depend_on_their_neigh
 ) -> None:
     prompts = ["Tom has 3 apples.", "The capital", "1 2 3"]
     drafted = SpeculationParams(controller="fixed")  # other controllers may draft nothing
-    together = llm.generate(prompts, params, speculation=drafted)
-    assert [each.prompt for each in together] == prompts
-    texts = [each.outputs[0] for each in together]
-    assert [each.text for each in texts] == [_text(llm, prompt, params) for prompt in prompts]
+    batch = llm.generate(prompts, params, speculation=drafted)
+    assert [output.prompt for output in batch] == prompts
+    texts = [output.outputs[0] for output in batch]
+    assert [output.text for output in texts] == [_text(llm, prompt, params) for prompt in prompts]
     plain = llm.generate(prompts, params, speculation=SpeculationParams(mode="off"))
-    assert [each.token_ids for each in texts] == [each.outputs[0].token_ids for each in plain]
-    assert sum(each.statistics.num_accepted for each in texts) > 0
-    assert all(each.outputs[0].statistics.acceptance_rate is None for each in plain)
+    assert [output.token_ids for output in texts] == [
+        output.outputs[0].token_ids for output in plain
+    ]
+    assert sum(output.statistics.num_accepted for output in texts) > 0
+    assert all(output.outputs[0].statistics.acceptance_rate is None for output in plain)
 
 
 def test_a_stream_is_the_text_in_pieces(llm: LLM) -> None:
@@ -81,8 +83,8 @@ def test_a_conversation_is_what_its_template_makes_of_it(llm: LLM) -> None:
     (raw,) = llm.generate(tokens, GREEDY)
     both = llm.chat([messages, messages], GREEDY)
     (text,) = answer.outputs
-    assert {each.outputs[0].token_ids for each in (raw, *both)} == {text.token_ids}
-    assert {each.outputs[0].text for each in (raw, *both)} == {text.text}
+    assert {output.outputs[0].token_ids for output in (raw, *both)} == {text.token_ids}
+    assert {output.outputs[0].text for output in (raw, *both)} == {text.text}
     assert "".join(delta.text for delta in llm.stream(messages, GREEDY)) == text.text
 
 
@@ -101,14 +103,14 @@ def test_a_conversation_continues_its_last_message_and_knows_tools(llm: LLM) -> 
 def test_more_prompts_than_the_queue_takes_are_answered() -> None:
     with LLM(BUNDLED_MODEL, max_waiting=2, max_running=2) as llm:
         texts = llm.generate(["Tom"] * 9, SHORT, use_tqdm=False)
-    assert len({each.outputs[0].text for each in texts}) == 1
+    assert len({output.outputs[0].text for output in texts}) == 1
     assert len(texts) == 9
 
 
 def test_each_prompt_has_parameters_of_its_own(llm: LLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (1, 5, 3)]
-    found = llm.generate(["Tom", "Tom", "Tom"], params)
-    assert [len(each.outputs[0].token_ids) for each in found] == [1, 5, 3]
+    outputs = llm.generate(["Tom", "Tom", "Tom"], params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 3]
     with pytest.raises(RequestError, match=r"found 3 for 2 prompts"):
         llm.generate(["Tom", "Tom"], params)
     with pytest.raises(RequestError, match=r"found dict, expected SamplingParams"):
@@ -116,46 +118,46 @@ def test_each_prompt_has_parameters_of_its_own(llm: LLM) -> None:
 
 
 def test_samples_without_a_seed_differ_and_their_seed_gives_them_again(llm: LLM) -> None:
-    found = llm.generate(["Tom has"] * 8, SamplingParams(max_tokens=16))
-    texts = [each.outputs[0].text for each in found]
+    outputs = llm.generate(["Tom has"] * 8, SamplingParams(max_tokens=16))
+    texts = [output.outputs[0].text for output in outputs]
     assert len(set(texts)) == 8
-    again = [SamplingParams(max_tokens=16, seed=each.seed) for each in found]
-    assert [each.outputs[0].text for each in llm.generate(["Tom has"] * 8, again)] == texts
+    params = [SamplingParams(max_tokens=16, seed=output.seed) for output in outputs]
+    assert [output.outputs[0].text for output in llm.generate(["Tom has"] * 8, params)] == texts
 
 
 def test_a_seed_of_the_engine_is_the_seed_of_all_texts_that_have_none() -> None:
     texts = []
     for seed in (3, 3, 4):
         with LLM(BUNDLED_MODEL, seed=seed) as llm:
-            found = llm.generate(["Tom has"] * 2, SamplingParams(max_tokens=12))
-            texts.append([each.outputs[0].text for each in found])
+            outputs = llm.generate(["Tom has"] * 2, SamplingParams(max_tokens=12))
+            texts.append([output.outputs[0].text for output in outputs])
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_several_texts_of_a_prompt_the_first_of_which_is_that_of_one(llm: LLM) -> None:
-    (one,) = llm.generate("Tom has", SamplingParams(seed=5, max_tokens=12))
+    (single,) = llm.generate("Tom has", SamplingParams(seed=5, max_tokens=12))
     (three,) = llm.generate("Tom has", SamplingParams(seed=5, max_tokens=12, n=3))
-    assert [each.index for each in three.outputs] == [0, 1, 2]
-    assert three.outputs[0].text == one.outputs[0].text
-    assert len({each.text for each in three.outputs}) == 3
+    assert [sample.index for sample in three.outputs] == [0, 1, 2]
+    assert three.outputs[0].text == single.outputs[0].text
+    assert len({sample.text for sample in three.outputs}) == 3
 
 
 def test_log_probabilities_of_a_prompt_are_one_for_each_token_but_the_first(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2, logprobs=1)
-    (found,) = llm.generate("Tom has", params)
-    assert found.prompt_logprobs is not None
-    first, *rest = found.prompt_logprobs
+    (output,) = llm.generate("Tom has", params)
+    assert output.prompt_logprobs is not None
+    first, *entries = output.prompt_logprobs
     assert first is None
-    for token, each in zip(found.prompt_token_ids[1:], rest, strict=True):
-        assert each is not None
-        assert each[token].logprob < 0
-        assert len(each) in (2, 3)
-    (text,) = found.outputs
+    for token, entry in zip(output.prompt_token_ids[1:], entries, strict=True):
+        assert entry is not None
+        assert entry[token].logprob < 0
+        assert len(entry) in (2, 3)
+    (text,) = output.outputs
     assert text.logprobs is not None
-    own = [each[token] for each, token in zip(text.logprobs, text.token_ids, strict=True)]
-    assert [each.rank for each in own] == [1, 1, 1]
-    assert "".join(each.decoded_token for each in own) == text.text
-    assert text.cumulative_logprob == pytest.approx(sum(each.logprob for each in own))
+    own = [entry[token] for entry, token in zip(text.logprobs, text.token_ids, strict=True)]
+    assert [entry.rank for entry in own] == [1, 1, 1]
+    assert "".join(entry.decoded_token for entry in own) == text.text
+    assert text.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in own))
     (without,) = llm.generate("Tom has", SHORT)
     assert without.prompt_logprobs is None
     assert without.outputs[0].logprobs is None
@@ -204,12 +206,12 @@ def test_a_folder_without_a_model_is_said_to_be_none(tmp_path: Path) -> None:
 
 def test_nothing_goes_on_after_the_end() -> None:
     llm = LLM(BUNDLED_MODEL)
-    begun = llm.stream("Tom has", SamplingParams(max_tokens=200, ignore_eos=True))
-    next(begun)
+    deltas = llm.stream("Tom has", SamplingParams(max_tokens=200, ignore_eos=True))
+    next(deltas)
     llm.close()
     llm.close()
     with pytest.raises(EngineError, match="closed"):
-        next(begun)
+        next(deltas)
     with pytest.raises(EngineError, match="closed"):
         llm.generate("Tom")
     with pytest.raises(EngineError, match="closed"):
@@ -222,8 +224,8 @@ def test_settings_are_the_configurations_and_vllms_names_are_known() -> None:
     settings = {"dtype": "float32", "max_model_len": 64, "numerics": "fast", "max_num_seqs": 3}
     with LLM(str(BUNDLED_MODEL), tensor_parallel_size=1, trust_remote_code=True, **settings) as llm:  # type: ignore[arg-type]
         params = SamplingParams(max_tokens=None, ignore_eos=True)
-        (found,) = llm.generate("Tom has", params)
-        assert len(found.prompt_token_ids) + len(found.outputs[0].token_ids) == 64
+        (output,) = llm.generate("Tom has", params)
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 64
     config = EngineConfig.model_validate({"model": {"path": BUNDLED_MODEL, "max_model_len": 64}})
     with LLM(config, max_running=1) as llm:
         assert len(llm.generate("Tom has", params)[0].outputs[0].token_ids) == 62
@@ -237,8 +239,8 @@ def test_it_has_all_cores_and_their_number_changes_no_text(monkeypatch: pytest.M
         with LLM(BUNDLED_MODEL, **stated) as llm:
             expected = stated.get("num_threads", psutil.cpu_count(logical=False))
             assert torch.get_num_threads() == expected
-            found = llm.generate(["Tom has 3 apples.", "1 2 3"] * 4, SAMPLED)
-            texts.append([each.outputs[0].token_ids for each in found])
+            outputs = llm.generate(["Tom has 3 apples.", "1 2 3"] * 4, SAMPLED)
+            texts.append([output.outputs[0].token_ids for output in outputs])
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     with LLM(BUNDLED_MODEL):
         assert torch.get_num_threads() == 3

@@ -180,8 +180,8 @@ with LLM(model=MODEL, dtype="bfloat16", max_model_len=128, gpu_memory_utilizatio
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(model=str(BUNDLED_MODEL)) as one:
-        yield one
+    with LLM(model=str(BUNDLED_MODEL)) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("name", SNIPPETS)

@@ -29,10 +29,10 @@ def round_of(at_s: float, *, requests: int, emitted: int, drafted: int, prefill:
 
 
 def recent(*rounds: RoundStats) -> RecentRounds:
-    found = RecentRounds()
+    rounds_ = RecentRounds()
     for stats in rounds:
-        found.add(stats)
-    return found
+        rounds_.add(stats)
+    return rounds_
 
 
 def test_only_rounds_of_the_last_ten_seconds_count() -> None:
@@ -42,7 +42,7 @@ def test_only_rounds_of_the_last_ten_seconds_count() -> None:
         round_of(99.0, requests=2, emitted=6, drafted=8),
     )
     activity = rounds.activity(
-        now_unix_s=100.0, num_waiting=3, kv_use=0.25, first_tokens_s=[0.1] * 9 + [5.0]
+        time_unix_s=100.0, num_waiting=3, kv_use=0.25, first_tokens_s=[0.1] * 9 + [5.0]
     )
     assert activity == Activity(
         num_waiting=3,
@@ -55,7 +55,7 @@ def test_only_rounds_of_the_last_ten_seconds_count() -> None:
 
 
 def test_an_idle_engine_has_no_first_token_and_gains_one_token_a_round() -> None:
-    activity = recent().activity(now_unix_s=1.0, num_waiting=0, kv_use=0.0, first_tokens_s=[])
+    activity = recent().activity(time_unix_s=1.0, num_waiting=0, kv_use=0.0, first_tokens_s=[])
     assert (activity.tokens_per_s, activity.tokens_per_turn) == (0.0, 1.0)
     assert activity.first_token_s is None
 
@@ -64,12 +64,12 @@ def test_rounds_of_a_fast_engine_count_however_many_they_are() -> None:
     rounds = recent(
         *(round_of(90.0 + at / 500, requests=1, emitted=1, drafted=0) for at in range(5000))
     )
-    for now_unix_s in (99.999, 100.5):
+    for time_unix_s in (99.999, 100.5):
         activity = rounds.activity(
-            now_unix_s=now_unix_s, num_waiting=0, kv_use=0.0, first_tokens_s=[]
+            time_unix_s=time_unix_s, num_waiting=0, kv_use=0.0, first_tokens_s=[]
         )
-        seconds = now_unix_s - (90.0 if now_unix_s < 100.0 else 91.0)
-        emitted = 5000 if now_unix_s < 100.0 else 4500
+        seconds = time_unix_s - (90.0 if time_unix_s < 100.0 else 91.0)
+        emitted = 5000 if time_unix_s < 100.0 else 4500
         assert activity.tokens_per_s == pytest.approx(emitted / seconds)
 
 
@@ -93,28 +93,30 @@ def test_the_capacity_is_that_of_a_round_at_the_target_of_live_requests() -> Non
 def test_the_queue_of_a_silent_ingress_does_not_count() -> None:
     reports = IngressReports(expiry_s=5.0)
 
-    def note(app: str, ingress: str, num_waiting: int, heard_s: float) -> None:
-        report = IngressReport(num_waiting=num_waiting, targets=None, heard_s=heard_s)
+    def note(app: str, ingress: str, num_waiting: int, received_s: float) -> None:
+        report = IngressReport(num_waiting=num_waiting, targets=None, received_s=received_s)
         reports.note(app, ingress, report)
 
     note("eesd", "one", 3, 0.0)
     note("eesd", "two", 4, 2.0)
     note("other", "one", 9, 2.0)
-    assert reports.num_waiting("eesd", now_s=3.0) == 7
+    assert reports.num_waiting("eesd", time_s=3.0) == 7
     note("eesd", "two", 1, 6.0)
-    assert reports.num_waiting("eesd", now_s=6.0) == 1
-    latest = reports.latest("eesd", now_s=6.0)
+    assert reports.num_waiting("eesd", time_s=6.0) == 1
+    latest = reports.latest("eesd", time_s=6.0)
     assert latest is not None
-    assert latest.heard_s == 6.0
-    assert reports.latest("eesd", now_s=12.0) is None
+    assert latest.received_s == 6.0
+    assert reports.latest("eesd", time_s=12.0) is None
 
 
 def test_metrics_are_shown_of_ingresses_that_report() -> None:
     reports = IngressReports(expiry_s=5.0)
-    for ingress, heard_s in (("one", 0.0), ("two", 4.0)):
-        reports.note("eesd", ingress, IngressReport(num_waiting=0, targets=None, heard_s=heard_s))
+    for ingress, received_s in (("one", 0.0), ("two", 4.0)):
+        reports.note(
+            "eesd", ingress, IngressReport(num_waiting=0, targets=None, received_s=received_s)
+        )
         reports.note_page("eesd", ingress, ingress.encode())
     reports.note_page("other", "one", b"x")
-    assert reports.pages("eesd", now_s=4.0) == {"one": b"one", "two": b"two"}
+    assert reports.pages("eesd", time_s=4.0) == {"one": b"one", "two": b"two"}
     reports.note_page("eesd", "two", b"later")
-    assert reports.pages("eesd", now_s=6.0) == {"two": b"later"}
+    assert reports.pages("eesd", time_s=6.0) == {"two": b"later"}

@@ -197,10 +197,10 @@ def test_a_caller_that_names_many_classes_loses_its_own_pools_only() -> None:
     for caller in ("c", "d"):  # more than all may have: the callers with most lose some
         for number in range(5):
             serve(book, f"{caller}{number}", f"{caller}{number}", accepted=8, caller=caller)
-    named = book.priors().by_caller
-    assert sum(map(len, named.values())) == 12
+    by_caller = book.priors().by_caller
+    assert sum(map(len, by_caller.values())) == 12
     assert {"class of a", "class of b"} <= book.pools().keys()
-    assert max(map(len, named.values())) - min(len(named[name]) for name in "cd") <= 1
+    assert max(map(len, by_caller.values())) - min(len(by_caller[name]) for name in "cd") <= 1
 
 
 def test_pools_that_an_operator_loads_count_for_all_callers() -> None:
@@ -220,10 +220,10 @@ def test_a_caller_is_no_other_after_a_restart_and_unknown_requests_are_of_no_cal
     serve(book, 1, "code", accepted=0, caller="b")
     twin = BeliefBook()
     twin.restore(json.loads(json.dumps(book.snapshot())))
-    for each in (book, twin):
-        each.observe([outcome("unheard of", 8, 0)])
-        each.finish(rid("unheard of"))
-        each.finish(rid("live"))
+    for copy in (book, twin):
+        copy.observe([outcome("unheard of", 8, 0)])
+        copy.finish(rid("unheard of"))
+        copy.finish(rid("live"))
     assert twin.snapshot() == book.snapshot()
     assert {caller for caller, _ in twin.names()} == {"a", "b", "?"}
     assert twin.prior("code", caller="a").mean > twin.prior("code", caller="b").mean
@@ -248,16 +248,16 @@ def test_pinned_pools_stay_as_they_are_and_a_requests_own_rounds_still_count() -
 
 
 def test_pools_that_are_handed_on_warm_requests_of_another_book() -> None:
-    here, there = BeliefBook(), BeliefBook()
-    serve(here, 1, "code", accepted=8)
-    serve(there, 1, "code", accepted=0)
-    under_way = there.admit(rid("under way"), "code")
-    here.pin()
-    there.adopt(here.priors())
-    assert there.prior("code") == here.prior("code")
-    assert there.prior("never met") == here.prior("never met")
-    assert there.is_pinned
-    assert there.admit(rid("under way"), "code") == under_way
+    source, target = BeliefBook(), BeliefBook()
+    serve(source, 1, "code", accepted=8)
+    serve(target, 1, "code", accepted=0)
+    live_prior = target.admit(rid("under way"), "code")
+    source.pin()
+    target.adopt(source.priors())
+    assert target.prior("code") == source.prior("code")
+    assert target.prior("never met") == source.prior("never met")
+    assert target.is_pinned
+    assert target.admit(rid("under way"), "code") == live_prior
 
 
 def test_a_version_is_another_one_exactly_when_priors_may_be_others() -> None:

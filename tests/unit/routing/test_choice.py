@@ -78,8 +78,8 @@ def test_a_prefix_is_expected_only_where_it_went_with_the_same_salt() -> None:
     first = world.send(text, cache_salt="one")
     world.chooser.ended(first.pipeline, [*text, *prompt(2)], cache_salt="one")
     assert world.send(text, cache_salt="two").num_cached_tokens == 0
-    again = world.send(text, cache_salt="one")
-    assert (again.pipeline, again.num_cached_tokens) == (first.pipeline, 36)
+    second = world.send(text, cache_salt="one")
+    assert (second.pipeline, second.num_cached_tokens) == (first.pipeline, 36)
 
 
 def test_a_prefix_is_sent_where_it_went_before_until_too_much_goes_on_there() -> None:
@@ -88,12 +88,12 @@ def test_a_prefix_is_sent_where_it_went_before_until_too_much_goes_on_there() ->
         world.say(name)
     home = world.send(prompt(1)).pipeline
     world.chooser.ended(home)
-    taken = [world.send([*prompt(1), 7, i]) for i in range(8)]
+    choices = [world.send([*prompt(1), 7, i]) for i in range(8)]
     # 40 of 42 tokens are cached, worth 5 live requests of 8 tokens; the bound of 4 is reached
     # first.
-    assert [choice.pipeline for choice in taken[:5]] == [home] * 5
-    assert [choice.num_cached_tokens for choice in taken[:5]] == [40] * 5
-    assert home not in {choice.pipeline for choice in taken[5:]}
+    assert [choice.pipeline for choice in choices[:5]] == [home] * 5
+    assert [choice.num_cached_tokens for choice in choices[:5]] == [40] * 5
+    assert home not in {choice.pipeline for choice in choices[5:]}
 
 
 def test_a_short_prefix_is_not_worth_the_wait_behind_a_live_request() -> None:
@@ -124,8 +124,8 @@ def test_a_text_that_was_generated_there_counts_as_prefix() -> None:
     first = world.send(prompt(1, 3))
     conversation = prompt(1, 3) + prompt(2, 30)
     world.chooser.ended(first.pipeline, conversation)
-    again = world.send([*conversation, 5, 6])
-    assert (again.pipeline, again.num_cached_tokens) == (first.pipeline, 32)
+    second = world.send([*conversation, 5, 6])
+    assert (second.pipeline, second.num_cached_tokens) == (first.pipeline, 32)
 
 
 def test_a_prompt_never_counts_as_cached_to_its_last_token() -> None:
@@ -139,8 +139,8 @@ def test_a_pipeline_twice_as_fast_takes_twice_as_many() -> None:
     world = World()
     world.say("slow", weight=30.0)
     world.say("fast", weight=60.0)
-    taken = Counter(world.send(prompt(i)).pipeline for i in range(300))
-    assert taken[PipelineId("slow")] == pytest.approx(100, abs=5)
+    counts = Counter(world.send(prompt(i)).pipeline for i in range(300))
+    assert counts[PipelineId("slow")] == pytest.approx(100, abs=5)
 
 
 def test_among_many_speeds_still_tell() -> None:
@@ -148,8 +148,8 @@ def test_among_many_speeds_still_tell() -> None:
     for i in range(4):
         world.say(f"slow {i}", weight=1.0)
         world.say(f"fast {i}", weight=2.0)
-    taken = Counter(world.send(prompt(i)).pipeline.split()[0] for i in range(1200))
-    assert taken["fast"] / taken[PipelineId("slow")] == pytest.approx(2.0, rel=0.1)
+    counts = Counter(world.send(prompt(i)).pipeline.split()[0] for i in range(1200))
+    assert counts["fast"] / counts[PipelineId("slow")] == pytest.approx(2.0, rel=0.1)
 
 
 def test_speeds_that_differ_by_noise_are_equal() -> None:
@@ -157,8 +157,8 @@ def test_speeds_that_differ_by_noise_are_equal() -> None:
     world.say("a", weight=0.85)
     world.say("b", weight=1.0)
     world.say("c")
-    taken = Counter(world.send(prompt(i)).pipeline for i in range(300))
-    assert all(count == pytest.approx(100, abs=15) for count in taken.values())
+    counts = Counter(world.send(prompt(i)).pipeline for i in range(300))
+    assert all(count == pytest.approx(100, abs=15) for count in counts.values())
 
 
 def test_ties_are_broken_by_the_dice() -> None:
@@ -191,12 +191,12 @@ def test_a_draining_or_excluded_pipeline_gets_a_request_only_if_no_other_is_read
     world = World()
 
     def takers(**how: object) -> set[str]:
-        found: set[str] = set()
+        names: set[str] = set()
         for _ in range(30):
             choice = world.send(prompt(1), **how)
             world.chooser.ended(choice.pipeline)
-            found.add(choice.pipeline)
-        return found
+            names.add(choice.pipeline)
+        return names
 
     world.say("a")
     world.say("b")
@@ -260,17 +260,17 @@ def test_a_directory_that_is_still_empty_is_not_believed_at_once() -> None:
 
 def test_memory_keeps_the_blocks_used_last_and_no_more() -> None:
     memory = PrefixMemory(max_blocks=6)
-    one, two, three = (
+    first, second, third = (
         block_digests(prompt(i, 12), block_size=BLOCK, max_blocks=99) for i in range(3)
     )
-    memory.remember(one)
-    memory.remember(two)
-    memory.remember(one)
-    memory.remember(three[:2])
+    memory.remember(first)
+    memory.remember(second)
+    memory.remember(first)
+    memory.remember(third[:2])
     assert len(memory) == 6
-    assert memory.num_known(one) == 3
-    assert memory.num_known(two) == 1  # removed from its end
-    assert memory.num_known(three) == 2
+    assert memory.num_known(first) == 3
+    assert memory.num_known(second) == 1  # removed from its end
+    assert memory.num_known(third) == 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -299,8 +299,8 @@ def test_a_router_that_is_silent_for_long_costs_no_memory_and_no_count() -> None
     for _ in range(5_000):
         world.now_s += 0.001
         world.chooser.ended(world.send([1, 2, 3]).pipeline)
-    sent = [world.send([1, 2, 3]) for _ in range(3)]
-    assert world.load("a") == len(sent)
+    choices = [world.send([1, 2, 3]) for _ in range(3)]
+    assert world.load("a") == len(choices)
     assert len(world.chooser._pipelines[PipelineId("a")].changes) <= 1024
     world.now_s += 0.1
     world.say("a", running=7)

@@ -55,8 +55,8 @@ def test_a_burst_between_heartbeats_is_spread(
     book = directory(Clock(), choice)
     for name in "abcd":
         book.heartbeat(report(name))
-    taken = Counter(book.choose().pipeline_id for _ in range(400))
-    assert all(abs(count - 100) <= 10 for count in taken.values())
+    counts = Counter(book.choose().pipeline_id for _ in range(400))
+    assert all(abs(count - 100) <= 10 for count in counts.values())
 
 
 def test_a_heartbeat_replaces_what_was_only_guessed() -> None:

@@ -28,7 +28,7 @@ class Asking:
     def acquire(self, quota: Quota, *, ingress: str = "one", caller: str = "c") -> Standing:
         self._num += 1
         return self.book.acquire(
-            caller, quota, permit=f"p{self._num}", ingress=ingress, now_s=self.now_s
+            caller, quota, permit=f"p{self._num}", ingress=ingress, time_s=self.now_s
         )
 
     def reserve(
@@ -40,12 +40,12 @@ class Asking:
             permit=f"p{number}",
             ingress=ingress,
             num_tokens=num_tokens,
-            now_s=self.now_s,
+            time_s=self.now_s,
         )
 
     def release(self, number: int, *, ingress: str = "one", num_tokens: int = 0) -> None:
         self.book.release(
-            "c", permit=f"p{number}", ingress=ingress, num_tokens=num_tokens, now_s=self.now_s
+            "c", permit=f"p{number}", ingress=ingress, num_tokens=num_tokens, time_s=self.now_s
         )
 
 
@@ -53,11 +53,11 @@ def test_requests_at_all_ingresses_count_together() -> None:
     asking = Asking()
     assert asking.acquire(TWO_AT_ONCE).num_running == 1
     assert asking.acquire(TWO_AT_ONCE, ingress="two").num_running == 2
-    refused = asking.acquire(TWO_AT_ONCE)
-    assert (refused.refused, refused.num_running, refused.wait_s) == ("concurrency", 2, 1.0)
-    assert asking.acquire(TWO_AT_ONCE, caller="another").refused is None
+    standing = asking.acquire(TWO_AT_ONCE)
+    assert (standing.refusal, standing.num_running, standing.wait_s) == ("concurrency", 2, 1.0)
+    assert asking.acquire(TWO_AT_ONCE, caller="another").refusal is None
     asking.release(2, ingress="two")
-    assert asking.acquire(TWO_AT_ONCE).refused is None
+    assert asking.acquire(TWO_AT_ONCE).refusal is None
 
 
 def test_a_permit_is_returned_once() -> None:
@@ -66,8 +66,8 @@ def test_a_permit_is_returned_once() -> None:
     asking.acquire(TWO_AT_ONCE)
     asking.release(1)
     asking.release(1)
-    assert asking.acquire(TWO_AT_ONCE).refused is None
-    assert asking.acquire(TWO_AT_ONCE).refused == "concurrency"
+    assert asking.acquire(TWO_AT_ONCE).refusal is None
+    assert asking.acquire(TWO_AT_ONCE).refusal == "concurrency"
 
 
 def test_an_ingress_that_falls_silent_holds_nothing() -> None:
@@ -75,9 +75,9 @@ def test_an_ingress_that_falls_silent_holds_nothing() -> None:
     asking.acquire(TWO_AT_ONCE, ingress="gone")
     asking.acquire(TWO_AT_ONCE, ingress="gone")
     asking.now_s += 4
-    assert asking.acquire(TWO_AT_ONCE).refused == "concurrency"
+    assert asking.acquire(TWO_AT_ONCE).refusal == "concurrency"
     asking.now_s += 2
-    assert asking.acquire(TWO_AT_ONCE).refused is None
+    assert asking.acquire(TWO_AT_ONCE).refusal is None
 
 
 def test_an_ingress_that_says_what_it_holds_is_not_silent() -> None:
@@ -87,8 +87,8 @@ def test_an_ingress_that_says_what_it_holds_is_not_silent() -> None:
     for _ in range(10):
         asking.now_s += 2
         held = asking.book.held_by("busy")
-        asking.book.hold("busy", held, now_s=asking.now_s)
-        assert asking.acquire(TWO_AT_ONCE).refused == "concurrency"
+        asking.book.hold("busy", held, time_s=asking.now_s)
+        assert asking.acquire(TWO_AT_ONCE).refusal == "concurrency"
 
 
 def test_a_book_that_was_lost_learns_again_what_is_held() -> None:
@@ -96,23 +96,23 @@ def test_a_book_that_was_lost_learns_again_what_is_held() -> None:
     before.acquire(TWO_AT_ONCE, ingress="one")
     before.acquire(TWO_AT_ONCE, ingress="two")
     for ingress in ("one", "two"):
-        after.book.hold(ingress, before.book.held_by(ingress), now_s=after.now_s)
-    assert after.acquire(TWO_AT_ONCE).refused == "concurrency"
+        after.book.hold(ingress, before.book.held_by(ingress), time_s=after.now_s)
+    assert after.acquire(TWO_AT_ONCE).refusal == "concurrency"
     after.release(1, ingress="one")
-    assert after.acquire(TWO_AT_ONCE).refused is None
+    assert after.acquire(TWO_AT_ONCE).refusal is None
 
 
 def test_a_permit_that_is_told_of_before_it_is_asked_for_counts_once() -> None:
     asking = Asking()
-    asking.book.hold("one", {"c": {"p1": 0}}, now_s=asking.now_s)
-    assert asking.acquire(Quota(max_concurrent=1)).refused is None
-    assert asking.acquire(Quota(max_concurrent=1)).refused == "concurrency"
+    asking.book.hold("one", {"c": {"p1": 0}}, time_s=asking.now_s)
+    assert asking.acquire(Quota(max_concurrent=1)).refusal is None
+    assert asking.acquire(Quota(max_concurrent=1)).refusal == "concurrency"
 
 
 def test_tokens_of_requests_that_a_new_book_has_not_seen_begin_are_owed() -> None:
     asking = Asking()
     asking.release(7, num_tokens=80)
-    assert asking.acquire(SIXTY).refused == "tokens"
+    assert asking.acquire(SIXTY).refusal == "tokens"
 
 
 def test_what_an_ingress_no_longer_holds_is_forgotten() -> None:
@@ -120,25 +120,25 @@ def test_what_an_ingress_no_longer_holds_is_forgotten() -> None:
     asking = Asking()
     asking.acquire(TWO_AT_ONCE)
     asking.acquire(TWO_AT_ONCE)
-    asking.book.hold("one", {"c": {"p2": 0}}, now_s=asking.now_s)
-    assert asking.acquire(TWO_AT_ONCE).refused is None
-    asking.book.hold("one", {}, now_s=asking.now_s)
+    asking.book.hold("one", {"c": {"p2": 0}}, time_s=asking.now_s)
+    assert asking.acquire(TWO_AT_ONCE).refusal is None
+    asking.book.hold("one", {}, time_s=asking.now_s)
     assert asking.acquire(TWO_AT_ONCE).num_running == 1
 
 
 def test_tokens_are_forgotten_over_a_minute() -> None:
     asking = Asking()
     first = asking.acquire(SIXTY)
-    assert (first.refused, first.num_tokens_left, first.wait_s) == (None, 60, 0.0)
+    assert (first.refusal, first.num_tokens_left, first.wait_s) == (None, 60, 0.0)
     asking.release(1, num_tokens=40)
     second = asking.acquire(SIXTY)
-    assert (second.refused, second.num_tokens_left, second.wait_s) == (None, 20, 40.0)
+    assert (second.refusal, second.num_tokens_left, second.wait_s) == (None, 20, 40.0)
     asking.release(2, num_tokens=50)
-    refused = asking.acquire(SIXTY)
-    assert (refused.refused, refused.num_tokens_left) == ("tokens", 0)
-    assert refused.wait_s == pytest.approx(31.0), "30 tokens too many, and one to begin with"
-    asking.now_s += refused.wait_s
-    assert asking.acquire(SIXTY).refused is None
+    standing = asking.acquire(SIXTY)
+    assert (standing.refusal, standing.num_tokens_left) == ("tokens", 0)
+    assert standing.wait_s == pytest.approx(31.0), "30 tokens too many, and one to begin with"
+    asking.now_s += standing.wait_s
+    assert asking.acquire(SIXTY).refusal is None
     asking.now_s += 1000
     assert asking.acquire(SIXTY).num_tokens_left == 60, "no more than a minute's are saved"
 
@@ -148,15 +148,15 @@ def test_no_order_of_calls_lets_more_through_than_the_limits(seed: int) -> None:
     rng = Random(seed)
     asking, quota = Asking(), Quota(max_concurrent=3, tokens_per_minute=600)
     running: dict[int, str] = {}
-    num_used, num_allowed, num_refused = 0, 0, 0
+    num_used, num_allowed, num_rejected = 0, 0, 0
     for number in range(1, 800):
         asking.now_s += rng.random() * 0.2
         ingress = rng.choice(["one", "two"])
         standing = asking.acquire(quota, ingress=ingress)
-        if standing.refused is None:
+        if standing.refusal is None:
             running[number] = ingress
             num_allowed += 1
-        num_refused += standing.refused is not None
+        num_rejected += standing.refusal is not None
         assert len(running) <= 3
         assert standing.num_running == len(running)
         if running and rng.random() < 0.7:
@@ -165,21 +165,21 @@ def test_no_order_of_calls_lets_more_through_than_the_limits(seed: int) -> None:
             asking.release(ended, ingress=running.pop(ended), num_tokens=num_tokens)
             num_used += num_tokens
         if rng.random() < 0.1:
-            asking.book.hold(ingress, asking.book.held_by(ingress), now_s=asking.now_s)
+            asking.book.hold(ingress, asking.book.held_by(ingress), time_s=asking.now_s)
         elapsed_s = asking.now_s - 100.0
         assert num_used <= 600 + elapsed_s * 10 + 3 * 20, "at most what runs is too much"
     assert num_allowed > 100
-    assert num_refused > 100
+    assert num_rejected > 100
 
 
 def test_what_a_request_may_use_is_charged_before_it_is_computed_and_the_rest_refunded() -> None:
     asking = Asking()
     asking.acquire(SIXTY)
-    assert asking.reserve(1, SIXTY, num_tokens=50).refused is None
+    assert asking.reserve(1, SIXTY, num_tokens=50).refusal is None
     assert asking.acquire(SIXTY).num_tokens_left == 10
-    assert asking.reserve(2, SIXTY, num_tokens=30).refused is None, "one that began is finished"
-    refused = asking.acquire(SIXTY)
-    assert (refused.refused, refused.wait_s) == ("tokens", 21.0)
+    assert asking.reserve(2, SIXTY, num_tokens=30).refusal is None, "one that began is finished"
+    standing = asking.acquire(SIXTY)
+    assert (standing.refusal, standing.wait_s) == ("tokens", 21.0)
     asking.release(1, num_tokens=8)
     assert asking.acquire(SIXTY).num_tokens_left == 22
     asking.release(2, num_tokens=35)
@@ -188,8 +188,8 @@ def test_what_a_request_may_use_is_charged_before_it_is_computed_and_the_rest_re
 
 def test_of_requests_that_come_at_once_those_behind_the_limit_are_refused_before_they_run() -> None:
     asking = Asking()
-    assert [asking.acquire(SIXTY).refused for _ in range(4)] == [None] * 4
-    standings = [asking.reserve(n, SIXTY, num_tokens=40).refused for n in (1, 2, 3, 4)]
+    assert [asking.acquire(SIXTY).refusal for _ in range(4)] == [None] * 4
+    standings = [asking.reserve(n, SIXTY, num_tokens=40).refusal for n in (1, 2, 3, 4)]
     assert standings == [None, None, "tokens", "tokens"]
     for number, num_tokens in ((1, 40), (2, 40), (3, 0), (4, 0)):
         asking.release(number, num_tokens=num_tokens)
@@ -204,7 +204,7 @@ def test_a_reservation_that_is_made_again_replaces_the_first() -> None:
         assert asking.acquire(SIXTY, caller="c").num_tokens_left == 60 - num_tokens
     asking.acquire(SIXTY)
     asking.reserve(5, SIXTY, num_tokens=100)
-    assert asking.reserve(1, SIXTY, num_tokens=25).refused == "tokens"
+    assert asking.reserve(1, SIXTY, num_tokens=25).refusal == "tokens"
     asking.release(5, num_tokens=0)
     assert asking.acquire(SIXTY).num_tokens_left == 40, "the refused change has changed nothing"
 
@@ -243,7 +243,7 @@ def test_what_an_ingress_that_has_died_had_in_work_is_refunded_and_charged_if_it
     held = asking.book.held_by("silent")
     asking.now_s += 6
     assert asking.acquire(slow).num_tokens_left == 1000
-    asking.book.hold("silent", held, now_s=asking.now_s)
+    asking.book.hold("silent", held, time_s=asking.now_s)
     assert asking.acquire(slow).num_tokens_left == 100
     asking.release(1, ingress="silent", num_tokens=300)
     assert asking.acquire(slow).num_tokens_left == 700
@@ -252,19 +252,19 @@ def test_what_an_ingress_that_has_died_had_in_work_is_refunded_and_charged_if_it
 @pytest.mark.parametrize("seed", range(60))
 def test_calls_that_arrive_in_another_order_charge_each_request_once(seed: int) -> None:
     rng, quota = Random(seed), Quota(tokens_per_minute=10**9, max_concurrent=10**6)
-    here, router = QuotaBook(expiry_s=5.0), QuotaBook(expiry_s=5.0)
-    under_way: list[Callable[[], object]] = []
+    local, router = QuotaBook(expiry_s=5.0), QuotaBook(expiry_s=5.0)
+    calls: list[Callable[[], object]] = []
     running: list[str] = []
     num_used = 0
 
     def send(name: str, *args: object, **options: object) -> None:
-        own = {"ingress": "i", "now_s": 1.0, **options}
-        under_way.append(lambda: getattr(router, name)(*args, **own))
-        getattr(here, name)(*args, **own)
+        own = {"ingress": "i", "time_s": 1.0, **options}
+        calls.append(lambda: getattr(router, name)(*args, **own))
+        getattr(local, name)(*args, **own)
 
     def tell() -> None:
-        held = here.held_by("i")
-        under_way.append(lambda: router.hold("i", held, now_s=1.0))
+        held = local.held_by("i")
+        calls.append(lambda: router.hold("i", held, time_s=1.0))
 
     for number in range(200):
         step = rng.random()
@@ -280,15 +280,15 @@ def test_calls_that_arrive_in_another_order_charge_each_request_once(seed: int) 
                 send("release", "c", permit=permit, num_tokens=num_tokens)
         else:
             tell()
-        while len(under_way) > 6 or (under_way and rng.random() < 0.5):
-            under_way.pop(rng.randrange(min(len(under_way), 4)))()
+        while len(calls) > 6 or (calls and rng.random() < 0.5):
+            calls.pop(rng.randrange(min(len(calls), 4)))()
     for permit in running:
         send("release", "c", permit=permit, num_tokens=1)
         num_used += 1
     tell()
-    for call in under_way:
+    for call in calls:
         call()
-    for book in (here, router):
+    for book in (local, router):
         assert book._accounts["c"].num_owed == num_used
         assert book._accounts["c"].num_running == 0
 
@@ -323,24 +323,24 @@ class Charging(RuleBasedStateMachine):
         """Tokens of requests that have ended, as the router was told."""
 
     def _send(self, ingress: str, message: Message, *, arrives: bool) -> None:
-        known = self.known[ingress]
+        permits = self.known[ingress]
         if not arrives:
             return
-        call = {"ingress": ingress, "now_s": self.now_s}
+        call = {"ingress": ingress, "time_s": self.now_s}
         permit, num_tokens = message.permit, message.num_tokens
         if message.kind == "acquire":
             self.book.acquire("c", self.LIMIT, permit=permit, **call)
-            known[permit] = 0
+            permits[permit] = 0
         elif message.kind == "reserve":
             self.book.reserve("c", self.LIMIT, permit=permit, num_tokens=num_tokens, **call)
-            known[permit] = num_tokens
+            permits[permit] = num_tokens
         elif message.kind == "release":
             self.book.release("c", permit=permit, num_tokens=num_tokens, **call)
-            known.pop(permit, None)
+            permits.pop(permit, None)
             self.num_charged += num_tokens
         else:
-            self.book.hold(ingress, {"c": message.held} if message.held else {}, now_s=self.now_s)
-            self.num_charged += sum(n for p, n in known.items() if p not in message.held)
+            self.book.hold(ingress, {"c": message.held} if message.held else {}, time_s=self.now_s)
+            self.num_charged += sum(n for p, n in permits.items() if p not in message.held)
             self.known[ingress] = dict(message.held)
 
     @rule(ingress=INGRESSES, arrives=MOSTLY)
@@ -378,7 +378,7 @@ class Charging(RuleBasedStateMachine):
     def lose_the_ingress(self, ingress: str) -> None:
         """It dies with its requests; the book hears of the other one only."""
         other = "two" if ingress == "one" else "one"
-        self.book._heard_s[ingress] = -100.0
+        self.book._received_s[ingress] = -100.0
         self.running[ingress].clear()
         self._send(other, Message("hold", held=dict(self.running[other])), arrives=True)
         self.known[ingress].clear()

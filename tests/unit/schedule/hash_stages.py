@@ -90,14 +90,14 @@ class ToyStages:
         return item.live.tokens[: item.start + item.num_known]
 
     def _draft_and_verify(self, item: PlanItem) -> Committed:
-        known, seed = self._known(item), item.live.request.sampling.seed
+        tokens_before, seed = self._known(item), item.live.request.sampling.seed
         num_drafted = self.random.randint(0, item.max_draft)
         num_accepted = 0
         while num_accepted < num_drafted and self.random.random() < self.acceptance:
             num_accepted += 1
-        right = [toy_token(len(known) + i, seed) for i in range(num_drafted + 1)]
+        right = [toy_token(len(tokens_before) + i, seed) for i in range(num_drafted + 1)]
         wrong = [TokenId((token + 1) % VOCAB_SIZE) for token in right]
-        self._write(item, known + right[:num_accepted] + wrong[num_accepted:num_drafted])
+        self._write(item, tokens_before + right[:num_accepted] + wrong[num_accepted:num_drafted])
         return Committed(
             tokens=tuple(right[: num_accepted + 1]),
             num_drafted=num_drafted,
@@ -105,8 +105,8 @@ class ToyStages:
         )
 
     def _draft_tree(self, item: PlanItem) -> Committed:
-        known, seed = self._known(item), item.live.request.sampling.seed
-        self._write(item, known)
+        tokens_before, seed = self._known(item), item.live.request.sampling.seed
+        self._write(item, tokens_before)
         parents: list[int] = []
         for node in range(self.random.randint(0, item.max_nodes)):
             parent = self.random.randint(-1, node - 1)
@@ -123,18 +123,20 @@ class ToyStages:
             path.append(self.random.choice(children))
         depths = depths_of(parents)
         tokens = [
-            TokenId((toy_token(len(known) + depths[node] - 1, seed) + (node not in path)) % 50)
+            TokenId(
+                (toy_token(len(tokens_before) + depths[node] - 1, seed) + (node not in path)) % 50
+            )
             for node in range(len(parents))
         ]
         for node in range(len(parents)):
-            branch = [*known, *(tokens[at] for at in path_to(parents, node))]
-            self._put(item, len(known) + node, _prefix_hashes(branch)[-1])
+            branch = [*tokens_before, *(tokens[at] for at in path_to(parents, node))]
+            self._put(item, len(tokens_before) + node, _prefix_hashes(branch)[-1])
         self.judged[item.live.request_id] = [
-            (self._slot(item, len(known) + node), self._slot(item, len(known) + to))
+            (self._slot(item, len(tokens_before) + node), self._slot(item, len(tokens_before) + to))
             for to, node in enumerate(path)
             if node != to
         ]
-        right = [toy_token(len(known) + i, seed) for i in range(len(path) + 1)]
+        right = [toy_token(len(tokens_before) + i, seed) for i in range(len(path) + 1)]
         return Committed(tokens=tuple(right), num_drafted=len(parents), num_accepted=len(path))
 
     def _slot(self, item: PlanItem, kv_slot: int) -> Slot:

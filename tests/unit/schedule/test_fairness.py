@@ -29,8 +29,8 @@ Results = Mapping[RequestId, Committed]
 
 
 def request(name: str, caller: str, **fields: object) -> Request:
-    made = make_request(name, max_tokens=60, prompt=fields.pop("prompt", [len(name), 2, 3]))
-    return dataclasses.replace(made, caller=caller, **fields)  # type: ignore[arg-type]
+    plain = make_request(name, max_tokens=60, prompt=fields.pop("prompt", [len(name), 2, 3]))
+    return dataclasses.replace(plain, caller=caller, **fields)  # type: ignore[arg-type]
 
 
 def scheduler(num_pages: int = 400) -> Scheduler:
@@ -38,111 +38,111 @@ def scheduler(num_pages: int = 400) -> Scheduler:
     return make_scheduler(make_pages(num_pages), config=config)
 
 
-def step(made: Scheduler, stages: ToyStages, ledger: Ledger) -> None:
-    plan = made.plan(0)
+def step(scheduler_: Scheduler, stages: ToyStages, ledger: Ledger) -> None:
+    plan = scheduler_.plan(0)
     if plan is not None:
         results = stages.run(plan)
         stages.settle(plan)
-        ledger.write(made.commit(plan, results))
-        made.check()
+        ledger.write(scheduler_.commit(plan, results))
+        scheduler_.check()
 
 
-def planned(made: Scheduler, *, rounds: int) -> Counter[str]:
+def planned(scheduler_: Scheduler, *, rounds: int) -> Counter[str]:
     """Runs so many rounds; returns the rows of each request, and of each caller."""
     rows: Counter[str] = Counter()
     for _ in range(rounds):
-        plan = made.plan(0)
+        plan = scheduler_.plan(0)
         assert plan is not None
         for item in plan.items:
             rows[item.live.request_id] += item.num_known
             rows[item.live.request.caller] += item.num_known
-        made.commit(plan, {i.live.request_id: says(9) for i in plan.items if i.is_final})
+        scheduler_.commit(plan, {i.live.request_id: says(9) for i in plan.items if i.is_final})
     return rows
 
 
-def callers(made: Scheduler) -> Counter[str]:
-    return Counter(live.request.caller for live in made.running())
+def callers(scheduler_: Scheduler) -> Counter[str]:
+    return Counter(live.request.caller for live in scheduler_.running())
 
 
 def test_one_caller_is_served_in_the_order_of_arrival() -> None:
-    made = scheduler()
+    scheduler_ = scheduler()
     for at in range(20):
-        made.add(request(f"a{at}", "a"))
-    decode_once(made)
-    assert {live.request_id for live in made.running()} == {f"a{at}" for at in range(SLOTS)}
-    decode_once(made)
-    assert made.usage().num_preemptions == 0
+        scheduler_.add(request(f"a{at}", "a"))
+    decode_once(scheduler_)
+    assert {live.request_id for live in scheduler_.running()} == {f"a{at}" for at in range(SLOTS)}
+    decode_once(scheduler_)
+    assert scheduler_.usage().num_preemptions == 0
 
 
 def test_a_new_caller_runs_in_the_next_round_up_to_its_share() -> None:
-    made = scheduler()
+    scheduler_ = scheduler()
     for at in range(100):
-        made.add(request(f"greedy {at}", "greedy"))
+        scheduler_.add(request(f"greedy {at}", "greedy"))
     for _ in range(5):
-        decode_once(made)
-    assert callers(made) == {"greedy": SLOTS}
+        decode_once(scheduler_)
+    assert callers(scheduler_) == {"greedy": SLOTS}
     for at in range(3):
-        made.add(request(f"modest {at}", "modest"))
-    decode_once(made)
-    assert callers(made) == {"greedy": SLOTS - 3, "modest": 3}
+        scheduler_.add(request(f"modest {at}", "modest"))
+    decode_once(scheduler_)
+    assert callers(scheduler_) == {"greedy": SLOTS - 3, "modest": 3}
     for at in range(3, 30):
-        made.add(request(f"modest {at}", "modest"))
-    decode_once(made)
-    assert callers(made) == {"greedy": SLOTS // 2, "modest": SLOTS // 2}
-    preempted = made.usage().num_preemptions
+        scheduler_.add(request(f"modest {at}", "modest"))
+    decode_once(scheduler_)
+    assert callers(scheduler_) == {"greedy": SLOTS // 2, "modest": SLOTS // 2}
+    preempted = scheduler_.usage().num_preemptions
     for _ in range(20):
-        decode_once(made)
-    assert callers(made) == {"greedy": SLOTS // 2, "modest": SLOTS // 2}
-    assert made.usage().num_preemptions == preempted, "shares that are fair stay"
+        decode_once(scheduler_)
+    assert callers(scheduler_) == {"greedy": SLOTS // 2, "modest": SLOTS // 2}
+    assert scheduler_.usage().num_preemptions == preempted, "shares that are fair stay"
 
 
 def test_weights_are_shares() -> None:
-    made = scheduler()
+    scheduler_ = scheduler()
     for at in range(40):
-        made.add(request(f"small {at}", "small"))
-    decode_once(made)
+        scheduler_.add(request(f"small {at}", "small"))
+    decode_once(scheduler_)
     for at in range(40):
-        made.add(request(f"large {at}", "large", weight=3.0))
-    decode_once(made)
-    assert callers(made) == {"small": 2, "large": 6}
+        scheduler_.add(request(f"large {at}", "large", weight=3.0))
+    decode_once(scheduler_)
+    assert callers(scheduler_) == {"small": 2, "large": 6}
 
 
 def test_a_higher_priority_takes_the_place_of_a_lower_one() -> None:
-    made = scheduler()
+    scheduler_ = scheduler()
     for at in range(20):
-        made.add(request(f"batch {at}", "one", priority=5))
-    decode_once(made)
+        scheduler_.add(request(f"batch {at}", "one", priority=5))
+    decode_once(scheduler_)
     for at in range(10):
-        made.add(request(f"chat {at}", "one", priority=0))
-    decode_once(made)
-    assert Counter(live.request.priority for live in made.running()) == {0: SLOTS}
+        scheduler_.add(request(f"chat {at}", "one", priority=0))
+    decode_once(scheduler_)
+    assert Counter(live.request.priority for live in scheduler_.running()) == {0: SLOTS}
 
 
 def test_where_pages_are_what_lacks_callers_share_them() -> None:
-    made = scheduler(num_pages=16)
+    scheduler_ = scheduler(num_pages=16)
     for at in range(20):
-        made.add(request(f"greedy {at}", "greedy"))
+        scheduler_.add(request(f"greedy {at}", "greedy"))
     for _ in range(8):
-        decode_once(made)
-    assert 1 < len(list(made.running())) < SLOTS
-    made.add(request("modest", "modest"))
-    decode_once(made)
-    assert callers(made)["modest"] == 1
-    made.check()
+        decode_once(scheduler_)
+    assert 1 < len(list(scheduler_.running())) < SLOTS
+    scheduler_.add(request("modest", "modest"))
+    decode_once(scheduler_)
+    assert callers(scheduler_)["modest"] == 1
+    scheduler_.check()
 
 
 def test_a_freed_slot_goes_to_the_caller_with_fewer() -> None:
-    made = scheduler()
+    scheduler_ = scheduler()
     for at in range(SLOTS):
-        made.add(request(f"first {at}", "a" if at % 2 else "b"))
+        scheduler_.add(request(f"first {at}", "a" if at % 2 else "b"))
     for _ in range(10):
-        decode_once(made)
+        decode_once(scheduler_)
     for at in range(4):
-        made.add(request(f"more of a {at}", "a"))
-    made.add(request("more of b", "b"))
-    made.abort(RequestId("first 0"))  # of b, which so has less
-    decode_once(made)
-    running = {live.request_id for live in made.running()}
+        scheduler_.add(request(f"more of a {at}", "a"))
+    scheduler_.add(request("more of b", "b"))
+    scheduler_.abort(RequestId("first 0"))  # of b, which so has less
+    decode_once(scheduler_)
+    running = {live.request_id for live in scheduler_.running()}
     assert "more of b" in running
 
 
@@ -151,11 +151,11 @@ def test_prompts_of_a_caller_that_was_served_less_are_computed_first() -> None:
     config = SchedulerConfig(
         overlap=False, max_running=SLOTS, max_waiting=1000, token_budget=16, prefill_chunk=16
     )
-    made = make_scheduler(make_pages(400), config=config)
+    scheduler_ = make_scheduler(make_pages(400), config=config)
     for at in range(SLOTS // 2):
-        made.add(request(f"greedy {at}", "greedy", prompt=[at + 1, *range(1, 48)]))
-    made.add(request("modest", "modest", prompt=list(range(2, 50))))
-    rows = planned(made, rounds=6)
+        scheduler_.add(request(f"greedy {at}", "greedy", prompt=[at + 1, *range(1, 48)]))
+    scheduler_.add(request("modest", "modest", prompt=list(range(2, 50))))
+    rows = planned(scheduler_, rounds=6)
     assert rows["modest"] >= 40
     assert rows["greedy"] >= 40, "it is served in between"
 
@@ -164,17 +164,17 @@ def test_a_caller_that_took_more_than_the_others_still_has_when_it_comes_back() 
     config = SchedulerConfig(
         overlap=False, max_running=SLOTS, max_waiting=1000, token_budget=8, prefill_chunk=8
     )
-    made = make_scheduler(make_pages(400), config=config)
-    made.add(request("steady", "a", prompt=[1]))
-    made.add(request("large", "b", prompt=list(range(1, 49))))
+    scheduler_ = make_scheduler(make_pages(400), config=config)
+    scheduler_.add(request("steady", "a", prompt=[1]))
+    scheduler_.add(request("large", "b", prompt=list(range(1, 49))))
     for _ in range(9):
-        decode_once(made)
-    made.abort(RequestId("large"))
-    made.add(request("a again", "a", prompt=list(range(3, 40))))
-    made.add(request("b again", "b", prompt=list(range(5, 40))))
-    decode_once(made)  # both have a slot
-    decode_once(made)
-    rows = planned(made, rounds=3)
+        decode_once(scheduler_)
+    scheduler_.abort(RequestId("large"))
+    scheduler_.add(request("a again", "a", prompt=list(range(3, 40))))
+    scheduler_.add(request("b again", "b", prompt=list(range(5, 40))))
+    decode_once(scheduler_)  # both have a slot
+    decode_once(scheduler_)
+    rows = planned(scheduler_, rounds=3)
     assert rows["a again"] > 15
     assert rows["b again"] == 0
 
@@ -183,14 +183,14 @@ def test_a_caller_that_was_alone_owes_nothing_to_one_that_comes_later() -> None:
     config = SchedulerConfig(
         overlap=False, max_running=SLOTS, max_waiting=1000, token_budget=8, prefill_chunk=8
     )
-    made = make_scheduler(make_pages(400), config=config)
-    made.add(request("alone", "a", prompt=list(range(1, 49))))
+    scheduler_ = make_scheduler(make_pages(400), config=config)
+    scheduler_.add(request("alone", "a", prompt=list(range(1, 49))))
     for _ in range(9):
-        decode_once(made)
-    made.abort(RequestId("alone"))
-    made.add(request("of b", "b", prompt=list(range(2, 40))))
-    made.add(request("of a", "a", prompt=list(range(3, 40))))
-    rows = planned(made, rounds=4)
+        decode_once(scheduler_)
+    scheduler_.abort(RequestId("alone"))
+    scheduler_.add(request("of b", "b", prompt=list(range(2, 40))))
+    scheduler_.add(request("of a", "a", prompt=list(range(3, 40))))
+    rows = planned(scheduler_, rounds=4)
     assert rows["a"] >= 8
 
 
@@ -198,85 +198,85 @@ def test_a_new_caller_has_saved_nothing() -> None:
     config = SchedulerConfig(
         overlap=False, max_running=SLOTS, max_waiting=1000, token_budget=8, prefill_chunk=8
     )
-    made = make_scheduler(make_pages(400), config=config)
-    made.add(request("steady", "a", prompt=list(range(1, 49))))
+    scheduler_ = make_scheduler(make_pages(400), config=config)
+    scheduler_.add(request("steady", "a", prompt=list(range(1, 49))))
     for _ in range(50):
-        decode_once(made)
-    made.add(request("of b", "b", prompt=list(range(2, 49))))
-    made.add(request("of a", "a", prompt=list(range(3, 49))))
-    rows = planned(made, rounds=6)
+        decode_once(scheduler_)
+    scheduler_.add(request("of b", "b", prompt=list(range(2, 49))))
+    scheduler_.add(request("of a", "a", prompt=list(range(3, 49))))
+    rows = planned(scheduler_, rounds=6)
     assert rows["of a"] >= 8, "it is served in between"
 
 
 def test_growing_texts_of_one_caller_do_not_take_the_pages_of_another() -> None:
-    made = scheduler(num_pages=24)
+    scheduler_ = scheduler(num_pages=24)
     for at in range(6):
-        made.add(request(f"greedy {at}", "greedy"))
-    decode_once(made)
-    made.add(request("modest", "modest"))  # the youngest
+        scheduler_.add(request(f"greedy {at}", "greedy"))
+    decode_once(scheduler_)
+    scheduler_.add(request("modest", "modest"))  # the youngest
     preempted: list[RequestId] = []
     for _ in range(30):
-        plan = made.plan(0)
+        plan = scheduler_.plan(0)
         assert plan is not None
         preempted += plan.preempted
-        made.commit(plan, {i.live.request_id: says(9) for i in plan.items if i.is_final})
+        scheduler_.commit(plan, {i.live.request_id: says(9) for i in plan.items if i.is_final})
     assert preempted
     assert "modest" not in preempted
-    made.check()
+    scheduler_.check()
 
 
 def test_nothing_is_preempted_for_a_request_that_still_would_not_fit() -> None:
-    made = scheduler(num_pages=36)
-    made.add(request("long", "x", prompt=list(range(1, 49)) + list(range(1, 32))))
-    made.add(request("short", "x"))
+    scheduler_ = scheduler(num_pages=36)
+    scheduler_.add(request("long", "x", prompt=list(range(1, 49)) + list(range(1, 32))))
+    scheduler_.add(request("short", "x"))
     for _ in range(3):
-        decode_once(made)
-    made.add(request("larger", "y", prompt=[*range(2, 50), *range(2, 36)]))
+        decode_once(scheduler_)
+    scheduler_.add(request("larger", "y", prompt=[*range(2, 50), *range(2, 36)]))
     for _ in range(5):
-        decode_once(made)
-    assert made.usage().num_preemptions == 0
-    assert callers(made) == {"x": 2}
+        decode_once(scheduler_)
+    assert scheduler_.usage().num_preemptions == 0
+    assert callers(scheduler_) == {"x": 2}
 
 
 def test_a_full_queue_keeps_a_share_for_every_caller() -> None:
     config = SchedulerConfig(overlap=False, max_running=1, max_waiting=8)
-    made = make_scheduler(make_pages(400), config=config)
+    scheduler_ = make_scheduler(make_pages(400), config=config)
     for at in range(8):
-        made.add(request(f"greedy {at}", "greedy"))
+        scheduler_.add(request(f"greedy {at}", "greedy"))
     with pytest.raises(QueueFull):
-        made.add(request("one more", "greedy"))
+        scheduler_.add(request("one more", "greedy"))
     for at in range(4):
-        made.add(request(f"modest {at}", "modest"))
+        scheduler_.add(request(f"modest {at}", "modest"))
     with pytest.raises(QueueFull):
-        made.add(request("one more", "modest"))
+        scheduler_.add(request("one more", "modest"))
 
 
 def test_a_caller_that_comes_back_has_saved_nothing() -> None:
-    made = scheduler()
-    made.add(request("brief", "b"))
-    decode_once(made)
-    made.abort(RequestId("brief"))
+    scheduler_ = scheduler()
+    scheduler_.add(request("brief", "b"))
+    decode_once(scheduler_)
+    scheduler_.abort(RequestId("brief"))
     for at in range(SLOTS + 4):
-        made.add(request(f"long {at}", "a"))
+        scheduler_.add(request(f"long {at}", "a"))
     for _ in range(40):
-        decode_once(made)
+        decode_once(scheduler_)
     for at in range(SLOTS):
-        made.add(request(f"b {at}", "b"))
-    decode_once(made)
-    assert callers(made) == {"a": SLOTS // 2, "b": SLOTS // 2}
+        scheduler_.add(request(f"b {at}", "b"))
+    decode_once(scheduler_)
+    assert callers(scheduler_) == {"a": SLOTS // 2, "b": SLOTS // 2}
 
 
 def test_a_queue_of_many_callers_has_a_bound() -> None:
     config = SchedulerConfig(overlap=False, max_running=1, max_waiting=8)
-    made = make_scheduler(make_pages(400), config=config)
-    num_refused = 0
+    scheduler_ = make_scheduler(make_pages(400), config=config)
+    num_rejected = 0
     for at in range(100):
         try:
-            made.add(request(f"{at}", f"caller {at % 25}"))
+            scheduler_.add(request(f"{at}", f"caller {at % 25}"))
         except QueueFull:
-            num_refused += 1
-    assert made.num_waiting == 16
-    assert num_refused == 84
+            num_rejected += 1
+    assert scheduler_.num_waiting == 16
+    assert num_rejected == 84
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -292,39 +292,41 @@ def test_whatever_comes_plans_are_sound_and_all_work_ends(seed: int) -> None:
         prefill_chunk=rng.choice([3, 8, 256]),
     )
     pages = make_pages(rng.choice([32, 36, 48, 80, 300]), prefix_caching=rng.random() < 0.6)
-    made = make_scheduler(pages, config=config, max_model_len=120)
+    scheduler_ = make_scheduler(pages, config=config, max_model_len=120)
     stages, ledger = ToyStages(page_size=4, random=Random(seed)), Ledger()
     weights = {caller: rng.choice([0.5, 1.0, 3.0, 1000.0]) for caller in "abc"}
     priorities = (0, 0, 1, 2) if seed % 2 else (0,)
     in_flight: dict[int, tuple[RoundPlan, Results]] = {}
-    num_added = 0
+    num_requests = 0
     for turn in range(6000):
         if turn < 300 and rng.random() < 0.35:
             caller = rng.choice("abc")
             prompt = [rng.randrange(50) for _ in range(rng.choice([3, 10, 40, 70]))]
-            each = request(
-                f"q{num_added}",
+            query = request(
+                f"q{num_requests}",
                 caller,
                 prompt=prompt,
                 weight=weights[caller],
                 priority=rng.choice(priorities),
             )
-            num_added += 1
+            num_requests += 1
             with suppress(QueueFull):
-                made.add(each)
-        if turn < 300 and num_added and rng.random() < 0.08:
-            made.abort(RequestId(f"q{rng.randrange(max(0, num_added - 10), num_added)}"))
-        microbatch = turn % made.num_microbatches
+                scheduler_.add(query)
+        if turn < 300 and num_requests and rng.random() < 0.08:
+            scheduler_.abort(
+                RequestId(f"q{rng.randrange(max(0, num_requests - 10), num_requests)}")
+            )
+        microbatch = turn % scheduler_.num_microbatches
         if microbatch in in_flight:
             plan, results = in_flight.pop(microbatch)
             stages.settle(plan)
-            ledger.write(made.commit(plan, results))
-        before = [live for live in made.running() if live.in_flight]
-        planned = made.plan(microbatch)
-        running = set(made.running())
+            ledger.write(scheduler_.commit(plan, results))
+        before = [live for live in scheduler_.running() if live.in_flight]
+        planned = scheduler_.plan(microbatch)
+        running = set(scheduler_.running())
         assert all(live.in_flight and live in running for live in before)
         assert len(running) <= config.max_running
-        made.check()
+        scheduler_.check()
         if planned is not None:
             assert sum(item.num_known for item in planned.items) <= config.token_budget
             for item in planned.items:
@@ -332,7 +334,7 @@ def test_whatever_comes_plans_are_sound_and_all_work_ends(seed: int) -> None:
                 assert item.live not in before
                 assert 0 < item.num_known <= len(item.pages) * 4 - item.start
             in_flight[microbatch] = planned, stages.run(planned)
-        if turn > 300 and not made.has_work():
+        if turn > 300 and not scheduler_.has_work():
             return
     raise AssertionError("not all work has ended")
 
@@ -341,7 +343,7 @@ def test_whatever_comes_plans_are_sound_and_all_work_ends(seed: int) -> None:
 def test_texts_do_not_depend_on_callers(seed: int) -> None:
     """Weights differ within a caller too, as while a changed key file is read."""
     rng = Random(seed)
-    made = scheduler(num_pages=rng.choice([24, 60, 400]))
+    scheduler_ = scheduler(num_pages=rng.choice([24, 60, 400]))
     requests = [
         request(
             f"{at}",
@@ -352,11 +354,11 @@ def test_texts_do_not_depend_on_callers(seed: int) -> None:
         for at in range(40)
     ]
     stages, ledger = ToyStages(page_size=4, random=rng, acceptance=0.6), Ledger()
-    for each in requests:
-        made.add(each)
+    for query in requests:
+        scheduler_.add(query)
         if rng.random() < 0.3:
-            step(made, stages, ledger)
-    run_until_idle(made, stages, ledger)
-    for each in requests:
-        expected, _ = toy_answer(each, max_model_len=200)
-        assert ledger.answers[each.request_id] == expected
+            step(scheduler_, stages, ledger)
+    run_until_idle(scheduler_, stages, ledger)
+    for query in requests:
+        expected, _ = toy_answer(query, max_model_len=200)
+        assert ledger.answers[query.request_id] == expected

@@ -89,15 +89,15 @@ class Pipeline:
 
     def write_from(self, other: "Pipeline", reservation: PageReservation) -> None:
         """Copies the leased slots."""
-        for there, here in reservation.moves:
+        for other_page, own_page in reservation.moves:
             for offset in range(PAGE):
-                for theirs, mine in (
+                for other_slots, own_slots in (
                     (other.stages.keys, self.stages.keys),
                     (other.stages.head_keys, self.stages.head_keys),
                 ):
-                    mine.pop((here, offset), None)
-                    if (there, offset) in theirs:
-                        mine[(here, offset)] = theirs[(there, offset)]
+                    own_slots.pop((own_page, offset), None)
+                    if (other_page, offset) in other_slots:
+                        own_slots[(own_page, offset)] = other_slots[(other_page, offset)]
 
 
 def _request(
@@ -149,8 +149,8 @@ def test_a_request_goes_on_in_another_pipeline_from_its_full_pages() -> None:
     plan = target.scheduler.plan(0)
     assert plan is not None
     assert plan.items[0].start == len(reservation.moves) * PAGE
-    num_known = len(moved.prompt) + len(moved.generated)
-    assert plan.items[0].num_known == num_known - plan.items[0].start <= PAGE + 1
+    num_tokens = len(moved.prompt) + len(moved.generated)
+    assert plan.items[0].num_known == num_tokens - plan.items[0].start <= PAGE + 1
     target.ledger.write(target.scheduler.commit(plan, target.stages.run(plan)))
     target.finish()
     whole, _ = toy_answer(request, max_model_len=40)
@@ -166,7 +166,7 @@ def test_migrated_pages_are_found_by_their_own_request_and_by_no_other_salt() ->
     while any(live.in_flight for live in source.scheduler._running.values()):
         source.step()
     reservation = _migrate(source, target)
-    assert len(reservation.moves) == len({here for _, here in reservation.moves}) >= 8
+    assert len(reservation.moves) == len({page for _, page in reservation.moves}) >= 8
     for salt in ("one", "two"):
         moved = _resumed(source, _request(salt, length=19, seed=5, cache_salt=salt))
         source.scheduler.abort(moved.request_id)
@@ -194,10 +194,10 @@ def test_a_prefix_that_is_cached_already_is_not_copied_and_a_shared_one_is_copie
     reservation = _migrate(source, target)
     leased = {page for live in source.scheduler._running.values() for page in live.pages}
     assert 0 < len(reservation.moves) <= len(leased)
-    assert len({there for there, _ in reservation.moves}) == len(reservation.moves)
-    again = _migrate(source, target)
-    assert again.moves == ()
-    assert again.num_found > 0
+    assert len({page for page, _ in reservation.moves}) == len(reservation.moves)
+    second = _migrate(source, target)
+    assert second.moves == ()
+    assert second.num_cached > 0
 
 
 def test_lost_stores_void_leases_and_reservations() -> None:
@@ -241,15 +241,15 @@ def test_where_room_is_short_less_is_copied_and_running_requests_keep_a_page_eac
         drafts=True,
     )
     reservation = leases.reserve(
-        [leased], salt_of=lambda _: "exit 0", num_kept=2, untouchable={PageId(3)}
+        [leased], salt_of=lambda _: "exit 0", num_reserved=2, untouchable={PageId(3)}
     )
-    assert [there for there, _ in reservation.moves] == [0, 1, 2]
-    assert reservation.num_refused == 5
+    assert [page for page, _ in reservation.moves] == [0, 1, 2]
+    assert reservation.num_rejected == 5
     assert pages.num_free == 3
     assert leases.adopt(reservation.number)
     pages.check()
-    found = pages.match_prefix([*leased.tokens, TokenId(0)], salt="exit 0")
-    assert found == [here for _, here in reservation.moves]
+    prefix = pages.match_prefix([*leased.tokens, TokenId(0)], salt="exit 0")
+    assert prefix == [page for _, page in reservation.moves]
 
 
 def test_a_reservation_leaves_a_busy_target_what_its_own_requests_grow_to() -> None:
@@ -267,7 +267,7 @@ def test_a_reservation_leaves_a_busy_target_what_its_own_requests_grow_to() -> N
     )
     reservation = target.scheduler.reserve([leased], untouchable=target.moving())
     assert reservation.moves
-    assert reservation.num_refused
+    assert reservation.num_rejected
     target.finish()
     assert target.scheduler.usage().num_preemptions == 0
     target.scheduler.leases.abandon(reservation.number)
@@ -275,13 +275,13 @@ def test_a_reservation_leaves_a_busy_target_what_its_own_requests_grow_to() -> N
 
 
 def test_the_first_difference_between_two_layouts_is_said_in_words() -> None:
-    mine = kv_layout(finds_prefixes=False)
-    fields = {name: getattr(mine, name) for name in mine.__slots__}
+    local = kv_layout(finds_prefixes=False)
+    fields = {name: getattr(local, name) for name in local.__slots__}
     same = KvLayout(**{**fields, "finds_prefixes": True})
-    assert mine.why_not(same) is None
-    assert same.why_not(mine) == "cache.prefix_caching is off there"
+    assert local.why_not(same) is None
+    assert same.why_not(local) == "cache.prefix_caching is off there"
     other = KvLayout(**{**fields, "finds_prefixes": True, "verify_ranks": 4})
-    assert mine.why_not(other) == "verify_ranks is 2 here and 4 there"
+    assert local.why_not(other) == "verify_ranks is 2 here and 4 there"
 
 
 def _leased(name: str, *, num_pages: int, topic: int = 0) -> LeasedPages:
@@ -301,11 +301,11 @@ def test_a_limited_reservation_takes_the_first_pages_and_the_next_one_those_afte
     for num_left in (4, 1, 0):
         assert leases.num_missing([leased], salt_of=lambda _: "s") == {"a": 7 - len(moved)}
         reservation = leases.reserve(
-            [leased], salt_of=lambda _: "s", num_kept=0, untouchable=set(), limit=3
+            [leased], salt_of=lambda _: "s", num_reserved=0, untouchable=set(), limit=3
         )
-        assert (reservation.num_found, reservation.num_left) == (len(moved), num_left)
-        assert reservation.num_refused == 0
-        moved += [there for there, _ in reservation.moves]
+        assert (reservation.num_cached, reservation.num_left) == (len(moved), num_left)
+        assert reservation.num_rejected == 0
+        moved += [page for page, _ in reservation.moves]
         assert leases.adopt(reservation.number)
     assert moved == list(range(7))
     assert leases.num_missing([leased], salt_of=lambda _: "s") == {"a": 0}
@@ -313,15 +313,15 @@ def test_a_limited_reservation_takes_the_first_pages_and_the_next_one_those_afte
     pages.check()
 
 
-@pytest.mark.parametrize("here", [(gpu, nccl) for gpu in ("", "A", "B") for nccl in (True, False)])
-@pytest.mark.parametrize("there", [("", True), ("A", True), ("A", False), ("B", True)])
+@pytest.mark.parametrize("local", [(gpu, nccl) for gpu in ("", "A", "B") for nccl in (True, False)])
+@pytest.mark.parametrize("remote", [("", True), ("A", True), ("A", False), ("B", True)])
 def test_nccl_moves_pages_only_between_two_gpus_with_nccl_at_both_ends(
-    here: tuple[str, bool], there: tuple[str, bool]
+    local: tuple[str, bool], remote: tuple[str, bool]
 ) -> None:
-    ends = [replace(kv_layout(), gpu=gpu, has_nccl=has_nccl) for gpu, has_nccl in (here, there)]
+    ends = [replace(kv_layout(), gpu=gpu, has_nccl=has_nccl) for gpu, has_nccl in (local, remote)]
     assert ends[0].why_not(ends[1]) is None, "neither needs to be equal"
     expected = {(("A", True), ("B", True)), (("B", True), ("A", True))}
-    assert ends[0].backend_to(ends[1]) == ("nccl" if (here, there) in expected else "gloo")
+    assert ends[0].backend_to(ends[1]) == ("nccl" if (local, remote) in expected else "gloo")
 
 
 def test_planning_the_order_of_64_streams_of_4096_tokens_takes_less_than_16_mebibytes() -> None:
@@ -331,11 +331,11 @@ def test_planning_the_order_of_64_streams_of_4096_tokens_takes_less_than_16_mebi
         replace(_leased(f"r{i}", num_pages=4096 // PAGE, topic=i), tokens=tuple(range(4096)))
         for i in range(64)
     )
-    sent = pickle.dumps(PageLease(number="n", requests=requests))
-    assert len(sent) < 2 * 2**20
+    pickled = pickle.dumps(PageLease(number="n", requests=requests))
+    assert len(pickled) < 2 * 2**20
     tracemalloc.start()
     try:
-        lease: PageLease = pickle.loads(sent)
+        lease: PageLease = pickle.loads(pickled)
         leases = PageLeases(PageAllocator(num_pages=16, page_size=PAGE, prefix_caching=True))
         missing = leases.num_missing(lease.requests, salt_of=lambda _: "s")
         peak = tracemalloc.get_traced_memory()[1]
@@ -366,11 +366,11 @@ def test_no_interleaving_of_rounds_and_migrations_reads_a_wrong_page(data: st.Da
     for i in range(data.draw(st.integers(0, 2))):
         target.scheduler.add(_request(f"theirs{i}", length=data.draw(st.integers(1, 26)), seed=i))
 
-    def some_steps(*, at_most: int = 8) -> None:
-        for _ in range(data.draw(st.integers(0, at_most))):
+    def some_steps(*, limit: int = 8) -> None:
+        for _ in range(data.draw(st.integers(0, limit))):
             data.draw(st.sampled_from((source, target))).step()
 
-    some_steps(at_most=40)
+    some_steps(limit=40)
     lease = source.scheduler.lease(None, untouchable=source.moving())
     some_steps()
     reservation = target.scheduler.reserve(lease.requests, untouchable=target.moving())
@@ -392,7 +392,7 @@ def test_no_interleaving_of_rounds_and_migrations_reads_a_wrong_page(data: st.Da
         if request.request_id not in source.ledger.reasons:
             target.scheduler.add(_resumed(source, request))
             source.scheduler.abort(request.request_id)
-            some_steps(at_most=3)
+            some_steps(limit=3)
     target.finish()
     for request in requests:
         name = request.request_id

@@ -12,9 +12,11 @@ from tests.unit.schedule.hash_stages import make_pages
 def _take(
     pages: PageAllocator, count: int, after: int | None = None, expected: int = 0
 ) -> list[PageId]:
-    taken = pages.allocate(count, after=None if after is None else PageId(after), expected=expected)
-    assert taken is not None
-    return taken
+    allocated = pages.allocate(
+        count, after=None if after is None else PageId(after), expected=expected
+    )
+    assert allocated is not None
+    return allocated
 
 
 def _serve(pages: PageAllocator, tokens: list[int], *, salt: str = "exit") -> list[PageId]:
@@ -154,8 +156,8 @@ def test_a_new_run_takes_the_place_of_cold_pages_rather_than_scattered_free_ones
     _serve(pages, list(range(32)))
     others = _take(pages, 8)
     pages.release(others[::2])
-    taken = _take(pages, 4)
-    assert taken == list(range(taken[0], taken[0] + 4))
+    run = _take(pages, 4)
+    assert run == list(range(run[0], run[0] + 4))
     pages.check()
 
 
@@ -203,15 +205,15 @@ def test_pages_are_conserved_whatever_happens(data: st.DataObject) -> None:
         else:
             tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
             table = pages.match_prefix(tokens, salt="exit")
-            added = pages.allocate(
+            allocated = pages.allocate(
                 pages.pages_for(len(tokens)) - len(table),
                 after=table[-1] if table else None,
                 expected=data.draw(st.integers(0, 8)),
             )
-            if added is None:
+            if allocated is None:
                 pages.release(table)
             else:
-                tables.append((tokens, table + added))
+                tables.append((tokens, table + allocated))
         pages.check()
         owned = [page for _, table in tables for page in table]
         assert all(pages.num_owners(page) == owned.count(page) for page in set(owned))

@@ -527,8 +527,8 @@ def test_an_aborted_request_that_comes_back_with_its_tokens_starts_behind_its_pa
             generated += emission.tokens
     assert scheduler.abort(RequestId("a"))
     scheduler.add(_request(prompt=range(18), max_tokens=100, generated=generated))
-    known = 18 + len(generated)
-    assert _only(_plan(scheduler)).start == (known - 1) // 4 * 4, "all full pages were found"
+    num_tokens = 18 + len(generated)
+    assert _only(_plan(scheduler)).start == (num_tokens - 1) // 4 * 4, "all full pages were found"
 
 
 @pytest.mark.parametrize(
@@ -545,15 +545,15 @@ def test_a_prompt_is_found_only_by_requests_with_its_salt(salt: str, num_cached:
 
 def test_two_salts_are_two_roots_whatever_they_contain() -> None:
     salts = ["", "plain", "exit 0", "exit 0\n", "\n", "\ud800", "é"]
-    made = {
+    roots = {
         salt_of(drafts=drafts, drafter=drafter, cache_salt=salt)
         for drafts in (False, True)
         for drafter in range(3)
         for salt in salts
     }
-    assert len(made) == len(salts) * 4, "one without drafts, and one for each drafter"
+    assert len(roots) == len(salts) * 4, "one without drafts, and one for each drafter"
     pages = make_pages()
-    for salt in made:
+    for salt in roots:
         table = pages.match_prefix([1] * 9, salt=salt)
         assert table == []
         table = pages.allocate(2, after=None) or []
@@ -657,9 +657,9 @@ def test_after_a_store_is_lost_every_stream_goes_on_to_the_same_end() -> None:
     with pytest.raises(AssertionError, match="not after a reset"):
         scheduler.commit(lost, {})
     assert [scheduler.live(request.request_id) is None for request in requests] == [False] * 5
-    again = _plan(scheduler, 0)
-    assert [item.live.request_id for item in again.items] == ["a", "c"]
-    ledger.write(scheduler.commit(again, stages.run(again)))
+    resumed = _plan(scheduler, 0)
+    assert [item.live.request_id for item in resumed.items] == ["a", "c"]
+    ledger.write(scheduler.commit(resumed, stages.run(resumed)))
     run_until_idle(scheduler, stages, ledger)
     for request in requests:
         assert ledger.answers[request.request_id] == toy_answer(request, max_model_len=200)[0]
@@ -679,8 +679,8 @@ def test_when_all_fail_each_is_named_once_and_no_page_is_held() -> None:
 
 
 def test_arrival_and_first_round_are_timed() -> None:
-    now = iter([1.0, 2.5])
-    scheduler = _scheduler(clock=lambda: next(now))
+    times = iter([1.0, 2.5])
+    scheduler = _scheduler(clock=lambda: next(times))
     scheduler.add(_request())
     live = _live(scheduler, "a")
     waited = live.first_scheduled_s is None
@@ -733,12 +733,12 @@ def test_without_overlap_all_requests_come_together_in_the_first_microbatch() ->
     assert second is not None
     scheduler.set_overlap(False)
     scheduler.commit(first, _each_says(first, 3))
-    again = scheduler.plan(0)
-    assert again is not None
-    assert len(again.items) == len(first.items)  # the others are still in flight
+    third = scheduler.plan(0)
+    assert third is not None
+    assert len(third.items) == len(first.items)  # the others are still in flight
     scheduler.commit(second, _each_says(second, 3))
     assert scheduler.plan(1) is None
-    scheduler.commit(again, _each_says(again, 3))
+    scheduler.commit(third, _each_says(third, 3))
     assert len(_plan(scheduler).items) == 4
 
 
@@ -823,25 +823,25 @@ class AnyOrder(RuleBasedStateMachine):
             ),
         )
         answer, _ = toy_answer(plain, max_model_len=self.max_model_len)
-        sampling, told = plain.sampling, answer[: min(num_generated, len(answer) - 1)]
+        sampling, generated = plain.sampling, answer[: min(num_generated, len(answer) - 1)]
         request = Request(
             request_id=plain.request_id,
             prompt=plain.prompt,
             sampling=sampling,
             speculation=plain.speculation,
-            generated=tuple(told),
+            generated=tuple(generated),
         )
-        if self.scheduler.num_waiting >= 6 and not told:
+        if self.scheduler.num_waiting >= 6 and not generated:
             with pytest.raises(QueueFull):
                 self.scheduler.add(request)
             return
         self.scheduler.add(request)
         self.requests.append(request)
-        self.ledger.answers[request.request_id] = list(told)
+        self.ledger.answers[request.request_id] = list(generated)
 
-    @rule(wanted=st.booleans())
-    def set_overlap(self, wanted: bool) -> None:
-        self.scheduler.set_overlap(wanted)
+    @rule(overlap=st.booleans())
+    def set_overlap(self, overlap: bool) -> None:
+        self.scheduler.set_overlap(overlap)
 
     @rule(microbatch=st.integers(0, 1))
     def plan(self, microbatch: int) -> None:
@@ -989,8 +989,8 @@ def test_a_request_without_a_mask_sits_the_round_out() -> None:
     scheduler = _scheduler(config=SchedulerConfig(overlap=False, prefill_chunk=4))
     for name in "ab":
         scheduler.add(_request(name))
-    late = {RequestId("a")}
-    assert _names(scheduler.plan(0, lacks_mask=late.__contains__)) == {"b"}
+    unmasked = {RequestId("a")}
+    assert _names(scheduler.plan(0, lacks_mask=unmasked.__contains__)) == {"b"}
     scheduler.reset_computed()
     assert _names(scheduler.plan(0)) == {"a", "b"}
     scheduler.reset_computed()
@@ -999,7 +999,7 @@ def test_a_request_without_a_mask_sits_the_round_out() -> None:
     plan_or_none = scheduler.plan(0, lacks_mask=lambda _: True)  # the last tokens of both are left
     assert plan_or_none is None
     assert scheduler.has_work()
-    assert _names(scheduler.plan(0, lacks_mask=late.__contains__)) == {"b"}
+    assert _names(scheduler.plan(0, lacks_mask=unmasked.__contains__)) == {"b"}
     scheduler.check()
 
 
@@ -1018,18 +1018,18 @@ def test_a_prompt_is_computed_up_to_its_last_token_before_its_mask_is_there() ->
 
 def test_requests_that_wait_for_masks_hold_no_slot_that_others_need() -> None:
     scheduler = _scheduler(config=SchedulerConfig(overlap=False, max_running=2))
-    late = {RequestId("a"), RequestId("b")}
+    unmasked = {RequestId("a"), RequestId("b")}
     for name in "ab":
         scheduler.add(_request(name))
     _decode_once(scheduler)
-    assert scheduler.plan(0, lacks_mask=late.__contains__) is None
+    assert scheduler.plan(0, lacks_mask=unmasked.__contains__) is None
     for name in "cd":
         scheduler.add(_request(name))
-    plan = scheduler.plan(0, lacks_mask=late.__contains__)
+    plan = scheduler.plan(0, lacks_mask=unmasked.__contains__)
     assert _names(plan) == {"c", "d"}
     assert plan is not None
-    assert set(plan.preempted) == late
-    results = {each: _verifier_says(9) for each in map(RequestId, "cd")}
+    assert set(plan.preempted) == unmasked
+    results = {request_id: _verifier_says(9) for request_id in map(RequestId, "cd")}
     scheduler.commit(plan, results)
     scheduler.abort(RequestId("c"))
     assert _names(scheduler.plan(0)) == {"a", "d"}

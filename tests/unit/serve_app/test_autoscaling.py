@@ -123,7 +123,7 @@ def test_a_service_that_serve_does_not_ask_for_leaves_no_number_behind(config: A
         seen: list[int | None] = [await router.size_fleet("eesd", targets, 1)]
         await asyncio.sleep(0.3)
         state = await router.fleet("eesd")
-        seen.append(None if state is None else state.decision.wanted)
+        seen.append(None if state is None else state.decision.target)
         await router.pipelines("eesd", "", 0.0, "one", 0, None)
         return [*seen, await router.size_fleet("eesd", replace(targets, min_count=1), 1)]
 

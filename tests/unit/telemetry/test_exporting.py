@@ -28,7 +28,7 @@ def rounds_of(tracing: Tracing) -> RoundSpans:
 
 
 @pytest.fixture
-def kept() -> Iterator[Tracing]:
+def local_tracing() -> Iterator[Tracing]:
     tracing = make_tracing(TracingOptions(max_traces_kept=3), process="x")
     yield tracing
     tracing.close()
@@ -75,7 +75,7 @@ def test_spans_arrive_over(protocol: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("sampler", "arg", "parent", "least", "most"),
+    ("sampler", "arg", "parent", "lower", "upper"),
     [
         (None, None, None, 400, 400),
         ("always_off", None, None, 0, 0),
@@ -89,8 +89,8 @@ def test_the_sampler_is_that_of_the_environment(
     sampler: str | None,
     arg: str | None,
     parent: str | None,
-    least: int,
-    most: int,
+    lower: int,
+    upper: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in (("OTEL_TRACES_SAMPLER", sampler), ("OTEL_TRACES_SAMPLER_ARG", arg)):
@@ -104,7 +104,7 @@ def test_the_sampler_is_that_of_the_environment(
             tracing.tracer.start_span("request", context_of(parent)).end()
         tracing.flush()
         tracing.close()
-        assert least <= len(receiver.spans) <= most
+        assert lower <= len(receiver.spans) <= upper
 
 
 def test_the_sampler_of_the_configuration_overrides_that_of_the_environment() -> None:
@@ -121,8 +121,8 @@ def test_the_sampler_of_the_configuration_overrides_that_of_the_environment() ->
 
 
 def test_without_an_exporter_a_busy_service_samples_one_request_in_a_second() -> None:
-    now_s = 100.0
-    few = FewRequests(per_s=1.0, burst=4, clock=lambda: now_s)
+    time_s = 100.0
+    few = FewRequests(per_s=1.0, burst=4, clock=lambda: time_s)
 
     def sampled(number: int, kind: SpanKind = SpanKind.SERVER) -> int:
         decisions = [few.should_sample(None, 1, "request", kind).decision for _ in range(number)]
@@ -130,25 +130,29 @@ def test_without_an_exporter_a_busy_service_samples_one_request_in_a_second() ->
 
     assert sampled(100) == 4
     assert sampled(100, SpanKind.INTERNAL) == 100  # inside a request that is sampled
-    now_s += 2.5
+    time_s += 2.5
     assert sampled(100) == 2
-    now_s += 1000.0
+    time_s += 1000.0
     assert sampled(100) == 4
 
 
 def test_a_client_that_samples_everything_does_not_make_a_busy_service_do_so(
-    kept: Tracing,
+    local_tracing: Tracing,
 ) -> None:
-    sampled = [ask(kept, "a", traceparent=CLIENT) for _ in range(100)]
-    assert 16 <= sum(each is not None and each.endswith("1") for each in sampled) < 40
+    sampled = [ask(local_tracing, "a", traceparent=CLIENT) for _ in range(100)]
+    assert (
+        16
+        <= sum(traceparent is not None and traceparent.endswith("1") for traceparent in sampled)
+        < 40
+    )
 
 
-def test_the_latest_traces_are_kept_and_no_more(kept: Tracing) -> None:
+def test_the_latest_traces_are_kept_and_no_more(local_tracing: Tracing) -> None:
     for number in range(5):
-        ask(kept, f"r{number}")
-    found = traces_of(kept.spans())
-    assert [trace["request_id"] for trace in found] == ["r4", "r3", "r2"]
-    spans = found[0]["spans"]
+        ask(local_tracing, f"r{number}")
+    traces = traces_of(local_tracing.spans())
+    assert [trace["request_id"] for trace in traces] == ["r4", "r3", "r2"]
+    spans = traces[0]["spans"]
     assert isinstance(spans, list)
     assert [span["name"] for span in spans] == ["POST /v1/completions", "inner"]
     assert spans[1]["parent_id"] == spans[0]["span_id"]
@@ -156,33 +160,36 @@ def test_the_latest_traces_are_kept_and_no_more(kept: Tracing) -> None:
     assert spans[0]["process"] == "x"
 
 
-def test_requests_of_one_trace_are_apart_and_found_by_their_ids(kept: Tracing) -> None:
+def test_requests_of_one_trace_are_apart_and_found_by_their_ids(local_tracing: Tracing) -> None:
     for request_id in ("a", "b"):
-        ask(kept, request_id, traceparent=CLIENT)
-    assert len(traces_of(kept.spans())) == 2
-    (found,) = traces_of(kept.spans(), request_id="a")
-    assert found["request_id"] == "a"
-    assert len(found["spans"]) == 2  # type: ignore[arg-type]
-    assert traces_of(kept.spans(), request_id="c") == []
+        ask(local_tracing, request_id, traceparent=CLIENT)
+    assert len(traces_of(local_tracing.spans())) == 2
+    (trace,) = traces_of(local_tracing.spans(), request_id="a")
+    assert trace["request_id"] == "a"
+    assert len(trace["spans"]) == 2  # type: ignore[arg-type]
+    assert traces_of(local_tracing.spans(), request_id="c") == []
 
 
-def test_only_the_spans_of_asked_traces_are_read(kept: Tracing) -> None:
-    first = ask(kept, "a")
-    ask(kept, "b")
+def test_only_the_spans_of_asked_traces_are_read(local_tracing: Tracing) -> None:
+    first = ask(local_tracing, "a")
+    ask(local_tracing, "b")
     assert first is not None
-    spans = kept.spans([first.split("-")[1], uuid.uuid4().hex])
+    spans = local_tracing.spans([first.split("-")[1], uuid.uuid4().hex])
     assert {span.trace_id for span in spans} == {first.split("-")[1]}
 
 
-def test_a_long_request_keeps_a_bounded_number_of_spans_and_its_own(kept: Tracing) -> None:
+def test_a_long_request_keeps_a_bounded_number_of_spans_and_its_own(local_tracing: Tracing) -> None:
     span = server_span(
-        kept.tracer, "POST /", parent=context_of(None), attributes={names.HTTP_METHOD: "POST"}
+        local_tracing.tracer,
+        "POST /",
+        parent=context_of(None),
+        attributes={names.HTTP_METHOD: "POST"},
     )
     for _ in range(1000):
-        kept.tracer.start_span("inner", context_of(traceparent_of(span))).end()
+        local_tracing.tracer.start_span("inner", context_of(traceparent_of(span))).end()
     span.end()
-    assert 500 < len(kept.spans()) < 600
-    assert any(record.is_request for record in kept.spans())
+    assert 500 < len(local_tracing.spans()) < 600
+    assert any(record.is_request for record in local_tracing.spans())
 
 
 def test_a_request_has_spans_of_its_first_rounds_and_of_ever_fewer_later_ones() -> None:

@@ -12,8 +12,8 @@ from eesd_dist.telemetry.logs import BoundedStream, JsonLines, TextLines, curren
 
 
 def record(message: str, *args: object, error: bool = False) -> logging.LogRecord:
-    found = sys.exc_info() if error else None
-    return logging.LogRecord("eesd_dist.x", logging.INFO, "x.py", 1, message, args, found)
+    exc_info = sys.exc_info() if error else None
+    return logging.LogRecord("eesd_dist.x", logging.INFO, "x.py", 1, message, args, exc_info)
 
 
 def test_keys_of_a_message_are_fields_with_their_values() -> None:
@@ -39,9 +39,9 @@ def test_keys_of_a_message_are_fields_with_their_values() -> None:
     [("nothing to fill in: a=b", ()), ("%s", ("text",)), ("%(a)s", ({"a": 1},)), ("100 %", ())],
 )
 def test_other_messages_stay_readable(message: str, args: tuple[object, ...]) -> None:
-    made = record(message, *args)
-    line = json.loads(JsonLines().format(made))
-    assert line["message"] == made.getMessage()
+    log_record = record(message, *args)
+    line = json.loads(JsonLines().format(log_record))
+    assert line["message"] == log_record.getMessage()
 
 
 def test_a_value_cannot_forge_a_line_or_a_field() -> None:
@@ -99,12 +99,12 @@ def test_a_file_of_log_lines_begins_again_at_a_size_and_its_last_part_is_kept(
             handler.emit(record("line %05d: of no other interest", number))
             assert file.stat().st_size <= 10_100
         stream.write("a child's line\n")
-    before, now = (tmp_path / "worker.err.1").read_text(), file.read_text()
-    assert b"\0" not in (before + now).encode()
-    numbers = [int(line[5:10]) for line in (before + now).splitlines()[:-1]]
+    before, after = (tmp_path / "worker.err.1").read_text(), file.read_text()
+    assert b"\0" not in (before + after).encode()
+    numbers = [int(line[5:10]) for line in (before + after).splitlines()[:-1]]
     assert numbers == list(range(numbers[0], 5000))
     assert len(numbers) > 200
-    assert now.endswith("a child's line\n")
+    assert after.endswith("a child's line\n")
 
 
 def test_a_stream_that_is_no_file_of_its_own_is_written_as_it_is() -> None:

@@ -95,13 +95,13 @@ def test_bytes_and_seconds_of_each_hop_add_up() -> None:
     for _ in range(2):
         metrics.observe_round(a_round())
     page = samples(metrics)
-    found = {
+    bytes_by_hop = {
         (labels["hop"], labels["direction"]): amount
         for (name, pairs), amount in page.items()
         if name == "eesd_hop_bytes_total"
         for labels in [dict(pairs)]
     }
-    assert found == {
+    assert bytes_by_hop == {
         ("draft_to_verify", "sent"): 8192,
         ("verify_to_draft", "received"): 2048,
         ("verify_group", "sent"): 600,
@@ -119,9 +119,9 @@ def test_bytes_and_seconds_of_each_hop_add_up() -> None:
 
 def test_a_groups_counts_of_a_new_epoch_are_taken_as_they_are() -> None:
     old = Traffic(sent_bytes=900, received_bytes=90, wait_s=9.0)
-    later = Traffic(sent_bytes=950, received_bytes=95, wait_s=9.5)
+    new = Traffic(sent_bytes=950, received_bytes=95, wait_s=9.5)
     new_engine = Traffic(sent_bytes=10, received_bytes=1, wait_s=0.1)
-    assert later.since(old) == Traffic(sent_bytes=50, received_bytes=5, wait_s=0.5)
+    assert new.since(old) == Traffic(sent_bytes=50, received_bytes=5, wait_s=0.5)
     assert new_engine.since(old) == new_engine
 
 
@@ -170,9 +170,9 @@ def test_load_is_what_was_said_last() -> None:
 
 
 def test_two_services_in_one_process_do_not_mix() -> None:
-    one, other = ServiceMetrics(model_name="demo"), ServiceMetrics(model_name="demo")
-    one.observe_round(a_round())
-    assert value(samples(other), "eesd_generation_tokens_total") == 0
+    first, second = ServiceMetrics(model_name="demo"), ServiceMetrics(model_name="demo")
+    first.observe_round(a_round())
+    assert value(samples(second), "eesd_generation_tokens_total") == 0
 
 
 def test_refused_connections_are_counted_from_totals() -> None:

@@ -61,8 +61,8 @@ def record(tracing: Tracing, *traceparents: str | None, **changes: Any) -> None:
 
 
 def one(spans: list[WrittenSpan], name: str) -> WrittenSpan:
-    (found,) = [span for span in spans if span.name == name]
-    return found
+    (span_,) = [span for span in spans if span.name == name]
+    return span_
 
 
 def serve_one_request(folder: Path) -> None:
@@ -125,8 +125,8 @@ def test_stages_follow_one_another_and_fill_the_round(tmp_path: Path) -> None:
     stages = [one(spans, stage) for stage in STAGES]
     whole = one(spans, "eesd.round")
     assert stages[0].start_us == whole.start_us
-    for earlier, later in pairwise(stages):
-        assert later.start_us == pytest.approx(earlier.end_us, abs=1)
+    for earlier, following in pairwise(stages):
+        assert following.start_us == pytest.approx(earlier.end_us, abs=1)
     assert stages[-1].end_us == pytest.approx(whole.end_us, abs=1)
     assert whole.end_us - whole.start_us == pytest.approx(40_000, abs=1)
     # From sending to having the verdict, whatever the loop did in between.
@@ -287,9 +287,9 @@ def test_seeding_random_alike_does_not_make_ids_alike(tmp_path: Path) -> None:
         random.seed(7)
         with traced(process, tmp_path) as tracing:
             tracing.tracer.start_span("request").end()
-    one_, other = read_spans(tmp_path)
-    assert one_.trace_id != other.trace_id
-    assert one_.span_id != other.span_id
+    first, second = read_spans(tmp_path)
+    assert first.trace_id != second.trace_id
+    assert first.span_id != second.span_id
 
 
 def test_a_line_of_a_file_is_a_request_that_a_collector_takes(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_line_of_a_file_is_a_request_that_a_collector_takes(tmp_path: Path) ->
     for line in lines:
         in_base64 = re.sub(
             r'"(\w+Id)":"([0-9a-f]+)"',
-            lambda found: f'"{found[1]}":"{b64encode(bytes.fromhex(found[2])).decode()}"',
+            lambda match: f'"{match[1]}":"{b64encode(bytes.fromhex(match[2])).decode()}"',
             line,
         )
         request = json_format.Parse(in_base64, ExportTraceServiceRequest())

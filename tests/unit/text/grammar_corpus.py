@@ -39,11 +39,11 @@ def _scalars() -> Iterator[Schema]:
     yield from ({"type": "boolean"}, {"type": "null"}, {"const": 42}, {"const": {"a": [1, None]}})
     yield from ({"enum": ["a", 'b"c', "d\\e", "f\ng"]}, {"enum": [1, None, True, "x", [], {}]})
     yield {"enum": [f"choice {number}" for number in range(300)]}
-    for least, most in ((0, 0), (0, 1), (1, 4), (3, 3), (0, 12)):
-        yield {"type": "string", "minLength": least, "maxLength": most}
+    for lower, upper in ((0, 0), (0, 1), (1, 4), (3, 3), (0, 12)):
+        yield {"type": "string", "minLength": lower, "maxLength": upper}
     yield from ({"type": "string", "pattern": pattern} for pattern in _PATTERNS)
     yield from ({"type": "string", "format": name} for name in _FORMATS)
-    for least, most in (
+    for lower, upper in (
         (0, 9),
         (-5, 5),
         (10, 10),
@@ -51,7 +51,7 @@ def _scalars() -> Iterator[Schema]:
         (0, 10**12),
         (-(2**31), 2**31 - 1),
     ):
-        yield {"type": "integer", "minimum": least, "maximum": most}
+        yield {"type": "integer", "minimum": lower, "maximum": upper}
     yield {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 100}
     yield from (
         {"type": "integer", "minimum": 0, "maximum": 99, "multipleOf": n} for n in (2, 7, 25)
@@ -64,9 +64,9 @@ def _scalars() -> Iterator[Schema]:
 
 def _arrays() -> Iterator[Schema]:
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
-    for least, most in ((0, 0), (0, 1), (1, 3), (2, 2), (0, 6)):
-        yield {"type": "array", "items": digit, "minItems": least, "maxItems": most}
-        yield {"type": "array", "items": _SHORT, "minItems": least, "maxItems": most}
+    for lower, upper in ((0, 0), (0, 1), (1, 3), (2, 2), (0, 6)):
+        yield {"type": "array", "items": digit, "minItems": lower, "maxItems": upper}
+        yield {"type": "array", "items": _SHORT, "minItems": lower, "maxItems": upper}
     yield {"type": "array", "prefixItems": [digit, _SHORT, {"type": "null"}], "items": False}
     yield {"type": "array", "prefixItems": [digit], "items": _SHORT, "maxItems": 3, "minItems": 1}
     yield {
@@ -186,18 +186,18 @@ def _link() -> Schema:
 def schemas() -> list[Schema]:
     """Returns two hundred schemas: the kinds above, and objects and arrays of them."""
     basic = [*_scalars(), *_arrays(), *_objects(), *_combinations()]
-    found, at = list(basic), 0
-    while len(found) < 200:
+    composed, at = list(basic), 0
+    while len(composed) < 200:
         first, second = basic[at % len(basic)], basic[(7 * at + 3) % len(basic)]
         at += 1
-        if any("#/" in str(each) for each in (first, second)):
+        if any("#/" in str(schema) for schema in (first, second)):
             continue  # its references begin at its root
-        found.append(
+        composed.append(
             _object({"first": first, "second": second})
             if at % 2
             else {"type": "array", "prefixItems": [first, second], "items": False, "minItems": 2}
         )
-    return found[:200]
+    return composed[:200]
 
 
 REGEXES = (

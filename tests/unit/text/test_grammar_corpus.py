@@ -147,6 +147,8 @@ def test_speculation_changes_no_text(
             for request in requests
         ]
     )
-    for case, one, other in zip(CASES, plain, drafted, strict=True):
-        assert (one.tokens, one.finish_reason) == (other.tokens, other.finish_reason), case.grammar
+    for case, expected, actual in zip(CASES, plain, drafted, strict=True):
+        assert (expected.tokens, expected.finish_reason) == (actual.tokens, actual.finish_reason), (
+            case.grammar
+        )
     assert sum(sum(generation.accepted) for generation in drafted) > 1000

@@ -162,16 +162,16 @@ def test_constraints_hold_together(order: Sequence[str]) -> None:
         "b": {"bad_words": ((a, c),)},
     }
     merged = {name: value for key in order for name, value in changes[key].items()}
-    together = constraint(**merged)
-    assert bits(together.mask_after(())) == {a, c}
-    assert bits(together.mask_after((a,))) == {a}
+    merged_constraint = constraint(**merged)
+    assert bits(merged_constraint.mask_after(())) == {a, c}
+    assert bits(merged_constraint.mask_after((a,))) == {a}
 
 
 def test_where_nothing_is_left_the_text_ends() -> None:
     a, b = ids("ab")
-    together = constraint(grammar=one_of(["ab"]), bad_words=((a, b),))
-    assert bits(together.mask_after(())) == {a}
-    assert bits(together.mask_after((a,))) == {END}
+    merged_constraint = constraint(grammar=one_of(["ab"]), bad_words=((a, b),))
+    assert bits(merged_constraint.mask_after(())) == {a}
+    assert bits(merged_constraint.mask_after((a,))) == {END}
 
 
 def test_no_parameters_constrain_nothing() -> None:
@@ -213,7 +213,7 @@ def test_an_end_outside_the_vocabulary_ends_nothing() -> None:
     """Some checkpoints name one."""
     sampling = SamplingParams(stop_token_ids=(END, 500), allowed_token_ids=(5,), bad_words=((5,),))
     lists = lists_of(sampling, vocab_size=96)
-    masks = [each.mask_after() for each in lists]
+    masks = [constraint_.mask_after() for constraint_ in lists]
     assert bits(common(masks, ends=ends_of(sampling, vocab_size=96))) == {END}
 
 

@@ -43,9 +43,9 @@ def test_keywords_that_mean_nothing_are_left_out(
     compiler: GrammarCompiler, schema: Schema, expected: Schema
 ) -> None:
     assert normal_schema(schema) == (expected, [])
-    for place in PLACES:
-        assert normal_schema(place(schema)) == (place(expected), [])
-        compiler.check(json_schema(place(schema)))
+    for embed in PLACES:
+        assert normal_schema(embed(schema)) == (embed(expected), [])
+        compiler.check(json_schema(embed(schema)))
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_values_that_look_like_schemas_stay() -> None:
 def test_what_cannot_be_checked_is_left_out_with_a_note(
     compiler: GrammarCompiler, schema: Schema, note: str
 ) -> None:
-    _, (found,) = normal_schema({"anyOf": [schema, schema]})
-    assert note in found
+    _, (text,) = normal_schema({"anyOf": [schema, schema]})
+    assert note in text
     compiler.check(json_schema(schema))
 
 

@@ -36,7 +36,7 @@ def test_null_is_no_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
+    ("content", "message"),
     [
         ({"temperature": -1}, "temperature = -1"),
         ({"top_p": "high"}, "top_p = 'high'"),
@@ -45,9 +45,9 @@ def test_null_is_no_value(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_no_request_could_have_are_refused(
-    tmp_path: Path, content: object, named: str
+    tmp_path: Path, content: object, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=r"generation_config\.json: found ") as error:
         SamplingDefaults.of_folder(_written(tmp_path, content))
-    assert named in str(error.value)
+    assert message in str(error.value)
     assert "model.generation_config to none" in str(error.value)

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from eesd_dist.text import StopStrings
 
 
-def _push_all(stops: StopStrings, pieces: list[str]) -> tuple[str, str | None, int]:
-    text, num_pieces = "", 0
-    for piece in pieces:
-        checked = stops.push([piece])
+def _push_all(stops: StopStrings, token_texts: list[str]) -> tuple[str, str | None, int]:
+    text, num_tokens = "", 0
+    for token_text in token_texts:
+        checked = stops.push([token_text])
         text += checked.text
-        num_pieces += checked.num_pieces
+        num_tokens += checked.num_tokens
         if checked.matched is not None:
-            return text, checked.matched, num_pieces
-    return text + stops.finish(), None, num_pieces
+            return text, checked.matched, num_tokens
+    return text + stops.finish(), None, num_tokens
 
 
 def _naive(text: str, stops: list[str]) -> str:
@@ -32,26 +32,26 @@ _letters = st.text("ab", max_size=4)
 _stops = st.lists(st.text("ab", min_size=1, max_size=3), max_size=3)
 
 
-@given(pieces=st.lists(_letters, max_size=8), stops=_stops)
+@given(token_texts=st.lists(_letters, max_size=8), stops=_stops)
 def test_the_text_is_cut_where_the_first_stop_string_is_complete(
-    pieces: list[str], stops: list[str]
+    token_texts: list[str], stops: list[str]
 ) -> None:
-    text, matched, num_pieces = _push_all(StopStrings(stops), pieces)
-    assert text == _naive("".join(pieces), stops)
+    text, matched, num_tokens = _push_all(StopStrings(stops), token_texts)
+    assert text == _naive("".join(token_texts), stops)
     if matched is not None:
-        assert text + matched == "".join(pieces[:num_pieces])[: len(text + matched)]
-        assert len(text + matched) > len("".join(pieces[: num_pieces - 1]))
+        assert text + matched == "".join(token_texts[:num_tokens])[: len(text + matched)]
+        assert len(text + matched) > len("".join(token_texts[: num_tokens - 1]))
 
 
-@given(pieces=st.lists(_letters, max_size=8), stops=_stops, include=st.booleans())
+@given(token_texts=st.lists(_letters, max_size=8), stops=_stops, include=st.booleans())
 def test_it_does_not_matter_how_many_pieces_come_at_a_time(
-    pieces: list[str], stops: list[str], include: bool
+    token_texts: list[str], stops: list[str], include: bool
 ) -> None:
     at_once = StopStrings(stops, include_in_output=include)
-    checked = at_once.push(pieces)
-    rest = "" if checked.matched else at_once.finish()
-    one_by_one = _push_all(StopStrings(stops, include_in_output=include), pieces)
-    assert one_by_one == (checked.text + rest, checked.matched, checked.num_pieces)
+    checked = at_once.push(token_texts)
+    suffix = "" if checked.matched else at_once.finish()
+    by_token = _push_all(StopStrings(stops, include_in_output=include), token_texts)
+    assert by_token == (checked.text + suffix, checked.matched, checked.num_tokens)
 
 
 def test_a_possible_beginning_is_held_back_and_released_when_it_was_none() -> None:
@@ -64,7 +64,7 @@ def test_a_possible_beginning_is_held_back_and_released_when_it_was_none() -> No
 
 def test_a_match_across_three_tokens_says_which_token_was_the_last() -> None:
     checked = StopStrings(["\n\n"]).push(["one", "\n", "\ntwo", "three"])
-    assert (checked.text, checked.matched, checked.num_pieces) == ("one", "\n\n", 3)
+    assert (checked.text, checked.matched, checked.num_tokens) == ("one", "\n\n", 3)
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "a "), (True, "a stop")])
@@ -74,7 +74,7 @@ def test_the_stop_string_stays_only_when_asked_for(include: bool, text: str) -> 
 
 
 def test_the_first_pieces_can_be_exempt() -> None:
-    stops = StopStrings(["a"], min_pieces=2)
+    stops = StopStrings(["a"], min_tokens=2)
     assert stops.push(["a", "ba", "ca"]).text == "abac"
 
 

@@ -25,9 +25,9 @@ def test_the_pieces_make_the_text_and_none_splits_a_character(
 ) -> None:
     tokens = byte_level.encode(text)
     decoder = StreamDecoder(byte_level)
-    pieces = [decoder.feed(group) for group in _in_groups(tokens, sizes)]
-    assert "".join(pieces) == byte_level.decode(tokens)
-    assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
+    texts = [decoder.feed(group) for group in _in_groups(tokens, sizes)]
+    assert "".join(texts) == byte_level.decode(tokens)
+    assert "\ufffd" not in "".join(texts) or "\ufffd" in text
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,8 +64,8 @@ def test_a_continuation_keeps_its_first_space(byte_fallback: Tokenizer) -> None:
 def test_a_run_of_raw_bytes_is_shown_when_it_ends(byte_fallback: Tokenizer) -> None:
     tokens = [*byte_fallback.encode("the🙂🙃"), *byte_fallback.encode("the")]
     decoder = StreamDecoder(byte_fallback)
-    pieces = [decoder.feed([token]) for token in tokens]
-    assert [piece for piece in pieces if piece] == [" the", "🙂🙃 the"]
+    texts = [decoder.feed([token]) for token in tokens]
+    assert [text for text in texts if text] == [" the", "🙂🙃 the"]
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -85,10 +85,10 @@ def test_runs_of_raw_bytes_read_as_transformers_decodes_them(
     runs = st.sampled_from([b"\xf0\x9f\x99\x82", b"\xe2\x82", b"\xff", b"a", b"\xc3\xa9"])
     the = byte_fallback.encode("the")
     raw = {byte_fallback.token_bytes(id_): id_ for id_ in byte_fallback.raw_byte_ids}
-    parts = data.draw(st.lists(runs | st.just(None), max_size=6))
+    chunks = data.draw(st.lists(runs | st.just(None), max_size=6))
     tokens = list(the)
-    for part in parts:
-        tokens += the if part is None else [raw[bytes([byte])] for byte in part]
+    for chunk in chunks:
+        tokens += the if chunk is None else [raw[bytes([byte])] for byte in chunk]
     tokens += the
     expected = byte_fallback._backend.decode(tokens, clean_up_tokenization_spaces=False)
     assert byte_fallback.decode(tokens) == expected

@@ -78,13 +78,13 @@ def test_all_end_tokens_of_tokenizer_and_configs_are_known(tmp_path: Path) -> No
     assert Tokenizer.load(folder).eos_token_ids == (0, 3)
 
 
-def _with_ends(folder: Path, **named: object) -> Path:
+def _with_ends(folder: Path, **entries: object) -> Path:
     write_byte_level(folder)
-    for name, value in named.items():
+    for name, value in entries.items():
         file = folder / f"{name}.json"
-        known = json.loads(file.read_text()) if file.exists() else {}
+        stored = json.loads(file.read_text()) if file.exists() else {}
         key = "eos_token" if name == "tokenizer_config" else "eos_token_id"
-        file.write_text(json.dumps({**known, key: value}))
+        file.write_text(json.dumps({**stored, key: value}))
     return folder
 
 
@@ -98,9 +98,9 @@ def test_end_tokens_outside_the_vocabulary_are_left_out_with_a_warning(
 
 def test_a_checkpoint_with_all_end_tokens_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     folder = _with_ends(tmp_path, tokenizer_config=None, config=128_001, generation_config=[-1])
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as error:
         Tokenizer.load(folder)
-    assert str(refused.value).startswith(
+    assert str(error.value).startswith(
         f"{folder}/config.json: found eos_token_id 128001 and no end token in the vocabulary, "
         "expected at least one id below"
     )
@@ -129,10 +129,10 @@ def test_a_chat_template_that_would_refuse_every_conversation_is_named_when_it_i
 ) -> None:
     folder = write_byte_level(tmp_path)
     (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(CheckpointError, match=reason) as refused:
+    with pytest.raises(CheckpointError, match=reason) as error:
         Tokenizer.load(folder)
-    assert str(refused.value).startswith(f"{folder}/chat_template.jinja: found ")
-    assert "or remove it" in str(refused.value)
+    assert str(error.value).startswith(f"{folder}/chat_template.jinja: found ")
+    assert "or remove it" in str(error.value)
 
 
 def test_a_tokenizer_of_another_model_is_refused(byte_level_folder: Path) -> None:
@@ -160,9 +160,9 @@ def test_tokens_outside_the_model_refuse_only_the_prompts_that_have_them(
     assert tokenizer.decode(tokenizer.encode("near <|far|>")) == "near <|far|>"
     with pytest.raises(RequestError, match=r"prompt: found '<\|farther\|>', .*token 321.* 321:"):
         tokenizer.encode("near <|farther|>")
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as error:
         tokenizer.encode_chat([{"role": "user", "content": "<|farther|>"}])
-    assert refused.value.param == "messages"
+    assert error.value.param == "messages"
 
 
 def test_a_grammar_with_a_token_outside_the_model_is_spelled_with_others(tmp_path: Path) -> None:
@@ -176,15 +176,15 @@ def test_a_grammar_with_a_token_outside_the_model_is_spelled_with_others(tmp_pat
     assert tokenizer.decode(tokens) == "<|far|> cat"
 
 
-@pytest.mark.parametrize("added", ["ilÖveyou", "Straße", "ĠĠ", "naïve café", "日本"])
-def test_an_added_token_decodes_as_it_is_written(tmp_path: Path, added: str) -> None:
-    tokenizer = Tokenizer.load(_with_added(tmp_path, added), model_vocab_size=321)
-    tokens = tokenizer.encode(f"the {added}, Ö")
+@pytest.mark.parametrize("content", ["ilÖveyou", "Straße", "ĠĠ", "naïve café", "日本"])
+def test_an_added_token_decodes_as_it_is_written(tmp_path: Path, content: str) -> None:
+    tokenizer = Tokenizer.load(_with_added(tmp_path, content), model_vocab_size=321)
+    tokens = tokenizer.encode(f"the {content}, Ö")
     assert TokenId(320) in tokens
-    assert tokenizer.token_bytes(TokenId(320)) == added.encode()
-    assert tokenizer.decode(tokens) == f"the {added}, Ö"
+    assert tokenizer.token_bytes(TokenId(320)) == content.encode()
+    assert tokenizer.decode(tokens) == f"the {content}, Ö"
     short = Tokenizer.load(tmp_path, model_vocab_size=321, max_tokens=1)
-    assert short.encode(added) == (320,)
+    assert short.encode(content) == (320,)
 
 
 def test_a_special_token_of_the_vocabulary_decodes_as_it_is_written(tmp_path: Path) -> None:
@@ -237,9 +237,9 @@ def test_a_text_is_refused_unread_only_if_it_cannot_fit(byte_level_folder: Path)
     assert len(bounded.encode(fits)) <= 5
     with pytest.raises(TextTooLong, match=rf"found a text of {len(fits) + 1} bytes") as raised:
         bounded.encode(fits + "x")
-    again = pickle.loads(pickle.dumps(raised.value))
-    assert (str(again), again.param) == (str(raised.value), "prompt")
-    assert f"its longest has {len(longest)} bytes; cut 1 bytes or more" in str(again)
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert (str(copy), copy.param) == (str(raised.value), "prompt")
+    assert f"its longest has {len(longest)} bytes; cut 1 bytes or more" in str(copy)
 
 
 @settings(max_examples=60, deadline=None)

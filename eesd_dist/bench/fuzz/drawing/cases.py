@@ -50,17 +50,17 @@ class Source:
     def _group(self, group: int) -> tuple[World, KnownModel, list[Request]]:
         by_name = {model.name: model for model in self.models}
         combinations = list(product(self.models, self.dtypes))
-        cycle, place = divmod(group, len(combinations))
+        cycle, offset = divmod(group, len(combinations))
         Random(f"{self.seed}/cycle/{cycle}").shuffle(combinations)
         rng = Random(f"{self.seed}/group/{group}")
-        least = self.min_verify_ranks
+        min_ranks = self.min_verify_ranks
         # A model may have fewer heads or channels than that: try the next combination.
-        for model, dtype in combinations[place:] + combinations[:place]:
-            world = draw_world(rng, model, dtype, device=self.device, min_verify_ranks=least)
+        for model, dtype in combinations[offset:] + combinations[:offset]:
+            world = draw_world(rng, model, dtype, device=self.device, min_verify_ranks=min_ranks)
             if world is not None:
                 break
         else:
-            raise _no_model(least)
+            raise _no_model(min_ranks)
         model = by_name[world.model]
         pool = draw_pool(
             rng,
@@ -89,7 +89,7 @@ class Source:
             number=number,
             world=world,
             engines=tuple(
-                self._setup(rng, pages, is_alone=num_engines == 1, is_plain=is_plain)
+                self._setup(rng, pages, is_single=num_engines == 1, is_plain=is_plain)
                 for _ in range(num_engines)
             ),
             entries=tuple(entries),
@@ -97,7 +97,7 @@ class Source:
         )
 
     def _setup(
-        self, rng: Random, pages: Sequence[int], *, is_alone: bool, is_plain: bool
+        self, rng: Random, pages: Sequence[int], *, is_single: bool, is_plain: bool
     ) -> EngineSetup:
         """`pages`: number of pages of each request."""
         return draw_setup(
@@ -105,7 +105,7 @@ class Source:
             num_needed=max(pages),
             num_all=sum(pages),
             is_on_cpu=self.is_on_cpu,
-            is_alone=is_alone,
+            is_single=is_single,
             is_plain=is_plain,
         )
 
@@ -134,8 +134,8 @@ def _length(request: Request, positions: int) -> int:
     return min(len(request.prompt) + request.sampling.max_tokens, positions)
 
 
-def _no_model(least: int) -> ConfigError:
+def _no_model(min_ranks: int) -> ConfigError:
     return ConfigError(
-        f"{least} verify ranks or more are needed, and no model has heads and channels that they "
-        "can share: add --random-models 4"
+        f"{min_ranks} verify ranks or more are needed, and no model has heads and channels that "
+        "they can share: add --random-models 4"
     )

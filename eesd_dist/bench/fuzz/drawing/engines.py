@@ -45,14 +45,14 @@ def draw_world(
         return None
     # Ranks in threads cost five times as much per token: a quarter of the worlds has several, and
     # rather few.
-    alone = min_verify_ranks == 1 and rng.random() < 0.75
+    is_single = min_verify_ranks == 1 and rng.random() < 0.75
     return World(
         model=model.name,
         head=rng.choice(model.heads),
         device=device,
         dtype=dtype,
-        draft_ranks=1 if alone or rng.random() < 0.5 else rng.choice(degrees),
-        verify_ranks=1 if alone else min(rng.choice(verify), rng.choice(verify)),
+        draft_ranks=1 if is_single or rng.random() < 0.5 else rng.choice(degrees),
+        verify_ranks=1 if is_single else min(rng.choice(verify), rng.choice(verify)),
         page_size=rng.choice(_PAGE_SIZES),
     )
 
@@ -63,7 +63,7 @@ def draw_setup(
     num_needed: int,
     num_all: int,
     is_on_cpu: bool,
-    is_alone: bool,
+    is_single: bool,
     is_plain: bool,
 ) -> EngineSetup:
     """Draws an engine. `num_needed`: pages of the largest request; `num_all`: pages of all
@@ -71,11 +71,11 @@ def draw_setup(
     migrated pages."""
     max_draft_tokens = _likely(rng, {0: 1, 1: 2, 2: 2, 3: 3, 4: 3, 5: 3, 6: 3, 8: 3, 10: 2})
     pages = {num_needed: 1, num_needed + 1: 1, 2 * num_needed: 3, num_all // 2: 3, 2 * num_all: 3}
-    if not is_alone:
+    if not is_single:
         pages[2 * num_all] = 9
     return EngineSetup(
         num_pages=max(num_needed, _likely(rng, pages)),
-        prefix_caching=rng.random() < (0.75 if is_alone else 0.9),
+        prefix_caching=rng.random() < (0.75 if is_single else 0.9),
         scheduler=SchedulerConfig(
             max_running=_likely(rng, {1: 1, 2: 1, 3: 2, 4: 2, 6: 3, 8: 3, 12: 3, 16: 3}),
             max_waiting=10_000,

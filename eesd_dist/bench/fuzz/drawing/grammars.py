@@ -28,17 +28,17 @@ class PieceCodec:
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = tuple(map(TokenId, spec.eos_token_ids))
         self.special_token_ids = frozenset(self.eos_token_ids)
-        pieces = [*_SINGLE, *_DOUBLE]
-        self._pieces = [pieces[at % len(pieces)].encode() for at in range(spec.vocab_size)]
+        strings = [*_SINGLE, *_DOUBLE]
+        self._token_texts = [strings[at % len(strings)].encode() for at in range(spec.vocab_size)]
         self._token_of: dict[bytes, TokenId] = {}
-        for at, piece in enumerate(self._pieces):
+        for at, content in enumerate(self._token_texts):
             if at not in self.special_token_ids:
-                self._token_of.setdefault(piece, TokenId(at))
+                self._token_of.setdefault(content, TokenId(at))
 
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
         """Leaves out what the vocabulary lacks: grammars only ask how they would write a text."""
-        known = (self._token_of.get(each.encode()) for each in prompt)
-        return tuple(token for token in known if token is not None)
+        token_ids = (self._token_of.get(char.encode()) for char in prompt)
+        return tuple(token for token in token_ids if token is not None)
 
     @property
     def tool_template(self) -> None:
@@ -53,7 +53,7 @@ class PieceCodec:
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def token_bytes(self, token: TokenId) -> bytes:
-        return b"" if token in self.special_token_ids else self._pieces[token]
+        return b"" if token in self.special_token_ids else self._token_texts[token]
 
 
 def grammars_of(spec: ModelSpec) -> GrammarCompiler:

@@ -79,21 +79,21 @@ def _prompt(
     *,
     longest: int,
 ) -> Prompt:
-    most = longest - 4
+    max_length = longest - 4
     if prompts and rng.random() < 0.7:
-        found = rng.choice(prompts)
+        prompt = rng.choice(prompts)
         first = rng.choice(prompts)[: rng.choice((0, 0, 10, 30))]
-        return (*first, *found)[:most]
+        return (*first, *prompt)[:max_length]
     kind = rng.random()
     if kind < 0.4:
         beginning = rng.choice(beginnings)
         cut = rng.choice((len(beginning), rng.randint(1, len(beginning))))
-        return (*beginning[:cut], *_tokens(rng, vocab_size, rng.randint(0, 12)))[:most]
+        return (*beginning[:cut], *_tokens(rng, vocab_size, rng.randint(0, 12)))[:max_length]
     if kind < 0.5:  # a few tokens, repeated, which prompt lookup finds
         few = _tokens(rng, vocab_size, rng.randint(1, 9))
-        return (few * most)[: rng.randint(2, min(most, 40))]
+        return (few * max_length)[: rng.randint(2, min(max_length, 40))]
     if kind < 0.6:
-        return _tokens(rng, vocab_size, rng.randint(3, most))
+        return _tokens(rng, vocab_size, rng.randint(3, max_length))
     return _tokens(rng, vocab_size, rng.choice((1, 2, rng.randint(3, 20), rng.randint(3, 40))))
 
 
@@ -103,7 +103,7 @@ def _tokens(rng: Random, vocab_size: int, count: int) -> Prompt:
 
 def _sampling(rng: Random, model: KnownModel, *, room: int) -> SamplingParams:
     vocab_size = model.spec.vocab_size
-    most = min(room, rng.choice((1, 3, 12, 24, 48, 48, 64, 64, 96, 128)))
+    max_tokens = min(room, rng.choice((1, 3, 12, 24, 48, 48, 64, 64, 96, 128)))
     goes_past_the_end = rng.random() < 0.1  # the model's positions end the text
     stops: set[int] = set()
     if rng.random() < 0.6:
@@ -115,7 +115,7 @@ def _sampling(rng: Random, model: KnownModel, *, room: int) -> SamplingParams:
         return SamplingParams(
             temperature=temperature,
             seed=rng.randrange(-(2**63), 2**64),
-            max_tokens=most,
+            max_tokens=max_tokens,
             stop_token_ids=tuple(sorted(stops)),
         )
     grammar = None
@@ -133,7 +133,7 @@ def _sampling(rng: Random, model: KnownModel, *, room: int) -> SamplingParams:
         frequency_penalty=rng.choice((0.0, 0.3, -0.3, 2.0, -2.0)) if has_penalties else 0.0,
         logit_bias=_bias(rng, vocab_size) if rng.random() < 0.25 else (),
         seed=rng.choice(_SEEDS) if rng.random() < 0.3 else rng.randrange(-(2**63), 2**64),
-        max_tokens=room + 9 if goes_past_the_end else most,
+        max_tokens=room + 9 if goes_past_the_end else max_tokens,
         min_tokens=rng.choice((1, 4, 10)) if rng.random() < 0.3 and grammar is None else 0,
         stop_token_ids=tuple(sorted(stops)),
         top_logprobs=rng.choice((0, 1, 5, 20)) if rng.random() < 0.5 else None,

@@ -38,10 +38,10 @@ def main(words: Sequence[str]) -> int:
 def run(
     capsys: pytest.CaptureFixture[str], folder: Path, *words: str, status: int = 0
 ) -> dict[str, Any]:
-    found = main([*words, "--device", "cpu", "--case-folder", str(folder), "--json"])
+    exit_status = main([*words, "--device", "cpu", "--case-folder", str(folder), "--json"])
     (line,) = capsys.readouterr().out.splitlines()
     report: dict[str, Any] = json.loads(line)
-    assert found == status, report["failures"]
+    assert exit_status == status, report["failures"]
     return report
 
 
@@ -50,19 +50,19 @@ def test_a_fixed_seed_finds_nothing_in_four_thousand_tokens(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = ("--random-models", "3", "--dtype", "float32", "--dtype", "bfloat16")
-    alone = run(capsys, tmp_path, "--random", "8", "--tokens", "2500", *words)
+    single = run(capsys, tmp_path, "--random", "8", "--tokens", "2500", *words)
     ranks = run(capsys, tmp_path, "--random", "17", "--tokens", "1500", *words)
-    for report, engines in ((alone, 3), (ranks, 1)):
+    for report, engines in ((single, 3), (ranks, 1)):
         assert report["mismatches"] == 0
         assert report["engines"] >= engines
         assert report["counts"]["accepted"] > 100
-    assert alone["tokens"] + ranks["tokens"] >= 4000
-    assert alone["plain_tokens"] < alone["tokens"]  # generated once, compared many times
-    assert alone["counts"]["preemptions"] > 0
-    assert sum(alone["troubles"].values()) > 5
+    assert single["tokens"] + ranks["tokens"] >= 4000
+    assert single["plain_tokens"] < single["tokens"]  # generated once, compared many times
+    assert single["counts"]["preemptions"] > 0
+    assert sum(single["troubles"].values()) > 5
     assert ranks["counts"]["lost stages"] > 0
     assert list(ranks["tokens_by_ranks"]) == ["draft 3, verify 3"]
-    assert "commit" in alone["provenance"]
+    assert "commit" in single["provenance"]
 
 
 def test_an_interrupted_run_goes_on_and_another_one_is_refused(
@@ -114,8 +114,8 @@ def test_a_failure_is_counted_and_its_case_is_kept(
     report = run(capsys, tmp_path / "not there yet", "--random", "2", *words, status=1)
     assert report["mismatches"] > 0
     (case, *_) = {failure["case"] for failure in report["failures"]}
-    again = run(capsys, tmp_path, "--case", case, status=1)
-    assert again["failures"][0]["what"] == report["failures"][0]["what"]
+    second_report = run(capsys, tmp_path, "--case", case, status=1)
+    assert second_report["failures"][0]["what"] == report["failures"][0]["what"]
 
 
 def test_it_runs_where_neither_ray_nor_a_server_is_installed(tmp_path: Path) -> None:

@@ -76,14 +76,14 @@ def test_everything_that_can_be_drawn_is_drawn(make_source: MakeSource) -> None:
     kinds = Counter(trouble.kind for case in cases for trouble in case.troubles)
     assert min(kinds[kind] for kind in ("abort", "resume", "loss", "migration")) > 20
     sampling = [entry.request.sampling for case in cases for entry in case.entries]
-    assert min(each.seed for each in sampling) < -(2**62)
-    assert max(each.seed for each in sampling) > 2**62
-    assert any(each.needs_history for each in sampling)
-    assert any(each.logit_bias for each in sampling)
+    assert min(params.seed for params in sampling) < -(2**62)
+    assert max(params.seed for params in sampling) > 2**62
+    assert any(params.needs_history for params in sampling)
+    assert any(params.logit_bias for params in sampling)
     ranks = {(case.world.draft_ranks, case.world.verify_ranks) for case in cases}
-    most = max(max(degrees_of(model.spec)) for model in source.models)
+    max_degree = max(max(degrees_of(model.spec)) for model in source.models)
     assert (1, 1) in ranks
-    assert most == 1 or len(ranks) > 1
+    assert max_degree == 1 or len(ranks) > 1
 
 
 def test_an_engine_has_as_many_verify_ranks_as_the_run_requires(make_source: MakeSource) -> None:

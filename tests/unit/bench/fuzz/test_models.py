@@ -28,13 +28,13 @@ def test_shapes_are_odd_and_of_every_family() -> None:
 
 def test_a_name_makes_the_same_model_again(shelf: ModelShelf) -> None:
     first = shelf.random(8, 0)
-    again = ModelShelf(shelf.folder(first.name).parent / "again").random(8, 0)
-    assert first == again
+    second = ModelShelf(shelf.folder(first.name).parent / "again").random(8, 0)
+    assert first == second
     names = ["config.json", "model.safetensors", *(f"heads/{k}/config.json" for k in HEAD_KINDS)]
     other = ModelShelf(shelf.folder(first.name).parent / "again")
     for name in names:
-        mine = (shelf.folder(first.name) / name).read_bytes()
-        assert mine == (other.folder(first.name) / name).read_bytes(), name
+        content = (shelf.folder(first.name) / name).read_bytes()
+        assert content == (other.folder(first.name) / name).read_bytes(), name
 
 
 def test_every_kind_of_head_fits_its_target(shelf: ModelShelf) -> None:

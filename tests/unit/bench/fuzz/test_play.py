@@ -91,13 +91,13 @@ def sound(case: Case, shelf: ModelShelf) -> Checked:
 
 
 @pytest.mark.parametrize("link", ["inline", "thread", "encoded"])
-@pytest.mark.parametrize("part", ["send", "receive", "verify rank", "draft rank"])
+@pytest.mark.parametrize("component", ["send", "receive", "verify rank", "draft rank"])
 def test_a_lost_part_costs_rounds_and_no_token(
-    part: str, link: str, shared_model: str, shelf: ModelShelf
+    component: str, link: str, shared_model: str, shelf: ModelShelf
 ) -> None:
     kind = "thread" if link == "thread" else "inline"
     losses = [
-        Loss(turn=turn, engine=0, part=part, after=1, fresh=turn > 5)  # type: ignore[arg-type]
+        Loss(turn=turn, engine=0, part=component, after=1, fresh=turn > 5)  # type: ignore[arg-type]
         for turn in (2, 8)
     ]
     links = Link(kind=kind, encoded=link == "encoded")  # type: ignore[arg-type]
@@ -187,5 +187,5 @@ def test_a_text_is_plainly_generated_once_and_a_shorter_one_is_its_beginning(
     assert cut.tokens == whole.tokens[:7]
     fresh = PlainTexts(shelf)
     assert fresh.text(case.world, replace(request, sampling=sampling)) == cut
-    for each in (plain, fresh):
-        each.close()
+    for texts in (plain, fresh):
+        texts.close()

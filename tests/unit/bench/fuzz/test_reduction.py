@@ -28,10 +28,10 @@ def test_only_what_the_failure_needs_is_left(make_source: MakeSource) -> None:
     def fails(case: Case) -> bool:
         """Acts as if a tree of one request broke its fifth token when a stage is lost."""
         tried.append(case)
-        wanted = [entry for entry in case.entries if entry.name == "r3"]
+        culprits = [entry for entry in case.entries if entry.name == "r3"]
         return (
-            bool(wanted)
-            and wanted[0].request.sampling.max_tokens >= 5
+            bool(culprits)
+            and culprits[0].request.sampling.max_tokens >= 5
             and case.engines[0].speculation.tree.shape != "none"
             and any(trouble.kind == "loss" for trouble in case.troubles)
         )

@@ -60,9 +60,9 @@ def test_a_pass_holds_every_row_once_but_for_what_fills_no_batch(store: FeatureS
         if batch.after.epoch > 0:
             break
         first_pass.append(batch)
-    found = Counter(text for batch in texts(first_pass) for text in batch)
-    assert found <= expected
-    assert found.total() == len(rows) // ROWS * ROWS
+    counts = Counter(text for batch in texts(first_pass) for text in batch)
+    assert counts <= expected
+    assert counts.total() == len(rows) // ROWS * ROWS
 
 
 def test_two_passes_come_in_different_orders(store: FeatureStore) -> None:
@@ -77,22 +77,22 @@ def test_two_passes_come_in_different_orders(store: FeatureStore) -> None:
 def test_from_any_position_the_same_batches_follow(store: FeatureStore, window_bytes: int) -> None:
     batches = list(islice(reader(store, window_bytes=window_bytes).batches(Position()), 25))
     for at in (0, 3, 6, 13, 20):
-        again = reader(store, window_bytes=window_bytes).batches(batches[at].after)
-        follow = list(islice(again, 25 - at - 1))
+        resumed = reader(store, window_bytes=window_bytes).batches(batches[at].after)
+        follow = list(islice(resumed, 25 - at - 1))
         assert texts(follow) == texts(batches[at + 1 :])
 
 
 def test_only_the_wanted_sequences_are_read(store: FeatureStore) -> None:
-    wanted = [1, 5, 20, 21, 40]
-    rows = read_rows(store, wanted, EXIT_LAYER, length=LENGTH)
+    numbers = [1, 5, 20, 21, 40]
+    rows = read_rows(store, numbers, EXIT_LAYER, length=LENGTH)
     allowed = {tuple(row.tokens_T.tolist()) for row in rows}
-    for batch in texts(list(islice(reader(store, only=wanted).batches(Position()), 6))):
+    for batch in texts(list(islice(reader(store, only=numbers).batches(Position()), 6))):
         assert set(batch) <= allowed
 
 
 def test_the_micro_batches_are_the_batch_and_weigh_as_much(store: FeatureStore) -> None:
     batch = next(reader(store).batches(Position()))
-    shares = [batch.share(part, 4) for part in range(4)]
+    shares = [batch.share(micro, 4) for micro in range(4)]
     assert [len(share) for share in shares] == [2, 2, 2, 2]
     assert {id(row) for share in shares for row in share} == {id(row) for row in batch.rows}
     cpu = torch.device("cpu")
@@ -105,8 +105,8 @@ def test_rows_keep_hidden_states_and_targets_of_their_stretch(store: FeatureStor
     number = next(i for i, s in enumerate(store.sequences()) if s.num_tokens > LENGTH)
     head, tail = read_rows(store, [number], EXIT_LAYER, length=LENGTH)
     assert head.length == LENGTH
-    assert head.num_given == NUM_PROMPT - 1  # the last prompt position predicts an answer token
-    assert tail.num_given == 0
+    assert head.num_prompt == NUM_PROMPT - 1  # the last prompt position predicts an answer token
+    assert tail.num_prompt == 0
     assert torch.equal(torch.cat([head.tokens_T, tail.tokens_T]), sequence.tokens_T)
     assert torch.equal(torch.cat([head.hidden_TD, tail.hidden_TD]), sequence.hidden[EXIT_LAYER])
     assert torch.equal(torch.cat([head.lse_T, tail.lse_T]), sequence.lse_T)
@@ -118,11 +118,11 @@ def test_padding_weighs_nothing_and_changes_nothing(store: FeatureStore) -> None
     batch = Batch.of(rows, prompt_weight=0.5, device=torch.device("cpu"))
     longest = rows[-1].length
     for at, row in enumerate(rows):
-        expected = [0.5] * row.num_given + [1.0] * (row.length - row.num_given)
+        expected = [0.5] * row.num_prompt + [1.0] * (row.length - row.num_prompt)
         expected += [0.0] * (longest - row.length)
         assert batch.weights_BT[at].tolist() == expected
         assert torch.equal(batch.hidden_BTD[at, : row.length], row.hidden_TD)
-        ids = batch.kept.ids_NK.view(len(rows), longest, -1)[at, : row.length]
+        ids = batch.targets.ids_NK.view(len(rows), longest, -1)[at, : row.length]
         assert torch.equal(ids, row.top_ids_TK.long())
 
 

@@ -63,10 +63,12 @@ def reader(
 
 
 def passes(
-    found: BatchReader, num_passes: int, *, start: Position | None = None
+    batch_reader: BatchReader, num_passes: int, *, start: Position | None = None
 ) -> list[PlannedBatch]:
     return list(
-        takewhile(lambda batch: batch.after.epoch < num_passes, found.batches(start or Position()))
+        takewhile(
+            lambda batch: batch.after.epoch < num_passes, batch_reader.batches(start or Position())
+        )
     )
 
 
@@ -85,14 +87,14 @@ def test_a_pass_of_all_ranks_has_every_row_once_but_for_what_fills_no_batch(
     rows = read_rows(store, range(store.num_sequences), EXIT_LAYER, length=LENGTH)
     expected = Counter(map(text, rows))
     for epoch in range(3):
-        found: Counter[tuple[int, ...]] = Counter()
+        counts: Counter[tuple[int, ...]] = Counter()
         for rank in range(num_ranks):
             batches = passes(reader(store, rank, num_ranks), epoch + 1, start=Position(epoch=epoch))
             assert all(len(batch.rows) == ROWS_EACH for batch in batches)
             assert len(batches) == len(rows) // num_ranks // ROWS_EACH
-            found.update(row for batch in texts(batches) for row in batch)
-        assert found <= expected
-        left_out = expected.total() - found.total()
+            counts.update(row for batch in texts(batches) for row in batch)
+        assert counts <= expected
+        left_out = expected.total() - counts.total()
         assert left_out < num_ranks * ROWS_EACH
 
 
@@ -102,12 +104,12 @@ def test_ranks_take_equally_many_steps_with_windows_of_any_size(
     store: FeatureStore, num_ranks: int, window_bytes: int
 ) -> None:
     positions = [
-        [batch.after for batch in passes(found, 3)]
-        for found in (
+        [batch.after for batch in passes(batch_reader, 3)]
+        for batch_reader in (
             reader(store, rank, num_ranks, window_bytes=window_bytes) for rank in range(num_ranks)
         )
     ]
-    assert all(each == positions[0] for each in positions)
+    assert all(rank_positions == positions[0] for rank_positions in positions)
     assert {position.epoch for position in positions[0]} == {0, 1, 2}
 
 
@@ -142,8 +144,8 @@ def opened_in_one_pass(
     batches = passes(reader(store, rank, num_ranks, window_bytes=window_bytes), 1)
     start = batches[skip - 1].after if skip else Position()
     seen = Opened(store)
-    found = reader(seen, rank, num_ranks, window_bytes=window_bytes).batches(start)
-    assert len(list(islice(found, len(batches) - skip))) == len(batches) - skip
+    resumed = reader(seen, rank, num_ranks, window_bytes=window_bytes).batches(start)
+    assert len(list(islice(resumed, len(batches) - skip))) == len(batches) - skip
     return seen.shards
 
 
@@ -157,19 +159,25 @@ def test_a_rank_reads_the_shards_of_its_part_alone_and_each_once(store: FeatureS
 
 
 def test_even_shards_are_read_by_one_rank_each() -> None:
-    parts = divided([(4, 10), (0, 10), (3, 10), (1, 10)], num_ranks=2)
-    assert [[piece.shard for piece in part] for part in parts] == [[4, 0], [3, 1]]
-    assert all(piece.rows == range(10) for part in parts for piece in part)
+    divisions = divided([(4, 10), (0, 10), (3, 10), (1, 10)], num_ranks=2)
+    assert [[shard_rows.shard for shard_rows in division] for division in divisions] == [
+        [4, 0],
+        [3, 1],
+    ]
+    assert all(shard_rows.rows == range(10) for division in divisions for shard_rows in division)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 10])
 def test_parts_are_equal_and_disjoint(num_ranks: int) -> None:
     shards = [(2, 7), (0, 1), (1, 25), (3, 4)]
-    parts = divided(shards, num_ranks=num_ranks)
-    taken = [[(piece.shard, row) for piece in part for row in piece.rows] for part in parts]
-    assert {len(rows) for rows in taken} == {37 // num_ranks}
+    divisions = divided(shards, num_ranks=num_ranks)
+    rows_by_rank = [
+        [(shard_rows.shard, row) for shard_rows in division for row in shard_rows.rows]
+        for division in divisions
+    ]
+    assert {len(rows) for rows in rows_by_rank} == {37 // num_ranks}
     in_order = [(shard, row) for shard, count in shards for row in range(count)]
-    assert list(chain(*taken)) == in_order[: 37 // num_ranks * num_ranks]
+    assert list(chain(*rows_by_rank)) == in_order[: 37 // num_ranks * num_ranks]
 
 
 @pytest.mark.parametrize("window_bytes", [1, 2**30])
@@ -180,17 +188,17 @@ def test_each_rank_goes_on_at_the_position_of_another_one(
         passes(reader(store, rank, 2, window_bytes=window_bytes), 2) for rank in (0, 1)
     )
     for at in range(0, len(first), 3):
-        again = reader(store, 1, 2, window_bytes=window_bytes)
-        follow = passes(again, 2, start=first[at].after)
+        resumed = reader(store, 1, 2, window_bytes=window_bytes)
+        follow = passes(resumed, 2, start=first[at].after)
         assert texts(follow) == texts(second[at + 1 :])
 
 
 def test_going_on_reads_no_shard_of_a_window_that_is_done(store: FeatureStore) -> None:
     whole = opened_in_one_pass(store, 0, 2, window_bytes=1)
     num_steps = len(passes(reader(store, 0, 2, window_bytes=1), 1))
-    rest = opened_in_one_pass(store, 0, 2, window_bytes=1, skip=num_steps - 1)
+    reopened = opened_in_one_pass(store, 0, 2, window_bytes=1, skip=num_steps - 1)
     assert len(whole) > 1
-    assert rest == whole[-1:]
+    assert reopened == whole[-1:]
 
 
 def test_another_number_of_ranks_begins_the_pass_again_and_says_so(
@@ -200,8 +208,8 @@ def test_another_number_of_ranks_begins_the_pass_again_and_says_so(
         batch.after for batch in passes(reader(store, 0, 2), 2) if batch.after.epoch == 1
     )
     with caplog.at_level(logging.WARNING):
-        found = passes(reader(store, 1, 3), 2, start=stopped)
-    assert texts(found) == texts(passes(reader(store, 1, 3), 2, start=Position(epoch=1)))
+        batches = passes(reader(store, 1, 3), 2, start=stopped)
+    assert texts(batches) == texts(passes(reader(store, 1, 3), 2, start=Position(epoch=1)))
     assert "step 1 of pass 1 with 2 workers and goes on with 3" in caplog.text
 
 

@@ -28,8 +28,8 @@ def two_logits(*, spread: float = 2.0) -> tuple[Tensor, Tensor]:
     return spread * torch.randn(shape, generator=generator), target
 
 
-def best_tokens(logits: Tensor, num_kept: int) -> KeptTargets:
-    top = logits.topk(num_kept, dim=-1)
+def best_tokens(logits: Tensor, count: int) -> KeptTargets:
+    top = logits.topk(count, dim=-1)
     return KeptTargets(ids_NK=top.indices, logits_NK=top.values, lse_N=logits.logsumexp(-1))
 
 
@@ -57,9 +57,9 @@ def test_with_every_token_kept_the_loss_is_that_of_the_full_logits(
     guess, target = two_logits()
     options = LossOptions(soft=0.6, temperature=temperature, divergence=divergence)
     expected = plain_loss(guess, target, options)
-    for kept in (KeptTargets.whole(target), best_tokens(target, NUM_TOKENS)):
-        found = Comparison(guess, kept, WHOLE).loss(options)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for targets in (KeptTargets.whole(target), best_tokens(target, NUM_TOKENS)):
+        loss = Comparison(guess, targets, WHOLE).loss(options)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -70,8 +70,8 @@ def test_the_best_tokens_and_a_lump_are_the_loss_but_for_what_the_lump_hides(
     options = LossOptions(soft=1.0, divergence=divergence)
     exact = plain_loss(guess, target, options)
     gaps = []
-    for num_kept in (4, 12, 36):
-        lumped = Comparison(guess, best_tokens(target, num_kept), WHOLE).loss(options)
+    for count in (4, 12, 36):
+        lumped = Comparison(guess, best_tokens(target, count), WHOLE).loss(options)
         assert bool((lumped <= exact + 1e-5).all())
         gaps.append(float((exact - lumped).mean()))
     assert gaps[0] > gaps[1] > gaps[2] >= -1e-5
@@ -80,9 +80,9 @@ def test_the_best_tokens_and_a_lump_are_the_loss_but_for_what_the_lump_hides(
 
 def test_what_the_lump_hides_is_the_divergence_within_the_tail() -> None:
     guess, target = two_logits()
-    kept = best_tokens(target, 10)
-    lumped = Comparison(guess, kept, WHOLE).loss(LossOptions(soft=1.0))
-    outside = torch.ones_like(target, dtype=torch.bool).scatter(-1, kept.ids_NK, False)
+    targets = best_tokens(target, 10)
+    lumped = Comparison(guess, targets, WHOLE).loss(LossOptions(soft=1.0))
+    outside = torch.ones_like(target, dtype=torch.bool).scatter(-1, targets.ids_NK, False)
     tail_p = target.masked_fill(~outside, -1e9).log_softmax(-1)
     tail_q = guess.masked_fill(~outside, -1e9).log_softmax(-1)
     within = (tail_p.exp() * (tail_p - tail_q) * outside).sum(-1)
@@ -95,11 +95,11 @@ def test_acceptance_lies_between_what_the_best_tokens_say_and_that_plus_the_tail
     guess, target = two_logits()
     exact = torch.minimum(guess.softmax(-1), target.softmax(-1)).sum(-1)
     comparison = Comparison(guess, best_tokens(target, 12), WHOLE)
-    least = comparison.one_minus_tv()
-    most = 1.0 - comparison.loss(LossOptions(soft=1.0, divergence="tv"))
-    assert bool((least <= exact + 1e-6).all())
-    assert bool((exact <= most + 1e-6).all())
-    assert float((most - least).mean()) < 0.1
+    lower = comparison.one_minus_tv()
+    upper = 1.0 - comparison.loss(LossOptions(soft=1.0, divergence="tv"))
+    assert bool((lower <= exact + 1e-6).all())
+    assert bool((exact <= upper + 1e-6).all())
+    assert float((upper - lower).mean()) < 0.1
     whole = Comparison(guess, KeptTargets.whole(target), WHOLE).one_minus_tv()
     torch.testing.assert_close(whole, exact, rtol=1e-4, atol=1e-5)
 
@@ -107,8 +107,8 @@ def test_acceptance_lies_between_what_the_best_tokens_say_and_that_plus_the_tail
 def test_the_loss_falls_to_nothing_when_the_head_says_what_the_target_says() -> None:
     _, target = two_logits()
     for divergence in DIVERGENCES:
-        for num_kept in (5, NUM_TOKENS):
-            comparison = Comparison(target, best_tokens(target, num_kept), WHOLE)
+        for count in (5, NUM_TOKENS):
+            comparison = Comparison(target, best_tokens(target, count), WHOLE)
             loss = comparison.loss(LossOptions(soft=1.0, divergence=divergence))
             assert float(loss.abs().max()) < 1e-5
             assert bool(comparison.agrees().all())
@@ -139,8 +139,8 @@ def test_a_truncated_head_is_held_against_what_it_has_of_the_target() -> None:
     has_best = target.argmax(-1) % 2 == 0
     hard = functional.cross_entropy(guess, seen.argmax(-1), reduction="none") * has_best
     soft = plain_loss(guess, seen, LossOptions(soft=1.0)) * mass
-    found = comparison.loss(LossOptions(soft=0.4))
-    torch.testing.assert_close(found, 0.6 * hard + 0.4 * soft, rtol=1e-4, atol=1e-5)
+    loss = comparison.loss(LossOptions(soft=0.4))
+    torch.testing.assert_close(loss, 0.6 * hard + 0.4 * soft, rtol=1e-4, atol=1e-5)
     agrees = (guess.argmax(-1) * 2 == target.argmax(-1)) & has_best
     assert torch.equal(comparison.agrees(), agrees)
     accepted = torch.minimum(guess.softmax(-1), target.softmax(-1)[:, chosen]).sum(-1)

@@ -52,11 +52,11 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: 
         [sys.executable, "-c", program, str(folder.folder)], env={**os.environ}, check=False
     )
     assert done.returncode == -signal.SIGKILL
-    again = RunFolder(folder.folder)
-    assert again.latest_step() == 10
-    again.claim(JOB)
+    reopened = RunFolder(folder.folder)
+    assert reopened.latest_step() == 10
+    reopened.claim(JOB)
     assert not list(folder.folder.glob("saving-*"))
-    assert (again.checkpoint(10) / "state.bin").exists()
+    assert (reopened.checkpoint(10) / "state.bin").exists()
 
 
 def test_another_job_may_not_go_on_in_the_folder(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
 
 
 def test_the_warm_up_does_not_depend_on_when_the_run_ends() -> None:
-    known, unknown = (
+    bounded, unbounded = (
         LearningRate(peak=2.0, warmup_steps=20, total_steps=total) for total in (500, None)
     )
-    assert [known.at(step) for step in range(20)] == [unknown.at(step) for step in range(20)]
+    assert [bounded.at(step) for step in range(20)] == [unbounded.at(step) for step in range(20)]
     with pytest.raises(AssertionError, match="end is not known"):
-        unknown.at(20)
+        unbounded.at(20)
 
 
 def test_a_run_no_longer_than_its_warm_up_has_a_rate_at_every_step() -> None:
@@ -31,5 +31,7 @@ def test_a_run_no_longer_than_its_warm_up_has_a_rate_at_every_step() -> None:
 
 def test_a_budget_buys_steps_and_the_evaluations_between_them() -> None:
     pace = Pace(step_s=0.5, evaluation_s=10.0)
-    assert pace.steps_within(60.0, evaluate_every=100) == 100  # 50 s of steps, 10 s of evaluation
-    assert pace.steps_within(-1.0, evaluate_every=100) == 0
+    assert (
+        pace.steps_within(60.0, evaluation_period=100) == 100
+    )  # 50 s of steps, 10 s of evaluation
+    assert pace.steps_within(-1.0, evaluation_period=100) == 0

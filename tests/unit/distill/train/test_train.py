@@ -160,8 +160,8 @@ def test_training_goes_on_from_a_head(request_: TrainRequest, tmp_path: Path) ->
     first = log_of(request_)
     further = replace(request_, start=request_.out, out=tmp_path / "b", checkpoints=tmp_path / "c")
     train(further)
-    begun, ended = log_of(further)[0]["held_out"], first[-1]["held_out"]
-    assert begun["loss"] == pytest.approx(ended["loss"], rel=1e-4)
+    start, end = log_of(further)[0]["held_out"], first[-1]["held_out"]
+    assert start["loss"] == pytest.approx(end["loss"], rel=1e-4)
     with pytest.raises(ConfigError, match="start from another head"):
         train(replace(further, head="shared", checkpoints=tmp_path / "d"))
 

@@ -31,7 +31,7 @@ class Service:
         self.count = len(reports) if count is None else count
         self.now_s = 0.0
         self.targets = TARGETS
-        self.fleet = Fleet(TARGETS, count=self.count, now_s=0.0, drain_limit_s=30.0)
+        self.fleet = Fleet(TARGETS, count=self.count, time_s=0.0, drain_limit_s=30.0)
 
     def look(self, *, times: int = 1, num_waiting: int = 0) -> int:
         for _ in range(times):
@@ -41,7 +41,7 @@ class Service:
                 targets=self.targets,
                 num_waiting=num_waiting,
                 count=self.count,
-                now_s=self.now_s,
+                time_s=self.now_s,
             )
         return self.count
 
@@ -49,7 +49,7 @@ class Service:
 def test_the_emptiest_is_drained_and_the_number_falls_once_it_is_empty() -> None:
     service = Service(report("a", 3), report("b", 1))
     assert service.look(times=11) == 2
-    assert service.fleet.state.decision.wanted == 1
+    assert service.fleet.state.decision.target == 1
     assert service.fleet.leaving == "b"
     service.reports = [report("a", 4), report("b", 0, is_ready=True)]  # it has not heard yet
     assert service.look() == 2
@@ -81,7 +81,7 @@ def test_a_load_that_rises_again_ends_the_draining() -> None:
     assert service.fleet.leaving == "b"
     service.reports = [report("a", 15), report("b", 1, draining=True)]
     assert service.look(times=2) == 2
-    assert service.fleet.state.decision.wanted == 2
+    assert service.fleet.state.decision.target == 2
     assert service.fleet.leaving is None
 
 
@@ -147,7 +147,7 @@ def test_nothing_is_given_up_while_a_pipeline_recovers_or_is_drained_by_hand() -
     for unable in ({"is_ready": False}, {"draining": True}):
         service = Service(report("a", 0, **unable), report("b", 3))
         assert service.look(times=40) == 2
-        assert service.fleet.state.decision.wanted == 1
+        assert service.fleet.state.decision.target == 1
         assert service.fleet.leaving is None
         service.reports[0] = report("a", 0)
         service.look()

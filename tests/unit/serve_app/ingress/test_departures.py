@@ -58,10 +58,10 @@ class _Quotas:
             if error is not None:
                 raise error
         self.num_held += 1
-        return Standing(refused=None, num_running=1, num_tokens_left=1, wait_s=0.0)
+        return Standing(refusal=None, num_running=1, num_tokens_left=1, wait_s=0.0)
 
     async def reserve(self, permit: Permit, num_tokens: int) -> Standing:
-        return Standing(refused=None, num_running=1, num_tokens_left=1, wait_s=0.0)
+        return Standing(refusal=None, num_running=1, num_tokens_left=1, wait_s=0.0)
 
     def release(self, permit: Permit) -> None:
         self.num_held -= 1

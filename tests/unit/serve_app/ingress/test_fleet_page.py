@@ -8,7 +8,7 @@ from serve_app.cli.pipelines import _fleet_line
 from serve_app.pages.fleet import fleet_as_json, fleet_page
 
 STATE = FleetState(
-    decision=FleetDecision(wanted=2, signal="live", reason="up from 1 to 2: load", since_s=12.4),
+    decision=FleetDecision(target=2, signal="live", reason="up from 1 to 2: load", since_s=12.4),
     targets=FleetTargets(min_count=1, max_count=4),
     count=2,
     num_ready=1,

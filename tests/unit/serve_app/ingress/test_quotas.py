@@ -51,10 +51,10 @@ def test_limits_hold_over_both_ingresses() -> None:
         _, first = await site.acquire(0)
         await site.acquire(1)
         refusal, _ = await site.acquire(0)
-        assert (refusal.refused, refusal.num_running) == ("concurrency", 2)
+        assert (refusal.refusal, refusal.num_running) == ("concurrency", 2)
         await site.release(0, first)
         standing, _ = await site.acquire(1)
-        assert standing.refused is None
+        assert standing.refusal is None
 
     asyncio.run(run())
 
@@ -66,7 +66,7 @@ def test_tokens_used_at_one_ingress_are_missing_at_the_other() -> None:
         permit.num_prompt_tokens, permit.num_generated_tokens = 500, 200
         await site.release(0, permit)
         standing, _ = await site.acquire(1)
-        assert standing.refused == "tokens"
+        assert standing.refusal == "tokens"
         assert 9 < standing.wait_s < 11
 
     asyncio.run(run())
@@ -89,9 +89,9 @@ def test_while_the_router_is_silent_each_ingress_keeps_the_limits_by_itself(
             for ingress in (0, 1):
                 for _ in range(2):
                     standing, _ = await site.acquire(ingress)
-                    assert standing.refused is None, silence
+                    assert standing.refusal is None, silence
                 standing, _ = await site.acquire(ingress)
-                assert standing.refused == "concurrency", silence
+                assert standing.refusal == "concurrency", silence
 
     asyncio.run(run())
 
@@ -105,7 +105,7 @@ def test_a_new_router_learns_what_is_held() -> None:
         for name, ingress in zip(("one", "two"), site.ingresses, strict=True):
             await site.router.hold.remote("a", name, ingress.held())
         standing, _ = await site.acquire(0)
-        assert standing.refused == "concurrency"
+        assert standing.refusal == "concurrency"
 
     asyncio.run(run())
 
@@ -130,10 +130,10 @@ def test_a_permit_of_which_the_reply_was_lost_comes_back() -> None:
         lost = [Fault.REPLY_LOST]
         site.router.fault = lambda _: lost.pop() if lost else None  # type: ignore[union-attr]
         standing, permit = await site.acquire(0)
-        assert standing.refused is None, "the ingress has decided"
+        assert standing.refusal is None, "the ingress has decided"
         await site.acquire(0)
         await site.release(0, permit)
         standing, _ = await site.acquire(1)
-        assert standing.refused is None
+        assert standing.refusal is None
 
     asyncio.run(run())

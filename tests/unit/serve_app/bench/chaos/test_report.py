@@ -49,7 +49,7 @@ def _streamed(
         finish_reason="length",
         is_done=True,
         error=None,
-        asked_s=request_s,
+        start_s=request_s,
         arrivals_s=arrivals_s,
         ended_s=arrivals_s[-1] if arrivals_s else request_s,
     )
@@ -310,7 +310,7 @@ def test_a_whole_stream_is_heard_to_its_end() -> None:
     stream = _listened("whole")
     assert stream.is_complete
     assert (stream.tokens, stream.text, stream.num_tokens) == ((5, 6, 7), "\u0085" * 3, 3)
-    assert stream.asked_s < stream.arrivals_s[0] <= stream.arrivals_s[1] <= stream.ended_s
+    assert stream.start_s < stream.arrivals_s[0] <= stream.arrivals_s[1] <= stream.ended_s
 
 
 @pytest.mark.parametrize(
