@@ -86,6 +86,7 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/python infra/check_words.py
 	$(BIN)/python infra/check_docstrings.py
+	$(BIN)/python infra/check_names.py
 	$(BIN)/python infra/write_references.py --check
 	$(BIN)/yamllint --strict .
 	$(BIN)/shellcheck .ci/run cluster/configs/node.sh infra/gpu/*.sh
