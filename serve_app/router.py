@@ -100,7 +100,7 @@ class Router:
             plans.pop(request_id, None)
         self._save_sometimes()
         priors_id = f"{self._born}-{self._book.version}"
-        is_news = news.known_priors not in (None, priors_id)
+        is_news = news.priors_id not in (None, priors_id)
         return RouterAdvice(
             plans=plans, priors=self._book.priors() if is_news else None, priors_id=priors_id
         )

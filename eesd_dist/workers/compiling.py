@@ -52,8 +52,8 @@ def main() -> None:
     config = EngineConfig.model_validate_json(sys.argv[1])
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     try:
-        with at_work() as is_alone:
-            if is_alone:
+        with at_work() as has_lock:
+            if has_lock:
                 from eesd_dist.engine.build import compile_kernels
 
                 compile_kernels(config)

@@ -90,7 +90,7 @@ class ToyPipeline:
         self.sharing = PageSharing(
             address="nowhere",
             kv_sharing=lambda: self,  # type: ignore[arg-type, return-value]
-            refused=RefusedConnections(),
+            refusals=RefusedConnections(),
             clock=lambda: world.now_s,
         )
         self.actors = [ToyActor(self, name=rank) for rank in RANKS]

@@ -31,7 +31,7 @@ def test_work_that_never_finishes_is_reported_once_by_its_name() -> None:
         reported.append(operation)
         late.set()
 
-    watchdog = Watchdog(timeout_s=0.05, on_late=on_late, poll_s=0.005)
+    watchdog = Watchdog(timeout_s=0.05, on_timeout=on_late, poll_s=0.005)
     watchdog.watch(ToyWork(done=True), operation="all_reduce")
     watchdog.watch(ToyWork(done=False), operation="round 17")
     watchdog.watch(ToyWork(done=False), operation="round 18")
@@ -51,7 +51,7 @@ def test_work_of_a_communicator_in_error_is_late_although_torch_calls_it_complet
         reported.append(operation)
         late.set()
 
-    watchdog = Watchdog(timeout_s=timeout_s, on_late=on_late, poll_s=0.005)
+    watchdog = Watchdog(timeout_s=timeout_s, on_timeout=on_late, poll_s=0.005)
     watchdog.watch(ToyWork(done=True), operation="all_reduce")
     watchdog.watch(ToyWork(done=True, ended=ended), operation="round 17")
     assert late.wait(5.0)
@@ -60,7 +60,7 @@ def test_work_of_a_communicator_in_error_is_late_although_torch_calls_it_complet
 
 def test_work_in_time_and_work_after_stop_are_not_reported() -> None:
     late = threading.Event()
-    watchdog = Watchdog(timeout_s=0.05, on_late=lambda _: late.set(), poll_s=0.005)
+    watchdog = Watchdog(timeout_s=0.05, on_timeout=lambda _: late.set(), poll_s=0.005)
     watchdog.watch(ToyWork(done=True), operation="all_reduce")
     watchdog.stop()
     watchdog.watch(ToyWork(done=False), operation="round 17")
@@ -78,7 +78,7 @@ def test_an_error_of_a_communicator_that_was_aborted_is_not_reported(
             is_asked.set()
             raise RuntimeError("NCCL communicator was aborted")
 
-    watchdog = Watchdog(timeout_s=60.0, on_late=lambda _: late.set(), poll_s=0.005)
+    watchdog = Watchdog(timeout_s=60.0, on_timeout=lambda _: late.set(), poll_s=0.005)
     watchdog.watch(AbortedWork(done=False), operation="round 17")
     assert is_asked.wait(5.0)
     watchdog._thread.join(5.0)

@@ -31,7 +31,7 @@ class Router:
         self.heard.append(news)
         if not self.answers:
             await asyncio.Event().wait()
-        is_news = news.known_priors not in (None, self.priors_id)
+        is_news = news.priors_id not in (None, self.priors_id)
         plans = {R: PLAN} if news.outcomes else {}
         return RouterAdvice(
             plans=plans, priors=PRIORS if is_news else None, priors_id=self.priors_id
@@ -51,7 +51,7 @@ class Router:
             adopt=self.adopted.append,
             interval_s=0.01,
             timeout_s=timeout_s,
-            priors_every_s=priors_every_s,
+            priors_interval_s=priors_every_s,
         )
 
     def _apply(self, plans: Plans) -> None:
@@ -86,7 +86,7 @@ def test_news_of_several_rounds_go_out_as_one_without_evidence_and_the_answer_is
                 admitted=(Admission(R, "chat", "c"),),
                 outcomes=(_outcome(), _outcome()),
                 finished=(R,),
-                known_priors="",
+                priors_id="",
             )
         ]
         assert router.applied == [{R: PLAN}]
@@ -140,7 +140,7 @@ def test_priors_are_asked_for_at_once_and_taken_when_they_are_others() -> None:
         link.start()
         link.start()
         await _until(lambda: len(router.heard) == 2)
-        assert [news.known_priors for news in router.heard] == ["", "1"]
+        assert [news.priors_id for news in router.heard] == ["", "1"]
         assert router.adopted == [PRIORS]
         router.priors_id = "2"
         await _until(lambda: len(router.adopted) == 2)

@@ -91,7 +91,7 @@ def _report(bytes_done: int) -> LoadReport:
     return LoadReport(
         bytes_done=bytes_done,
         bytes_total=8,
-        piece="",
+        module="",
         seconds=1.0,
         waited_s=0.0,
         peak_memory_bytes=1,
