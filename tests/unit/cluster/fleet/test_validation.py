@@ -92,7 +92,7 @@ def simulated(measured: Row, samples: list[Row], starts_s: list[float]) -> Outco
 
 def test_the_decisions_are_the_measured_ones(measured: Row, simulated: Outcome) -> None:
     decisions = measured["timeline"]["decisions"][1:]
-    assert [change.wanted for change in simulated.changes] == [d["wanted"] for d in decisions]
+    assert [change.target for change in simulated.changes] == [d["wanted"] for d in decisions]
     for change, decision in zip(simulated.changes, decisions, strict=True):
         assert change.at_s == pytest.approx(decision["at_s"], abs=DECISION_BOUND_S)
 
@@ -104,4 +104,4 @@ def test_pipelines_are_ready_when_they_were(simulated: Outcome, starts_s: list[f
 
 
 def test_no_request_of_the_measured_load_is_lost(simulated: Outcome) -> None:
-    assert (simulated.num_lost, simulated.num_refused) == (0, 0)
+    assert (simulated.num_lost, simulated.num_refusals) == (0, 0)
