@@ -50,9 +50,9 @@ def test_a_lone_request_takes_as_long_as_its_rounds() -> None:
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
     setting = replace(SETTING, mean_life_s=600.0)
     requests = load(constant(3.0), highest=3.0)
-    first, again = run(setting, requests, seed=1), run(setting, requests, seed=1)
-    assert (first.summary(), first.changes) == (again.summary(), again.changes)
-    assert first.sojourn_s == again.sojourn_s
+    first, second = run(setting, requests, seed=1), run(setting, requests, seed=1)
+    assert (first.summary(), first.changes) == (second.summary(), second.changes)
+    assert first.sojourn_s == second.sojourn_s
     assert run(setting, requests, seed=2).summary() != first.summary()
 
 
@@ -84,8 +84,8 @@ def test_more_load_gets_more_pipelines_and_they_go_again() -> None:
 def test_from_zero_every_request_waits_and_is_served() -> None:
     targets = replace(TARGETS, min_count=0, idle_delay_s=60.0)
     requests = [Arrival(at_s=10.0 + i, num_prompt_tokens=10, num_tokens=50) for i in range(5)]
-    later = [Arrival(at_s=900.0, num_prompt_tokens=10, num_tokens=50)]
-    outcome = run(replace(SETTING, targets=targets, initial=0), requests + later)
+    tail = [Arrival(at_s=900.0, num_prompt_tokens=10, num_tokens=50)]
+    outcome = run(replace(SETTING, targets=targets, initial=0), requests + tail)
     assert outcome.num_over == 6
     assert [change.target for change in outcome.changes] == [1, 0, 1]
     assert min(outcome.first_token_s) >= 55.0
