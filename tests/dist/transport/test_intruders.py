@@ -115,8 +115,8 @@ def test_nothing_connects_to_a_running_group_and_packets_that_are_dropped_are_co
     ports: list[int] = []
 
     class KnownDevice(GlooDevice):
-        def __init__(self, address: str, *, refused: RefusedConnections | None = None) -> None:
-            super().__init__(address, refusals=refused)
+        def __init__(self, address: str, *, refusals: RefusedConnections | None = None) -> None:
+            super().__init__(address, refusals=refusals)
             ports.extend(port for _, port in self.addresses)
 
     monkeypatch.setattr(rendezvous, "GlooDevice", KnownDevice)
