@@ -91,6 +91,7 @@ check: install
 	$(BIN)/python infra/check_words.py
 	$(BIN)/python infra/check_docstrings.py
 	$(BIN)/python infra/check_documents.py
+	$(BIN)/python infra/check_names.py
 	$(BIN)/python infra/write_references.py --check
 	$(BIN)/yamllint --strict .
 	$(BIN)/shellcheck .ci/run cluster/configs/node.sh infra/gpu/*.sh

@@ -79,18 +79,18 @@ def load_deployment(path: Path) -> Deployment:
 
 
 def _ray_up(cluster: ClusterFile, content: Mapping[str, Any]) -> Deployment:
-    head = [str(each) for each in content.get("head_start_ray_commands", [])]
-    worker = [str(each) for each in content.get("worker_start_ray_commands", [])]
+    head = [str(command) for command in content.get("head_start_ray_commands", [])]
+    worker = [str(command) for command in content.get("worker_start_ray_commands", [])]
     with _naming(cluster.path):
         parameters = start_parameters([*head, *worker])
         ports = ports_of(parameters)
     return Deployment(
         path=cluster.path,
-        min_nodes=1 + sum(each.min_workers for each in cluster.node_types),
+        min_nodes=1 + sum(node_type.min_workers for node_type in cluster.node_types),
         spans_nodes=cluster.max_workers > 0,
         auth_mode=cluster.auth_mode,
         ports=ports,
-        lists_ports=any("node-manager-port" in each for each in parameters),
+        lists_ports=any("node-manager-port" in options for options in parameters),
         application=_deployed(cluster.path, head),
     )
 
@@ -101,7 +101,7 @@ def _deployed(path: Path, commands: list[str]) -> Application | None:
     Its path is relative to the checkout: here, the folder the command runs in, or the folder of the
     cluster file.
     """
-    names = [match["path"] for each in commands for match in _SERVE_DEPLOY.finditer(each)]
+    names = [match["path"] for command in commands for match in _SERVE_DEPLOY.finditer(command)]
     for name in names:
         for candidate in (Path(name).expanduser(), path.parent / Path(name).name):
             if candidate.is_file():
@@ -115,17 +115,17 @@ def _kuberay(path: Path, content: Mapping[str, Any]) -> Deployment:
         cluster = spec["rayClusterConfig"] if content["kind"] == "RayService" else spec
         head = cluster["headGroupSpec"]
         groups = cluster.get("workerGroupSpecs", [])
-        starts = [_text_of(each.get("rayStartParams") or {}) for each in (head, *groups)]
+        starts = [_text_of(group.get("rayStartParams") or {}) for group in (head, *groups)]
         with _naming(path):
             ports = ports_of(starts)
         serve = yaml.safe_load(spec.get("serveConfigV2", "{}"))
         return Deployment(
             path=path,
-            min_nodes=1 + sum(int(each.get("replicas", 0)) for each in groups),
+            min_nodes=1 + sum(int(group.get("replicas", 0)) for group in groups),
             spans_nodes=bool(groups),
             auth_mode=_container_auth_mode(head),
             ports=ports,
-            lists_ports=any("node-manager-port" in each for each in starts),
+            lists_ports=any("node-manager-port" in start for start in starts),
             application=_application(path, serve) if serve else None,
         )
     except (LookupError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
@@ -143,7 +143,9 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _container_auth_mode(group: Mapping[str, Any]) -> AuthMode | None:
     containers = group["template"]["spec"]["containers"]
-    environment = {each["name"]: each.get("value") for each in containers[0].get("env", [])}
+    environment = {
+        variable["name"]: variable.get("value") for variable in containers[0].get("env", [])
+    }
     mode = environment.get("RAY_AUTH_MODE")
     return mode if mode in ("token", "disabled") else None
 
@@ -163,12 +165,12 @@ def _serve(path: Path, content: Mapping[str, Any]) -> Deployment:
 def _application(path: Path, serve: Mapping[str, Any]) -> Application:
     applications = serve.get("applications") or []
     if not isinstance(applications, list):
-        found = type(applications).__name__
-        raise ConfigError(f"{path}: applications: found {found}, expected a list")
+        kind = type(applications).__name__
+        raise ConfigError(f"{path}: applications: found {kind}, expected a list")
     ours = [
-        each
-        for each in applications
-        if isinstance(each, dict) and each.get("import_path") == _IMPORT_PATH
+        application
+        for application in applications
+        if isinstance(application, dict) and application.get("import_path") == _IMPORT_PATH
     ]
     if not ours:
         raise ConfigError(f"{path}: no application has the import_path {_IMPORT_PATH}")

@@ -63,9 +63,9 @@ def start_parameters(commands: Iterable[str]) -> list[dict[str, str]]:
 
     Raises ConfigError for a quote without an end.
     """
-    parts = [part for command in commands for part in parts_of(" ".join(command.split()))]
-    starts = [match["rest"] for part in parts if (match := _RAY_START.search(part))]
-    return [dict(_options(_words(rest))) for rest in starts]
+    segments = [segment for command in commands for segment in parts_of(" ".join(command.split()))]
+    starts = [match["rest"] for segment in segments if (match := _RAY_START.search(segment))]
+    return [dict(_options(_words(tail))) for tail in starts]
 
 
 def ports_of(parameters: Iterable[Mapping[str, str]]) -> ClusterPorts:
@@ -73,17 +73,17 @@ def ports_of(parameters: Iterable[Mapping[str, str]]) -> ClusterPorts:
 
     Raises ConfigError if two starts set different numbers, or one is no port.
     """
-    found: dict[str, int] = {}
-    for given in parameters:
+    ports: dict[str, int] = {}
+    for options in parameters:
         for flag, name in _FLAGS.items():
-            if flag in given:
-                number = _port(flag, given[flag])
-                if found.setdefault(name, number) != number:
+            if flag in options:
+                number = _port(flag, options[flag])
+                if ports.setdefault(name, number) != number:
                     raise ConfigError(
-                        f"--{flag} is {found[name]} in one start command and {number} in another: "
+                        f"--{flag} is {ports[name]} in one start command and {number} in another: "
                         "use one number, so that one firewall rule covers all nodes"
                     )
-    return replace(ClusterPorts(), **found)
+    return replace(ClusterPorts(), **ports)
 
 
 def _words(text: str) -> list[str]:

@@ -199,11 +199,11 @@ def _serve_actors(details: Iterable[Mapping[str, Any]]) -> list[Any]:
     import ray
     from ray.serve._private.constants import SERVE_NAMESPACE
 
-    found = []
-    for each in details:
+    actors = []
+    for actor in details:
         with suppress(ValueError):
-            found.append(ray.get_actor(each["actor_name"], namespace=SERVE_NAMESPACE))
-    return found
+            actors.append(ray.get_actor(actor["actor_name"], namespace=SERVE_NAMESPACE))
+    return actors
 
 
 def prepared_cluster_config(content: Mapping[str, object]) -> dict[str, Any]:

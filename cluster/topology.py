@@ -104,14 +104,14 @@ def exported(commands: Iterable[str]) -> dict[str, str]:
 
     Raises ValueError for a quote without an end.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for command in commands:
-        for part in parts_of(command):
-            words = part.split(maxsplit=1)
+        for segment in parts_of(command):
+            words = segment.split(maxsplit=1)
             if len(words) == 2 and words[0] == "export":
                 pairs = (word.partition("=") for word in shlex.split(words[1]))
-                found.update({name: value for name, sign, value in pairs if sign})
-    return found
+                variables.update({name: value for name, sign, value in pairs if sign})
+    return variables
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -54,22 +54,22 @@ _LIST = [(re.compile(rf"\b(?:{word})\b", re.IGNORECASE), better) for word, bette
 
 def main(paths: list[str]) -> int:
     roots = [Path(path).resolve() for path in paths] or [ROOT / p for p in (*SOURCES, *DOCUMENTS)]
-    num_found = 0
+    num_words = 0
     for file in sorted(set(_files(roots))):
         for line, text in _prose(file):
             for pattern, better in _LIST:
                 for match in pattern.finditer(ALLOWED.sub("", text)):
-                    num_found += 1
+                    num_words += 1
                     print(f"{file.relative_to(ROOT)}:{line}: {match[0]!r}: write {better}")
-    if num_found:
-        print(f"{num_found} words to replace; the glossary is docs/glossary.md", file=sys.stderr)
-    return 1 if num_found else 0
+    if num_words:
+        print(f"{num_words} words to replace; the glossary is docs/glossary.md", file=sys.stderr)
+    return 1 if num_words else 0
 
 
 def _files(roots: list[Path]) -> Iterator[Path]:
     for root in roots:
-        found = [root] if root.is_file() else [*root.rglob("*.py"), *root.rglob("*.md")]
-        for file in found:
+        files = [root] if root.is_file() else [*root.rglob("*.py"), *root.rglob("*.md")]
+        for file in files:
             name = file.relative_to(ROOT).as_posix()
             if not name.startswith(NOT_PROSE):
                 yield file
@@ -94,9 +94,9 @@ def _prose(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:
-    for part in ast.walk(node):
-        if _is_text(part):
-            yield from _lines(part)
+    for inner in ast.walk(node):
+        if _is_text(inner):
+            yield from _lines(inner)
 
 
 def _document(text: str) -> Iterator[tuple[int, str]]:

@@ -97,8 +97,8 @@ def _extras_of(text: str) -> set[str]:
 
 def _public_view(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a pip that knows no index but its default."""
-    kept = {key: text for key, text in environment.items() if not _OTHER_INDEXES.match(key)}
-    return {**kept, "PIP_CONFIG_FILE": os.devnull}
+    variables = {key: text for key, text in environment.items() if not _OTHER_INDEXES.match(key)}
+    return {**variables, "PIP_CONFIG_FILE": os.devnull}
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ def main(options: list[str]) -> int:
         after = before
         for title, write in tables.items():
             start, end = f"<!-- {title} -->\n", f"<!-- end of {title} -->\n"
-            head, _, rest = after.partition(start)
-            _, found, tail = rest.partition(end)
-            assert found, f"{page.name} has no place for {title}"
+            head, _, old_table = after.partition(start)
+            _, closing, tail = old_table.partition(end)
+            assert closing, f"{page.name} has no place for {title}"
             after = f"{head}{start}\n{write()}\n{end}{tail}"
         if after != before:
             num_stale += 1
@@ -70,7 +70,7 @@ def main(options: list[str]) -> int:
 def _fields(model: type[Fields], *, leave_out: type[Fields] | None = None) -> Callable[[], str]:
     def write() -> str:
         schema = model.model_json_schema(by_alias=True)
-        known = {} if leave_out is None else leave_out.model_fields
+        shared = {} if leave_out is None else leave_out.model_fields
         rows = [
             (
                 f"`{info.alias or name}`",
@@ -79,7 +79,7 @@ def _fields(model: type[Fields], *, leave_out: type[Fields] | None = None) -> Ca
                 _sentence(info),
             )
             for name, info in _sorted(model)
-            if name not in known or known[name].annotation != info.annotation
+            if name not in shared or shared[name].annotation != info.annotation
         ]
         return _table(("field", "type", "default", "meaning"), rows)
 
@@ -99,7 +99,7 @@ def _shared() -> str:
 
 def _refused() -> str:
     rows = [(f"`{name}`", _harmless(name)) for name in sorted(REFUSED)]
-    rows += [(f"`{name}`", said) for name, said in REFUSED_SOMETIMES.items()]
+    rows += [(f"`{name}`", condition) for name, condition in REFUSED_SOMETIMES.items()]
     return _table(("field", "refused"), sorted(rows))
 
 
@@ -125,7 +125,7 @@ def _errors() -> str:
 def _metrics() -> str:
     http = HttpMetrics()
     counts = Counts("")
-    found = [
+    families = [
         (family, labels)
         for registry in (ServiceMetrics(model_name="").registry, http.registry, counts.registry)
         for family, labels in _families(registry)
@@ -137,10 +137,10 @@ def _metrics() -> str:
         belief_page({"a": {"mean": 0.5, "weight": 1.0, "num_live": 0}}, labels="a"),
     ):
         for family in text_string_to_metric_families(page.decode()):
-            found.append((family, sorted({n for s in family.samples for n in s.labels})))
+            families.append((family, sorted({n for s in family.samples for n in s.labels})))
     rows = {
         (f"`{_served_name(family)}`", family.type, ", ".join(labels), family.documentation)
-        for family, labels in found
+        for family, labels in families
         if not family.name.endswith("_created")
     }
     return _table(("metric", "type", "labels", "meaning"), sorted(rows))
@@ -209,7 +209,7 @@ def _section_of(info: FieldInfo) -> type[Section] | None:
 
 def _says(info: FieldInfo) -> str | None:
     """Describes an optional section; its keys are listed where it is not optional."""
-    kinds = [each for each in get_args(info.annotation) if each is not type(None)]
+    kinds = [kind for kind in get_args(info.annotation) if kind is not type(None)]
     is_section = kinds and isinstance(kinds[0], type) and issubclass(kinds[0], Section)
     return "the keys of that section" if is_section else None
 
@@ -242,7 +242,7 @@ def _type(schema: Json, root: Json) -> str:
         return _type(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
     if "anyOf" in schema:
         kinds = dict.fromkeys(
-            _type(each, root) for each in schema["anyOf"] if each.get("type") != "null"
+            _type(choice, root) for choice in schema["anyOf"] if choice.get("type") != "null"
         )
         return " or ".join(kinds)
     if "const" in schema:
@@ -268,8 +268,12 @@ def _bounds(schema: Json) -> str:
     high = schema.get("maximum", schema.get("exclusiveMaximum"))
     after = " above" if "exclusiveMinimum" in schema else " from"
     before = " below" if "exclusiveMaximum" in schema else " to"
-    said = [f"{word} {_number(bound)}" for word, bound in ((after, low), (before, high))]
-    return "".join(each for each, bound in zip(said, (low, high), strict=True) if bound is not None)
+    bounds = [f"{word} {_number(bound)}" for word, bound in ((after, low), (before, high))]
+    return "".join(
+        bound_text
+        for bound_text, bound in zip(bounds, (low, high), strict=True)
+        if bound is not None
+    )
 
 
 def _number(value: float) -> str:

@@ -100,7 +100,7 @@ class Router:
             plans.pop(request_id, None)
         self._save_sometimes()
         priors_id = f"{self._born}-{self._book.version}"
-        is_stale = update.known_priors not in (None, priors_id)
+        is_stale = update.priors_id not in (None, priors_id)
         return RouterAdvice(
             plans=plans, priors=self._book.priors() if is_stale else None, priors_id=priors_id
         )

@@ -38,9 +38,9 @@ def constant(rate: float) -> Rate:
     return lambda at_s: rate
 
 
-def bursts(rate: float, *, factor: float, every_s: float, lasting_s: float) -> Rate:
-    """Returns `factor` times the rate for `lasting_s` at the end of every `every_s`."""
-    return lambda at_s: rate * (factor if at_s % every_s >= every_s - lasting_s else 1.0)
+def bursts(rate: float, *, factor: float, period_s: float, lasting_s: float) -> Rate:
+    """Returns `factor` times the rate for `lasting_s` at the end of every `period_s`."""
+    return lambda at_s: rate * (factor if at_s % period_s >= period_s - lasting_s else 1.0)
 
 
 def day(peak: float, *, trough: float) -> Rate:

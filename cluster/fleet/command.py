@@ -17,7 +17,7 @@ def main(options: FleetOptions) -> int:
     outcome = simulate(options)
     summary = outcome.summary()
     if options.json:
-        changes = [[round(c.at_s, 1), c.was, c.wanted] for c in outcome.changes]
+        changes = [[round(c.at_s, 1), c.was, c.target] for c in outcome.changes]
         echo(json.dumps({"summary": summary, "changes": changes}))
     else:
         for line in _lines(outcome):
@@ -53,11 +53,11 @@ def speed_of(
     cost: CostModel, *, draft_length: int, tokens_per_turn: float, max_running: int
 ) -> Speed:
     """Returns a line through the rounds of one request and of a full batch."""
-    one_s = cost.batch_seconds([draft_length])
+    single_s = cost.batch_seconds([draft_length])
     full_s = cost.batch_seconds([draft_length] * max_running)
-    request_s = max(full_s - one_s, 0.0) / max(max_running - 1, 1)
+    request_s = max(full_s - single_s, 0.0) / max(max_running - 1, 1)
     return Speed(
-        fixed_s=max(one_s - request_s, 0.0),
+        fixed_s=max(single_s - request_s, 0.0),
         request_s=request_s,
         tokens_per_turn=tokens_per_turn,
         max_running=max_running,
@@ -89,7 +89,7 @@ def _rate(options: FleetOptions) -> tuple[Rate, float]:
         case "bursts":
             factor = options.burst_factor
             shape = bursts(
-                rate, factor=factor, every_s=options.burst_every_s, lasting_s=options.burst_s
+                rate, factor=factor, period_s=options.burst_every_s, lasting_s=options.burst_s
             )
             return shape, rate * max(factor, 1.0)
         case "day":
@@ -97,13 +97,14 @@ def _rate(options: FleetOptions) -> tuple[Rate, float]:
 
 
 def _lines(outcome: Outcome) -> list[str]:
-    found = outcome.summary()
+    summary = outcome.summary()
     return [
-        f"requests     {found['requests']}, refused {found['refused']}, lost {found['lost']}, "
-        f"moved {found['moved']}",
-        f"first token  p50 {found['first_token_p50_s']:.2f} s, p90 "
-        f"{found['first_token_p90_s']:.2f} s, p99 {found['first_token_p99_s']:.2f} s",
-        f"nodes        {found['node_hours']:.2f} node hours in {found['hours']:.2f} h, "
-        f"{found['deaths']} deaths",
-        f"changes      {found['changes']}, of these {found['flaps']} taken back within 5 minutes",
+        f"requests     {summary['requests']}, refused {summary['refused']}, "
+        f"lost {summary['lost']}, moved {summary['moved']}",
+        f"first token  p50 {summary['first_token_p50_s']:.2f} s, p90 "
+        f"{summary['first_token_p90_s']:.2f} s, p99 {summary['first_token_p99_s']:.2f} s",
+        f"nodes        {summary['node_hours']:.2f} node hours in {summary['hours']:.2f} h, "
+        f"{summary['deaths']} deaths",
+        f"changes      {summary['changes']}, of these {summary['flaps']} taken back "
+        "within 5 minutes",
     ]

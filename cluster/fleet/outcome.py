@@ -15,11 +15,11 @@ class Change:
 
     at_s: float
     was: int
-    wanted: int
+    target: int
 
     @property
     def is_up(self) -> bool:
-        return self.wanted > self.was
+        return self.target > self.was
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Outcome:
     """Figures of one run."""
 
     num_arrived: int = 0
-    num_refused: int = 0
+    num_refusals: int = 0
     num_deaths: int = 0
     num_moves: int = 0
     """Times that a request continued in another pipeline."""
@@ -44,10 +44,10 @@ class Outcome:
     """Live requests, integrated over time."""
     _noted_s: float = 0.0
 
-    def note_live(self, num_live: int, *, now_s: float) -> None:
+    def note_live(self, num_live: int, *, time_s: float) -> None:
         """Accounts for the time since the last note; call before the number changes."""
-        self.live_area += num_live * (now_s - self._noted_s)
-        self._noted_s = now_s
+        self.live_area += num_live * (time_s - self._noted_s)
+        self._noted_s = time_s
 
     @property
     def num_over(self) -> int:
@@ -56,19 +56,19 @@ class Outcome:
     @property
     def num_lost(self) -> int:
         """Accepted requests that were not over when the run ended: there must be none."""
-        return self.num_arrived - self.num_refused - self.num_over
+        return self.num_arrived - self.num_refusals - self.num_over
 
     def num_flaps(self, *, within_s: float = _FLAP_S) -> int:
         """Returns how often a change was taken back within so many seconds."""
         return sum(
-            later.is_up != change.is_up and later.at_s - change.at_s <= within_s
-            for change, later in pairwise(self.changes)
+            next_change.is_up != change.is_up and next_change.at_s - change.at_s <= within_s
+            for change, next_change in pairwise(self.changes)
         )
 
     def summary(self) -> dict[str, float | int]:
         return {
             "requests": self.num_arrived,
-            "refused": self.num_refused,
+            "refused": self.num_refusals,
             "lost": self.num_lost,
             "moved": self.num_moves,
             "deaths": self.num_deaths,

@@ -77,11 +77,11 @@ class SimulatedPipeline:
     def activity(self) -> Activity:
         """Returns what a pipeline of the service would report now."""
         self._advance()
-        now_s = self.env.now
-        self._counts.append((now_s, self._num_tokens))
-        while self._counts[0][0] < now_s - WINDOW_S:
+        time_s = self.env.now
+        self._counts.append((time_s, self._num_tokens))
+        while self._counts[0][0] < time_s - WINDOW_S:
             self._counts.popleft()
-        while self._first_tokens and self._first_tokens[0][0] < now_s - FIRST_TOKEN_WINDOW_S:
+        while self._first_tokens and self._first_tokens[0][0] < time_s - FIRST_TOKEN_WINDOW_S:
             self._first_tokens.popleft()
         return Activity(
             num_waiting=len(self._queue),
@@ -130,8 +130,8 @@ class SimulatedPipeline:
 
     def _next_s(self) -> float:
         """Returns the time to the next first token or end."""
-        least = min(_left(job) for job in self._running)
-        return max(least, 0.0) / self._rate() + 1e-6
+        shortest = min(_left(job) for job in self._running)
+        return max(shortest, 0.0) / self._rate() + 1e-6
 
     def _advance(self) -> None:
         elapsed_s, self._since_s = self.env.now - self._since_s, self.env.now

@@ -29,8 +29,8 @@ class Speed:
     @property
     def cost(self) -> CostModel:
         """The rounds, as an engine measures them."""
-        alone_s = self.fixed_s + self.request_s
-        return CostModel(draft_step_s=0.0, verify_s=(alone_s,), request_s=self.request_s)
+        single_s = self.fixed_s + self.request_s
+        return CostModel(draft_step_s=0.0, verify_s=(single_s,), request_s=self.request_s)
 
     def tokens_per_s(self, num_running: int) -> float:
         """Returns the tokens per second of all running requests together."""
@@ -66,9 +66,9 @@ class FleetSetting:
 
     def __post_init__(self) -> None:
         for name in ("birth_s", "load_s", "node_idle_s", "patience_s"):
-            found = getattr(self, name)
-            if not (isfinite(found) and found >= 0.0):
-                raise ConfigError(f"{name} is {found:g}: expected a time, 0 or more")
+            seconds = getattr(self, name)
+            if not (isfinite(seconds) and seconds >= 0.0):
+                raise ConfigError(f"{name} is {seconds:g}: expected a time, 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

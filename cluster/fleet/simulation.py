@@ -27,15 +27,15 @@ class _Clients:
     """The clients of a closed load."""
 
     load: ClosedLoad
-    wanted: int = 0
+    target: int = 0
     _number: int = 0
 
-    def next(self, *, now_s: float) -> Arrival:
+    def next(self, *, time_s: float) -> Arrival:
         """Returns the next request."""
         lengths = self.load.lengths
         self._number += 1
         return Arrival(
-            at_s=now_s,
+            at_s=time_s,
             num_prompt_tokens=self.load.num_prompt_tokens,
             num_tokens=lengths[(self._number - 1) % len(lengths)],
         )
@@ -97,16 +97,16 @@ class FleetSimulation:
         self._clients = clients = _Clients(load=load)
         for at_s, number in (*load.steps, (load.ends_s, 0)):
             yield self._env.timeout(max(at_s - self._env.now, 0.0))
-            clients.wanted = number
+            clients.target = number
             while self._num_live < number:
-                self._take(clients.next(now_s=self._env.now))
+                self._take(clients.next(time_s=self._env.now))
         self._load_over_s = self._env.now
 
     def _take(self, arrival: Arrival) -> None:
         """Takes a request, or refuses it where too many wait already."""
         self.outcome.num_arrived += 1
         if not self._serving() and len(self._waiting) >= self._setting.max_waiting:
-            self.outcome.num_refused += 1
+            self.outcome.num_refusals += 1
             return
         self._account()
         self._num_live += 1
@@ -116,7 +116,7 @@ class FleetSimulation:
         """Gives a job to the least loaded pipeline that takes requests; without one it waits."""
         serving = self._serving()
         if serving:
-            min(serving, key=lambda each: (each.num_live, each.name)).add(job)
+            min(serving, key=lambda pipeline: (pipeline.num_live, pipeline.name)).add(job)
         else:
             self._waiting.append(job)
 
@@ -134,11 +134,11 @@ class FleetSimulation:
         self.outcome.first_token_s.append(job.first_token_s - job.arrival.at_s)
         self.outcome.sojourn_s.append(self._env.now - job.arrival.at_s)
         self.outcome.num_moves += job.num_moves
-        if self._clients is not None and self._num_live < self._clients.wanted:
-            self._take(self._clients.next(now_s=self._env.now))
+        if self._clients is not None and self._num_live < self._clients.target:
+            self._take(self._clients.next(time_s=self._env.now))
 
     def _account(self) -> None:
-        self.outcome.note_live(self._num_live, now_s=self._env.now)
+        self.outcome.note_live(self._num_live, time_s=self._env.now)
 
     def _look(self) -> Generator[simpy.Event, Any, None]:
         while not self._is_over():
@@ -153,7 +153,7 @@ class FleetSimulation:
 
     def _decide(self) -> None:
         was, present = self._fleet.state.decision, len(self._nodes)
-        wanted = self._fleet.look(
+        target = self._fleet.look(
             [self._report(node.pipeline) for node in self._nodes if node.pipeline is not None],
             targets=self._setting.targets,
             num_waiting=len(self._waiting),
@@ -162,11 +162,11 @@ class FleetSimulation:
         )
         decision = self._fleet.state.decision
         if decision != was:
-            change = Change(at_s=self._env.now, was=was.target, wanted=decision.target)
+            change = Change(at_s=self._env.now, was=was.target, target=decision.target)
             self.outcome.changes.append(change)
-        for _ in range(wanted - present):
+        for _ in range(target - present):
             self._add(is_ready=False)
-        for _ in range(present - wanted):
+        for _ in range(present - target):
             self._stop_newest()
         self._drain()
 

@@ -83,10 +83,10 @@ def read_head(folder: Path, *, model: Path, temperature: float) -> MeasuredHead:
                 draft_vocab_size=config.draft_vocab_size if config.kind == "truncated" else None,
                 acceptance=_measured(accumulate(tested, mul), rate=at.acceptance.rate),
             )
-    found = ", ".join(f"{at.temperature:g}" for at in evaluation.temperatures)
+    temperatures = ", ".join(f"{at.temperature:g}" for at in evaluation.temperatures)
     raise ConfigError(
-        f"{file}: found acceptance at the temperatures {found or 'of no text'}, expected one at "
-        f"{temperature:g}: choose another --temperature, or evaluate the head at this one"
+        f"{file}: found acceptance at the temperatures {temperatures or 'of no text'}, expected "
+        f"one at {temperature:g}: choose another --temperature, or evaluate the head at this one"
     )
 
 

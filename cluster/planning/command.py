@@ -46,11 +46,11 @@ def main(options: PlanOptions) -> None:
     if split is None:
         text, report = render_search(plans), search_as_json(plans)
     else:
-        (found,) = plans
-        memories: tuple[RankMemory, ...] = found.memories
+        (plan,) = plans
+        memories: tuple[RankMemory, ...] = plan.memories
         if options.fallback:
-            memories = with_fallbacks(found.memories, shape, split=split, load=found.forecast.load)
-        text, report = render(found, memories), as_json(found, memories)
+            memories = with_fallbacks(plan.memories, shape, split=split, load=plan.forecast.load)
+        text, report = render(plan, memories), as_json(plan, memories)
     echo(json.dumps(report) if options.json else f"{text}\n\n{heads.describe()}")
 
 

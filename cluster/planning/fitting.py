@@ -41,8 +41,8 @@ def fit(machine: Machine, shape: ModelShape, costs: StageCosts) -> Machine:
             "expected one rank each, so that no sums over ranks are in the costs: measure with "
             "`eesd bench costs --verify-tp 1`"
         )
-    lengths = {each.num_draft_tokens for each in costs.rounds}
-    batches = {each.num_requests for each in costs.rounds}
+    lengths = {cost.num_draft_tokens for cost in costs.rounds}
+    batches = {cost.num_requests for cost in costs.rounds}
     if len(lengths) < 2 or len(batches) < 2 or not costs.products or not costs.attention:
         raise ConfigError(
             f"costs of batches {sorted(batches)} and draft lengths {sorted(lengths)}, "
@@ -69,24 +69,24 @@ def fit_products(products: Sequence[ProductCost], *, bytes_per_weight: int) -> A
     Each product is bound by one of the two under the present rates; these are fitted until no
     product changes sides.
     """
-    weights = np.array([each.num_in * each.num_out for each in products], dtype=np.float64)
-    rows = np.array([each.num_rows for each in products], dtype=np.float64)
-    seconds = np.array([each.seconds for each in products])
+    weights = np.array([product.num_in * product.num_out for product in products], dtype=np.float64)
+    rows = np.array([product.num_rows for product in products], dtype=np.float64)
+    seconds = np.array([product.seconds for product in products])
     is_read = rows <= np.median(rows)
-    found = np.zeros(3)
+    coefficients = np.zeros(3)
     for _ in range(_ITERATIONS):
         columns = np.stack(
             [np.ones_like(rows), weights * is_read, weights * rows * ~is_read], axis=1
         )
-        found = positive_fit(columns, seconds, errors_in=seconds)
-        is_read_now = found[1] >= found[2] * rows
-        if (is_read_now == is_read).all():
+        coefficients = positive_fit(columns, seconds, errors_in=seconds)
+        is_read_next = coefficients[1] >= coefficients[2] * rows
+        if (is_read_next == is_read).all():
             break
-        is_read = is_read_now
+        is_read = is_read_next
     return Arithmetic(
-        product_s=float(found[0]),
-        memory_bytes_per_s=bytes_per_weight / max(float(found[1]), 1e-18),
-        flops_per_s=2.0 / max(float(found[2]), 1e-18),
+        product_s=float(coefficients[0]),
+        memory_bytes_per_s=bytes_per_weight / max(float(coefficients[1]), 1e-18),
+        flops_per_s=2.0 / max(float(coefficients[2]), 1e-18),
     )
 
 
@@ -95,33 +95,33 @@ def fit_attention(costs: Sequence[AttentionCost]) -> AttentionTimes:
     columns = [
         [
             1.0,
-            each.num_heads * each.num_requests,
-            each.num_heads * each.num_requests * each.rows_each,
-            each.num_heads * each.num_requests * each.rows_each * each.context_tokens,
+            cost.num_heads * cost.num_requests,
+            cost.num_heads * cost.num_requests * cost.rows_each,
+            cost.num_heads * cost.num_requests * cost.rows_each * cost.context_tokens,
         ]
-        for each in costs
+        for cost in costs
     ]
-    seconds = np.array([each.seconds for each in costs])
-    found = positive_fit(np.array(columns, float), seconds, errors_in=seconds)
-    call_s, request_s, row_s, key_s = map(float, found)
+    seconds = np.array([cost.seconds for cost in costs])
+    coefficients = positive_fit(np.array(columns, float), seconds, errors_in=seconds)
+    call_s, request_s, row_s, key_s = map(float, coefficients)
     return AttentionTimes(call_s=call_s, request_s=request_s, row_s=row_s, key_s=key_s)
 
 
-def positive_fit(columns: _Floats, wanted: _Floats, *, errors_in: _Floats) -> _Floats:
-    """Returns the coefficients, none negative, with the least squared error of `wanted` relative to
-    `errors_in`.
+def positive_fit(columns: _Floats, targets: _Floats, *, errors_in: _Floats) -> _Floats:
+    """Returns the coefficients, none negative, with the least squared error of `targets`
+    relative to `errors_in`.
 
     The most negative coefficient is set to 0 and the others are fitted again, until none is.
     """
-    weighted, goal = columns / errors_in[:, None], wanted / errors_in
-    kept = [at for at in range(columns.shape[1]) if columns[:, at].any()]
+    weighted, goal = columns / errors_in[:, None], targets / errors_in
+    indices = [at for at in range(columns.shape[1]) if columns[:, at].any()]
     result = np.zeros(columns.shape[1])
-    while kept:
-        found, *_ = np.linalg.lstsq(weighted[:, kept], goal, rcond=None)
-        if (found >= 0.0).all():
-            result[kept] = found
+    while indices:
+        solution, *_ = np.linalg.lstsq(weighted[:, indices], goal, rcond=None)
+        if (solution >= 0.0).all():
+            result[indices] = solution
             break
-        del kept[int(found.argmin())]
+        del indices[int(solution.argmin())]
     return result
 
 
@@ -142,8 +142,8 @@ class _Fit:
         times = StageTimes(shape=self.shape, machine=self.machine, split=self.split)
         return np.array(
             [
-                max(measured(each) - explained(times, _batch(each), each.num_draft_tokens), 0.0)
-                for each in rounds
+                max(measured(cost) - explained(times, _batch(cost), cost.num_draft_tokens), 0.0)
+                for cost in rounds
             ]
         )
 
@@ -152,9 +152,9 @@ def _fit_stages(fit: _Fit, rounds: Sequence[RoundCost]) -> Machine:
     """Fits what a verify pass takes besides its products."""
     layers = fit.shape.num_layers - fit.split.exit_layer
     layer_s, row_s, request_s = positive_fit(
-        np.array([[layers, layers * each.num_rows, each.num_requests] for each in rounds], float),
-        fit.left(rounds, lambda each: each.verify_s, StageTimes.verify_s),
-        errors_in=np.array([each.verify_s for each in rounds]),
+        np.array([[layers, layers * cost.num_rows, cost.num_requests] for cost in rounds], float),
+        fit.left(rounds, lambda cost: cost.verify_s, StageTimes.verify_s),
+        errors_in=np.array([cost.verify_s for cost in rounds]),
     )
     machine = fit.machine
     return replace(
@@ -167,22 +167,22 @@ def _fit_stages(fit: _Fit, rounds: Sequence[RoundCost]) -> Machine:
 def _fit_host(fit: _Fit, rounds: Sequence[RoundCost], *, hop_s: float) -> Machine:
     """Fits the host's part of drafting and of a round."""
     drafting = positive_fit(
-        np.array([_drafting_of(each) for each in rounds], float),
-        fit.left(rounds, lambda each: each.draft_s, StageTimes.draft_s),
-        errors_in=np.array([each.draft_s for each in rounds]),
+        np.array([_drafting_of(cost) for cost in rounds], float),
+        fit.left(rounds, lambda cost: cost.draft_s, StageTimes.draft_s),
+        errors_in=np.array([cost.draft_s for cost in rounds]),
     )
-    known_s, known_request_s, first_s, step_s, step_request_s = map(float, drafting)
-    rest_s = [max(each.round_s - each.draft_s - each.verify_s, 0.0) for each in rounds]
+    prefix_s, prefix_request_s, first_s, step_s, step_request_s = map(float, drafting)
+    remainder_s = [max(cost.round_s - cost.draft_s - cost.verify_s, 0.0) for cost in rounds]
     of_round = positive_fit(
-        np.array([[1.0, each.num_requests, each.num_rows] for each in rounds], float),
-        np.array(rest_s),
-        errors_in=np.array([each.round_s for each in rounds]),
+        np.array([[1.0, cost.num_requests, cost.num_rows] for cost in rounds], float),
+        np.array(remainder_s),
+        errors_in=np.array([cost.round_s for cost in rounds]),
     )
     round_s, round_request_s, round_row_s = map(float, of_round)
     host = replace(
         fit.machine.host,
-        known_s=known_s,
-        known_request_s=known_request_s,
+        prefix_s=prefix_s,
+        prefix_request_s=prefix_request_s,
         first_s=first_s,
         step_s=step_s,
         step_request_s=step_request_s,
@@ -205,7 +205,7 @@ def _batch(cost: RoundCost) -> Batch:
 
 
 def _require_model(shape: ModelShape, model: MeasuredModel) -> None:
-    found = (
+    measured = (
         model.num_layers,
         model.hidden_size,
         model.intermediate_size,
@@ -221,9 +221,9 @@ def _require_model(shape: ModelShape, model: MeasuredModel) -> None:
         shape.num_kv_heads,
         shape.vocab_size,
     )
-    if found != expected or not 1 <= model.exit_layer < model.num_layers:
+    if measured != expected or not 1 <= model.exit_layer < model.num_layers:
         raise ConfigError(
-            f"costs of a model with layers, widths, heads and vocabulary {found} and exit layer "
+            f"costs of a model with layers, widths, heads and vocabulary {measured} and exit layer "
             f"{model.exit_layer}, expected those of the planned model, {expected}: measure its "
             "costs with `eesd bench costs --model`"
         )

@@ -66,18 +66,18 @@ class PipelineForecast:
         return tuple(self.length(k, tokens) for k, tokens in enumerate(expected))
 
     def length(self, k: int, expected_tokens: float) -> LengthForecast:
-        together = self._parts(self.load.num_requests, k)
-        parts, num_microbatches, round_s = together, 1, together.whole_s
+        full = self._parts(self.load.num_requests, k)
+        seconds, num_microbatches, round_s = full, 1, full.whole_s
         if self.overlaps and self.load.num_requests > 1:
             half = self._parts(-(-self.load.num_requests // 2), k)
             if round_s > _GAIN * 2 * half.interval_s:
-                parts, num_microbatches, round_s = half, 2, 2 * half.interval_s
+                seconds, num_microbatches, round_s = half, 2, 2 * half.interval_s
         return LengthForecast(
             num_draft_tokens=k,
-            draft_s=parts.draft_s,
-            transfer_s=parts.transfer_s,
-            verify_s=parts.verify_s,
-            host_s=parts.host_s,
+            draft_s=seconds.draft_s,
+            transfer_s=seconds.transfer_s,
+            verify_s=seconds.verify_s,
+            host_s=seconds.host_s,
             num_microbatches=num_microbatches,
             round_s=round_s,
             expected_tokens=expected_tokens,
@@ -131,8 +131,10 @@ def plain_forecasts(
 
     A degree is used by as many replicas as there is room for, and requests.
     """
-    found = list(_plain_forecasts(shape, machine=machine, load=load, num_gpus=num_gpus))
-    return tuple(sorted(found, key=lambda each: (-each.tokens_per_s, each.num_ranks)))
+    forecasts = list(_plain_forecasts(shape, machine=machine, load=load, num_gpus=num_gpus))
+    return tuple(
+        sorted(forecasts, key=lambda forecast: (-forecast.tokens_per_s, forecast.num_ranks))
+    )
 
 
 def _plain_forecasts(
@@ -140,8 +142,10 @@ def _plain_forecasts(
 ) -> Iterator[PlainForecast]:
     times = StageTimes(shape=shape, machine=machine, split=Split(exit_layer=0))
     for ranks in degrees_of(shape):
-        most = replicas_of(ranks, num_gpus=num_gpus, gpus_per_node=machine.network.gpus_per_node)
-        replicas = min(most, load.num_requests)
+        max_replicas = replicas_of(
+            ranks, num_gpus=num_gpus, gpus_per_node=machine.network.gpus_per_node
+        )
+        replicas = min(max_replicas, load.num_requests)
         if not replicas:
             continue
         share = share_of(load, replicas)
@@ -149,7 +153,7 @@ def _plain_forecasts(
         if not memory.fits(machine.memory_bytes):
             continue
         batch = Batch(num_requests=share.num_requests, context_tokens=load.context_tokens)
-        step_s = times.target_s(shape.num_layers, ranks=ranks, batch=batch, rows_each=1)
+        step_s = times.target_s(shape.num_layers, ranks=ranks, batch=batch, rows_per_request=1)
         step_s += times.round_host_s(batch, 0)
         yield PlainForecast(
             num_ranks=ranks,

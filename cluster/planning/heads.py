@@ -81,17 +81,18 @@ class Heads:
         """Returns the acceptance of a head at the exit layer of the split."""
         measured = self.measured
         if measured is not None and measured.exit_layer == split.exit_layer:
-            found = measured.acceptance
+            acceptance = measured.acceptance
         else:
-            found = Acceptance(rate=self._assumed_at(split.exit_layer))
+            acceptance = Acceptance(rate=self._assumed_at(split.exit_layer))
         knows_vocabulary = measured is not None and measured.draft_vocab_size is not None
         if split.draft_vocab_size is None or knows_vocabulary:
-            return found
+            return acceptance
         # Each drafted token must be in the vocabulary, those before it included.
         survival = (
-            share * self.coverage**num_tokens for num_tokens, share in enumerate(found.survival, 1)
+            share * self.coverage**num_tokens
+            for num_tokens, share in enumerate(acceptance.survival, 1)
         )
-        return Acceptance(rate=found.rate * self.coverage, survival=tuple(survival))
+        return Acceptance(rate=acceptance.rate * self.coverage, survival=tuple(survival))
 
     def describe(self) -> str:
         """Returns a line on where the acceptance comes from."""

@@ -57,9 +57,9 @@ class HostTimes:
     """The same for each request."""
     first_s: float = 0.0
     """The first drafted token in addition: the exit head also reads the known rows."""
-    known_s: float = 0.1e-3
+    prefix_s: float = 0.1e-3
     """Seconds of a round for the known rows in the draft stage."""
-    known_request_s: float = 10e-6
+    prefix_request_s: float = 10e-6
     round_s: float = 84e-6
     """Plan, header, encoding, commit."""
     round_request_s: float = 17.5e-6

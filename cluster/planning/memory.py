@@ -155,8 +155,8 @@ def _rank_memory(
     weights_bytes = matrices_bytes + num_tables * shape.table_bytes
     num_tokens = load.num_requests * load.context_tokens
     num_rows = load.num_requests * (load.max_draft_tokens + 1)
-    piece_bytes = max(layer_weights, shared // ranks, whole) * wide
-    num_ahead = num_read_ahead([piece_bytes] * NUM_READERS)
+    module_bytes = max(layer_weights, shared // ranks, whole) * wide
+    num_prefetched = num_read_ahead([module_bytes] * NUM_READERS)
     matrix = max(2 * shape.hidden_size * shape.intermediate_size, shared) // ranks
     return RankMemory(
         stage=stage,
@@ -172,7 +172,7 @@ def _rank_memory(
             num_ranks=ranks,
             bytes_per_value=shape.bytes_per_activation,
         ),
-        loading_bytes=weights_bytes + (1 + 2 * num_ahead) * piece_bytes + 4 * matrix,
+        loading_bytes=weights_bytes + (1 + 2 * num_prefetched) * module_bytes + 4 * matrix,
     )
 
 

@@ -26,20 +26,20 @@ class Network:
         """Returns the seconds of one all-reduce of a tensor of this size."""
         if num_ranks == 1:
             return 0.0
-        found = self._nearest("all_reduce", num_ranks)
-        if found is None:
+        figures = self._nearest("all_reduce", num_ranks)
+        if figures is None:
             return self._computed_sum_s(size_bytes, num_ranks)
-        measured_s = interpolated(found.times, size_bytes)
-        if found.num_ranks == num_ranks:
+        measured_s = interpolated(figures.times, size_bytes)
+        if figures.num_ranks == num_ranks:
             return measured_s
         ratio = self._computed_sum_s(size_bytes, num_ranks)
-        return measured_s * ratio / self._computed_sum_s(size_bytes, found.num_ranks)
+        return measured_s * ratio / self._computed_sum_s(size_bytes, figures.num_ranks)
 
     def message_s(self, size_bytes: int, *, crosses: bool) -> float:
         """Returns the seconds of one message between two ranks, one way."""
-        found = self._nearest("sendrecv", self.gpus_per_node + 1 if crosses else 2)
-        if found is not None:
-            return interpolated(found.times, size_bytes)
+        figures = self._nearest("sendrecv", self.gpus_per_node + 1 if crosses else 2)
+        if figures is not None:
+            return interpolated(figures.times, size_bytes)
         link = self.inter if crosses else self.intra
         return link.hop_s + size_bytes / link.bytes_per_s
 
@@ -47,11 +47,11 @@ class Network:
         """Returns the figures of the operation in the same scope with the closest rank count."""
         scope: Scope = "nodes" if num_ranks > self.gpus_per_node else "node"
         fitting = [
-            each
-            for each in self.measured
-            if each.operation == operation and each.scope == scope and each.times
+            figures
+            for figures in self.measured
+            if figures.operation == operation and figures.scope == scope and figures.times
         ]
-        return min(fitting, key=lambda each: abs(each.num_ranks - num_ranks), default=None)
+        return min(fitting, key=lambda figures: abs(figures.num_ranks - num_ranks), default=None)
 
     def _computed_sum_s(self, size_bytes: int, num_ranks: int) -> float:
         """A ring that gathers what the ranks add, as `numerics: invariant` needs; for a large

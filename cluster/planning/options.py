@@ -151,9 +151,9 @@ class PlanOptions:
     def machine(self) -> Machine:
         """The machine without measured figures. Raises ConfigError for a figure that cannot be."""
         for name in ("nodes", "gpus_per_node", "draft_tp", "verify_tp"):
-            found = getattr(self, name)
-            if found is not None and not 1 <= found <= 100_000:
-                raise ConfigError(f"{_flag(name)} {found}: expected a whole number from 1")
+            number = getattr(self, name)
+            if number is not None and not 1 <= number <= 100_000:
+                raise ConfigError(f"{_flag(name)} {number}: expected a whole number from 1")
         gpu = GPUS[self.gpu]
         memory_gb = self._figure("gpu_memory_gb", gpu.memory_bytes / 1e9)
         has_memory = self.gpu_memory_gb is not None or not self.on_cpu
@@ -192,17 +192,17 @@ class PlanOptions:
 
     def _figure(self, name: str, usual: float, *, or_zero: bool = False) -> float:
         """Returns the option's figure, or the usual one. Raises ConfigError."""
-        found = getattr(self, name)
-        if found is None:
+        figure = getattr(self, name)
+        if figure is None:
             return usual
-        if or_zero and found == 0.0:
+        if or_zero and figure == 0.0:
             return 0.0
-        if not (isfinite(found) and _SMALLEST <= found <= _LARGEST):
+        if not (isfinite(figure) and _SMALLEST <= figure <= _LARGEST):
             raise ConfigError(
-                f"{_flag(name)} {found}: expected a number from {_SMALLEST:g} to {_LARGEST:g}"
+                f"{_flag(name)} {figure}: expected a number from {_SMALLEST:g} to {_LARGEST:g}"
                 f"{', or 0' if or_zero else ''}"
             )
-        return float(found)
+        return float(figure)
 
 
 def _flag(name: str) -> str:

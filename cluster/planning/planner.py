@@ -148,7 +148,7 @@ def _of_all(row: LengthForecast, load: Load) -> float:
 
 
 def _fastest_plain(plain: tuple[PlainForecast, ...], staged: LengthForecast, load: Load) -> float:
-    return max([_of_all(staged, load), *(each.tokens_per_s for each in plain)])
+    return max([_of_all(staged, load), *(forecast.tokens_per_s for forecast in plain)])
 
 
 def require_split(shape: ModelShape, split: Split) -> None:
@@ -188,10 +188,10 @@ def require_vocabulary(shape: ModelShape, size: int) -> None:
 
 def require_load(load: Load) -> None:
     """Raises ConfigError for a load that cannot be."""
-    for name, found, least, most in (
+    for name, number, low, high in (
         ("requests", load.num_requests, 1, _MOST_REQUESTS),
         ("tokens of context", load.context_tokens, 0, _MOST_TOKENS),
         ("draft tokens", load.max_draft_tokens, 0, _MOST_DRAFTED),
     ):
-        if not least <= found <= most:
-            raise ConfigError(f"{found} {name}: expected {least} to {most}")
+        if not low <= number <= high:
+            raise ConfigError(f"{number} {name}: expected {low} to {high}")

@@ -124,7 +124,7 @@ def _plain_lines(plan: Plan) -> list[str]:
     return [
         f"plain decoding on {_held(plan)}",
         f"{'replicas':>24}    step ms   tokens/s  tokens/s/GPU",
-        *(_plain_line(each, plan.num_gpus) for each in plan.plain[:_SHOWN_PLAIN]),
+        *(_plain_line(row, plan.num_gpus) for row in plan.plain[:_SHOWN_PLAIN]),
     ]
 
 

@@ -38,11 +38,11 @@ def search(
     plain = plain_forecasts(shape, machine=machine, load=load, num_gpus=num_gpus)
     per_node = machine.network.gpus_per_node
     plans: list[Plan] = []
-    refused = ""
+    reason = ""
     for split in splits:
         room = replicas_of(split.num_gpus, num_gpus=num_gpus, gpus_per_node=per_node)
         if not room:
-            refused = refused or (
+            reason = reason or (
                 f"a pipeline of {split.num_gpus} GPUs on nodes that have {num_gpus}: raise --nodes "
                 "or --gpus-per-node, or lower --draft-tp or --verify-tp"
             )
@@ -61,9 +61,9 @@ def search(
                 )
             )
         except ConfigError as error:
-            refused = str(error)
+            reason = str(error)
     if not plans:
-        raise ConfigError(f"no split fits {num_gpus} GPUs; the last one tried: {refused}")
+        raise ConfigError(f"no split fits {num_gpus} GPUs; the last one tried: {reason}")
     return tuple(sorted(plans, key=_order))
 
 
@@ -98,13 +98,13 @@ def splits_of(
         vocabularies = (None, draft_vocab_size)
     for layer in layers:
         for vocabulary in vocabularies:
-            one_each = Split(exit_layer=layer, draft_vocab_size=vocabulary)
+            base = Split(exit_layer=layer, draft_vocab_size=vocabulary)
             if may_share_gpu:
-                yield replace(one_each, shares_gpu=True)
+                yield replace(base, shares_gpu=True)
             for draft in degrees_of(shape):
                 for verify in degrees_of(shape):
                     yield replace(
-                        one_each,
+                        base,
                         draft_tensor_parallel_size=draft,
                         verify_tensor_parallel_size=verify,
                     )

@@ -117,10 +117,10 @@ class Acceptance:
 
     def expected_tokens(self, max_draft_tokens: int) -> tuple[float, ...]:
         """Returns the tokens per request and round for draft lengths from 0 to the maximum."""
-        known = self.survival[:max_draft_tokens]
-        last = known[-1] if known else 1.0
-        more = accumulate([self.rate] * (max_draft_tokens - len(known)), mul, initial=last)
-        survival = [*known, *list(more)[1:]]
+        measured = self.survival[:max_draft_tokens]
+        last = measured[-1] if measured else 1.0
+        more = accumulate([self.rate] * (max_draft_tokens - len(measured)), mul, initial=last)
+        survival = [*measured, *list(more)[1:]]
         # The verifier's token, and each drafted token times its survival.
         return tuple(accumulate(survival, initial=1.0))
 

@@ -32,10 +32,10 @@ class StageTimes:
     machine: Machine
     split: Split
 
-    def known_s(self, batch: Batch) -> float:
+    def prefix_s(self, batch: Batch) -> float:
         """Returns the seconds of the last known token of every request through layers [0, N)."""
         host = self.machine.host
-        host_s = host.known_s + batch.num_requests * host.known_request_s
+        host_s = host.prefix_s + batch.num_requests * host.prefix_request_s
         return host_s + self._draft_layers_s(self.split.exit_layer, batch)
 
     def draft_step_s(self, batch: Batch) -> float:
@@ -54,23 +54,27 @@ class StageTimes:
     def draft_s(self, batch: Batch, num_draft_tokens: int) -> float:
         """Returns the seconds of the known rows and of drafts of this length."""
         if not num_draft_tokens:
-            return self.known_s(batch)
+            return self.prefix_s(batch)
         # The exit head also reads the known row before the first token.
         ranks, rows = self.split.draft_tensor_parallel_size, batch.num_requests
         more_s = self._layer_s(ranks, rows=2 * rows, batch=batch)
         more_s += self.machine.host.first_s - self._layer_s(ranks, rows=rows, batch=batch)
-        return self.known_s(batch) + more_s + num_draft_tokens * self.draft_step_s(batch)
+        return self.prefix_s(batch) + more_s + num_draft_tokens * self.draft_step_s(batch)
 
     def verify_s(self, batch: Batch, num_draft_tokens: int) -> float:
         """Returns the seconds of layers [N, L) and the LM head over the rows of a round."""
         ranks = self.split.verify_tensor_parallel_size
         num_layers = self.shape.num_layers - self.split.exit_layer
-        return self.target_s(num_layers, ranks=ranks, batch=batch, rows_each=num_draft_tokens + 1)
+        return self.target_s(
+            num_layers, ranks=ranks, batch=batch, rows_per_request=num_draft_tokens + 1
+        )
 
-    def target_s(self, num_layers: int, *, ranks: int, batch: Batch, rows_each: int) -> float:
+    def target_s(
+        self, num_layers: int, *, ranks: int, batch: Batch, rows_per_request: int
+    ) -> float:
         """Returns the seconds of the last layers of the target and its LM head on so many ranks."""
         host, requests = self.machine.host, batch.num_requests
-        rows = requests * rows_each
+        rows = requests * rows_per_request
         layer_s = self._layer_s(ranks, rows=rows, batch=batch)
         layers_s = num_layers * (layer_s + 2 * self._verify_sum_s(rows, ranks))
         head_s = self._head_s(self.shape.vocab_size, rows=rows, ranks=ranks)
@@ -93,8 +97,8 @@ class StageTimes:
             return 2 * ON_ONE_GPU.hop_s + size_bytes / ON_ONE_GPU.bytes_per_s
         network = self.machine.network
         crosses = self.split.num_gpus > network.gpus_per_node
-        there_s = network.message_s(size_bytes, crosses=crosses)
-        return 2 * self.machine.host.hop_s + there_s + network.message_s(0, crosses=crosses)
+        send_s = network.message_s(size_bytes, crosses=crosses)
+        return 2 * self.machine.host.hop_s + send_s + network.message_s(0, crosses=crosses)
 
     def _draft_layers_s(self, num_layers: int, batch: Batch) -> float:
         rows, ranks = batch.num_requests, self.split.draft_tensor_parallel_size

@@ -58,21 +58,25 @@ def check_gpus(node: ClusterNode, facts: NodeFacts) -> Iterator[Finding]:
 def check_versions(facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
     """All nodes must have the versions of the majority; among equals, those of the head."""
     readers: dict[str, Callable[[NodeFacts], str | None]] = {
-        "python": lambda each: each.python,
-        "torch": lambda each: _installed(each, "torch"),
-        "ray": lambda each: _installed(each, "ray"),
-        "eesd-dist": lambda each: _installed(each, "eesd-dist"),
-        "NCCL": lambda each: each.nccl,
-        "GPU driver": lambda each: each.driver,
+        "python": lambda node: node.python,
+        "torch": lambda node: _installed(node, "torch"),
+        "ray": lambda node: _installed(node, "ray"),
+        "eesd-dist": lambda node: _installed(node, "eesd-dist"),
+        "NCCL": lambda node: node.nccl,
+        "GPU driver": lambda node: node.driver,
     }
     for name, read in readers.items():
         # A head without a GPU has no NCCL and no driver: nothing to compare.
-        found = {node: version for node, each in facts.items() if (version := read(each))}
-        common = _most_common(list(found.values()))
+        versions = {
+            node: version for node, node_facts in facts.items() if (version := read(node_facts))
+        }
+        common = _most_common(list(versions.values()))
         severity = warning if name == "GPU driver" else error
-        for node, version in found.items():
+        for node, version in versions.items():
             if version != common:
-                same = next(other for other, each in found.items() if each == common)
+                same = next(
+                    other for other, other_version in versions.items() if other_version == common
+                )
                 yield severity(
                     "versions",
                     f"found {name} {version}, other nodes have {common} ({same})",
@@ -97,21 +101,21 @@ def check_clocks(offsets: Mapping[str, ClockOffset], *, max_skew_s: float) -> It
 
 def check_weights(weights: Mapping[str, WeightsFacts]) -> Iterator[Finding]:
     """The files must be readable, and the same on all nodes."""
-    digests = {node: each.digest for node, each in weights.items() if each.digest is not None}
+    digests = {node: files.digest for node, files in weights.items() if files.digest is not None}
     common = _most_common(list(digests.values()))
-    for node, each in weights.items():
-        if each.problem is not None:
+    for node, files in weights.items():
+        if files.problem is not None:
             yield error(
                 "weights",
-                f"{each.folder} cannot be read on this node: {each.problem}",
+                f"{files.folder} cannot be read on this node: {files.problem}",
                 fix="copy the folder to the same path on every node, or mount it there",
                 nodes=[node],
             )
-        elif each.digest != common:
+        elif files.digest != common:
             same = next(other for other, digest in digests.items() if digest == common)
             yield error(
                 "weights",
-                f"{each.folder} has other weights than {same}: {_short(each.digest)} and "
+                f"{files.folder} has other weights than {same}: {_short(files.digest)} and "
                 f"{_short(common)} are their digests",
                 fix="copy the same files to every node",
                 nodes=[node],
@@ -120,13 +124,13 @@ def check_weights(weights: Mapping[str, WeightsFacts]) -> Iterator[Finding]:
 
 def check_mtus(used: Mapping[str, Interface]) -> Iterator[Finding]:
     """Interfaces of one network with different packet sizes stall large messages."""
-    common = _most_common([each.mtu for each in used.values()])
-    for node, each in used.items():
-        if each.mtu != common:
+    common = _most_common([interface.mtu for interface in used.values()])
+    for node, interface in used.items():
+        if interface.mtu != common:
             yield warning(
                 "interface",
-                f"{each.name} has MTU {each.mtu}, other nodes have {common}",
-                fix=f"`ip link set {each.name} mtu {common}`",
+                f"{interface.name} has MTU {interface.mtu}, other nodes have {common}",
+                fix=f"`ip link set {interface.name} mtu {common}`",
                 nodes=[node],
             )
 

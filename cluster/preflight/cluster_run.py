@@ -71,9 +71,9 @@ class _Run:
     """A check of a cluster. Nodes that fail to answer a step are left out of the later ones."""
 
     def __init__(self, request: ClusterRequest, nodes: list[ClusterNode]) -> None:
-        wanted = request.requirements
+        requirements = request.requirements
         self._request = request
-        self._wanted = replace(wanted, spans_nodes=wanted.spans_nodes or len(nodes) > 1)
+        self._wanted = replace(requirements, spans_nodes=requirements.spans_nodes or len(nodes) > 1)
         self._nodes = nodes
         self._agents: dict[str, Handle] = {
             node.name: start_on(node, NodeAgent, max_concurrency=_AGENT_CALLS) for node in nodes
@@ -189,10 +189,10 @@ class _Run:
         """Returns the interface of each node that ranks use."""
         name = self._wanted.interface
         return {
-            node.name: each
+            node.name: interface
             for node in self._nodes
-            for each in facts[node.name].interfaces
-            if (each.name == name if name else node.address in each.addresses)
+            for interface in facts[node.name].interfaces
+            if (interface.name == name if name else node.address in interface.addresses)
         }
 
     def _ask(self, calls: dict[str, Handle], what: str = "the end") -> dict[str, Any]:

@@ -42,9 +42,9 @@ def _prepare_for_ray() -> None:
 
 
 def _this_node(options: PreflightOptions, deployment: Deployment | None) -> Report:
-    facts, wanted = probe_node(), _requirements(options, deployment)
-    findings = check_node(facts, wanted)
-    checks = node_checks(spans_nodes=wanted.spans_nodes)
+    facts, requirements = probe_node(), _requirements(options, deployment)
+    findings = check_node(facts, requirements)
+    checks = node_checks(spans_nodes=requirements.spans_nodes)
     if options.model is not None:
         weights = read_weights(options.model)
         findings += check_weights({facts.hostname: weights})

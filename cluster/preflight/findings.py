@@ -38,9 +38,9 @@ def warning(check: str, message: str, *, fix: str, nodes: Iterable[str] = ()) ->
 
 
 def has_errors(findings: Iterable[Finding]) -> bool:
-    return any(found.severity is Severity.ERROR for found in findings)
+    return any(finding.severity is Severity.ERROR for finding in findings)
 
 
 def errors_first(findings: Iterable[Finding]) -> list[Finding]:
     """Sorts by severity; the order within each stays."""
-    return sorted(findings, key=lambda found: found.severity is not Severity.ERROR)
+    return sorted(findings, key=lambda finding: finding.severity is not Severity.ERROR)

@@ -198,10 +198,10 @@ def _measure(operation: Operation, *, size_bytes: int, num_iterations: int) -> L
     )
 
 
-def _affordable(num_iterations: int, one_us: float, *, device: str) -> int:
+def _affordable(num_iterations: int, call_us: float, *, device: str) -> int:
     """Returns how many calls fit into the time of one row, the same number on all ranks: a slow
     link is measured by fewer."""
-    fitting = max(MIN_ITERATIONS, int(ROW_TIME_S * 1e6 / max(one_us, 1.0)))
+    fitting = max(MIN_ITERATIONS, int(ROW_TIME_S * 1e6 / max(call_us, 1.0)))
     agreed = torch.tensor([min(num_iterations, fitting)], device=device)
     dist.broadcast(agreed, src=0)
     return int(agreed.item())

@@ -73,16 +73,16 @@ class NcclTestsCommand:
         return [*launcher, *passed_on, *own]
 
 
-def find_binaries(given: Path | None) -> Path | None:
+def find_binaries(option: Path | None) -> Path | None:
     """Returns the folder of nccl-tests on this node: the given one, or that of EESD_NCCL_TESTS.
 
     None if that folder has none of them. Raises ConfigError if the given one has none.
     """
-    named = os.environ.get(FOLDER_VARIABLE)
-    folder = given or (Path(named) if named else None)
+    environment_folder = os.environ.get(FOLDER_VARIABLE)
+    folder = option or (Path(environment_folder) if environment_folder else None)
     if folder is None or (folder / "all_reduce_perf").is_file():
         return folder
-    if given is not None:
+    if option is not None:
         raise ConfigError(_missing(folder / "all_reduce_perf"))
     return None
 

@@ -154,15 +154,15 @@ def _row(line: str) -> BandwidthRow | None:
     words = _TIMESTAMP.sub("", line).split()
     if len(words) < 7 or not (words[0].isdigit() and words[1].isdigit() and words[2][0].isalpha()):
         return None
-    rest = words[3:]
-    redop = rest.pop(0) if rest[0][0].isalpha() and rest[0] != "N/A" else None
-    if not all(word == "N/A" or _NUMBER.fullmatch(word) for word in rest):
+    columns = words[3:]
+    redop = columns.pop(0) if columns[0][0].isalpha() and columns[0] != "N/A" else None
+    if not all(word == "N/A" or _NUMBER.fullmatch(word) for word in columns):
         return None  # a log line that happens to begin with two numbers and a word
     # Blocks have four columns, so an extra column is the root.
-    root = int(rest.pop(0)) if len(rest) % 4 == 1 else None
-    if len(rest) not in (4, 8, 16):
+    root = int(columns.pop(0)) if len(columns) % 4 == 1 else None
+    if len(columns) not in (4, 8, 16):
         return None
-    blocks = [_timing(rest[start : start + 4]) for start in range(0, len(rest), 4)]
+    blocks = [_timing(columns[start : start + 4]) for start in range(0, len(columns), 4)]
     in_place = {1: None, 2: 1, 4: 2}[len(blocks)]
     return BandwidthRow(
         size_bytes=int(words[0]),

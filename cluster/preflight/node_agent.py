@@ -57,9 +57,9 @@ class NodeAgent:
     def close_ports(self) -> None:
         self._listeners.close()
 
-    def nccl_binaries(self, given: Path | None) -> Path | None:
+    def nccl_binaries(self, option: Path | None) -> Path | None:
         """Returns the folder of nccl-tests on this node; None if there are none."""
-        return find_binaries(given)
+        return find_binaries(option)
 
     def nccl_tests(
         self, binaries: Path, operation: Operation, num_gpus: int, hosts: Sequence[str]

@@ -13,17 +13,19 @@ from cluster.preflight.requirements import Requirements
 MIN_PYTHON = (3, 11)
 
 
-def check_node(facts: NodeFacts, wanted: Requirements) -> list[Finding]:
+def check_node(facts: NodeFacts, requirements: Requirements) -> list[Finding]:
     """Returns all findings, errors first."""
     checks = (_software, _processors, _shared_memory, _disk, _limits, _authentication, _network)
-    return errors_first(finding for check in checks for finding in check(facts, wanted))
+    return errors_first(finding for check in checks for finding in check(facts, requirements))
 
 
-def _software(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
-    if tuple(int(part) for part in facts.python.split(".")[:2]) < MIN_PYTHON:
-        least = ".".join(map(str, MIN_PYTHON))
+def _software(facts: NodeFacts, requirements: Requirements) -> Iterator[Finding]:
+    if tuple(int(number) for number in facts.python.split(".")[:2]) < MIN_PYTHON:
+        min_version = ".".join(map(str, MIN_PYTHON))
         yield error(
-            "software", f"found Python {facts.python}, need {least} or newer", fix=f"python{least}"
+            "software",
+            f"found Python {facts.python}, need {min_version} or newer",
+            fix=f"python{min_version}",
         )
     for name, version in facts.versions:
         if version is None:
@@ -32,22 +34,22 @@ def _software(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
             )
 
 
-def _processors(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
-    if facts.num_cpus < wanted.num_cpus:
+def _processors(facts: NodeFacts, requirements: Requirements) -> Iterator[Finding]:
+    if facts.num_cpus < requirements.num_cpus:
         yield error(
             "cpu",
-            f"{facts.num_cpus} CPUs usable, {wanted.num_cpus} requested: the placement group "
+            f"{facts.num_cpus} CPUs usable, {requirements.num_cpus} requested: the placement group "
             "would wait for ever",
             fix="lower the ranks per node, or use a larger machine",
         )
-    if len(facts.gpus) < wanted.num_gpus:
+    if len(facts.gpus) < requirements.num_gpus:
         yield error(
             "gpu",
-            f"{len(facts.gpus)} GPUs seen by nvidia-smi, {wanted.num_gpus} requested",
+            f"{len(facts.gpus)} GPUs seen by nvidia-smi, {requirements.num_gpus} requested",
             fix="check the driver (`nvidia-smi`), or lower the tensor-parallel size",
         )
     if facts.gpus and facts.nccl is None:
-        severity = error if wanted.num_gpus else warning
+        severity = error if requirements.num_gpus else warning
         yield severity(
             "gpu",
             f"{len(facts.gpus)} GPUs seen by nvidia-smi and none by torch "
@@ -56,34 +58,34 @@ def _processors(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
         )
 
 
-def _shared_memory(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
-    if facts.shm_bytes < wanted.shm_bytes:
+def _shared_memory(facts: NodeFacts, requirements: Requirements) -> Iterator[Finding]:
+    if facts.shm_bytes < requirements.shm_bytes:
         yield error(
             "shm",
-            f"/dev/shm holds {_gib(facts.shm_bytes)}, {_gib(wanted.shm_bytes)} required: Ray would "
-            "keep objects on disk, and NCCL may fail",
+            f"/dev/shm holds {_gib(facts.shm_bytes)}, {_gib(requirements.shm_bytes)} required: "
+            "Ray would keep objects on disk, and NCCL may fail",
             fix="`docker run --shm-size`, a Memory emptyDir at /dev/shm in Kubernetes, or "
             "`mount -o remount,size=... /dev/shm`; `--shm-gib` changes what is required",
         )
 
 
-def _disk(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
-    if facts.disk_free_bytes < wanted.disk_free_bytes:
+def _disk(facts: NodeFacts, requirements: Requirements) -> Iterator[Finding]:
+    if facts.disk_free_bytes < requirements.disk_free_bytes:
         yield error(
             "disk",
             f"{_gib(facts.disk_free_bytes)} free for {facts.disk_folder}, "
-            f"{_gib(wanted.disk_free_bytes)} required",
+            f"{_gib(requirements.disk_free_bytes)} required",
             fix="free some, or set TMPDIR and `ray start --temp-dir` to a larger disk",
         )
 
 
-def _limits(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
+def _limits(facts: NodeFacts, requirements: Requirements) -> Iterator[Finding]:
     # RLIM_INFINITY is negative.
-    if 0 <= facts.open_files < wanted.open_files:
+    if 0 <= facts.open_files < requirements.open_files:
         yield warning(
             "open_files",
-            f"{facts.open_files} open files allowed, {wanted.open_files} required",
-            fix=f"`ulimit -n {wanted.open_files}` before `ray start`",
+            f"{facts.open_files} open files allowed, {requirements.open_files} required",
+            fix=f"`ulimit -n {requirements.open_files}` before `ray start`",
         )
     if facts.gpus and facts.memlock_bytes >= 0:
         message = f"{facts.memlock_bytes} bytes of memory may be locked, no limit required"
@@ -93,21 +95,21 @@ def _limits(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
         yield severity("memlock", message, fix=fix)
 
 
-def _authentication(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
+def _authentication(facts: NodeFacts, requirements: Requirements) -> Iterator[Finding]:
     mode = facts.ray_auth_mode
     if mode is None:
         yield error(
             "auth",
             "RAY_AUTH_MODE is not set: Ray's commands would choose different defaults and reject "
             "each other",
-            fix=f"export RAY_AUTH_MODE={wanted.auth_mode or 'token'} on every node",
+            fix=f"export RAY_AUTH_MODE={requirements.auth_mode or 'token'} on every node",
         )
         return
-    if wanted.auth_mode is not None and mode != wanted.auth_mode:
+    if requirements.auth_mode is not None and mode != requirements.auth_mode:
         yield error(
             "auth",
-            f"RAY_AUTH_MODE is {mode} here and {wanted.auth_mode} in the cluster file",
-            fix=f"export RAY_AUTH_MODE={wanted.auth_mode}",
+            f"RAY_AUTH_MODE is {mode} here and {requirements.auth_mode} in the cluster file",
+            fix=f"export RAY_AUTH_MODE={requirements.auth_mode}",
         )
     if mode == "token" and not facts.has_ray_token:
         yield error(
@@ -118,8 +120,8 @@ def _authentication(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]
         )
 
 
-def _network(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
-    if not wanted.spans_nodes:
+def _network(facts: NodeFacts, requirements: Requirements) -> Iterator[Finding]:
+    if not requirements.spans_nodes:
         return
     if facts.address is None:
         yield warning(
@@ -135,13 +137,13 @@ def _network(facts: NodeFacts, wanted: Requirements) -> Iterator[Finding]:
             fix="set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME with GPUs) to the interface they "
             "can reach",
         )
-    yield from _interfaces(facts, dict(facts.nccl_environment), wanted.interface)
+    yield from _interfaces(facts, dict(facts.nccl_environment), requirements.interface)
 
 
 def _interfaces(
     facts: NodeFacts, environment: Mapping[str, str], chosen: str | None
 ) -> Iterator[Finding]:
-    names = [each.name for each in facts.interfaces]
+    names = [interface.name for interface in facts.interfaces]
     if chosen is not None and chosen not in names:
         yield _no_interface("--interface", chosen, names)
     gloo = environment.get("GLOO_SOCKET_IFNAME")
@@ -154,7 +156,7 @@ def _interfaces(
     if nccl and not nccl.startswith("^"):
         for name in nccl.removeprefix("=").split(","):
             exact = nccl.startswith("=")
-            if not any(each == name if exact else each.startswith(name) for each in names):
+            if not any(present == name if exact else present.startswith(name) for present in names):
                 yield _no_interface("NCCL_SOCKET_IFNAME", name, names)
     if facts.gpus and "NCCL_SOCKET_IFNAME" not in environment:
         yield warning(

@@ -79,8 +79,8 @@ def check_reachable(unreachable: Mapping[str, Iterable[Unreachable]]) -> Iterato
 
 def check_free(opened: Mapping[str, OpenedPorts], ports: ClusterPorts) -> Iterator[Finding]:
     """Ports that the service will need must not be in use by another program."""
-    for node, each in opened.items():
-        for use in each.in_use:
+    for node, node_ports in opened.items():
+        for use in node_ports.in_use:
             if not use.is_ours:
                 yield error(
                     "ports",
@@ -88,7 +88,7 @@ def check_free(opened: Mapping[str, OpenedPorts], ports: ClusterPorts) -> Iterat
                     fix="stop that process, or set another http_options.port",
                     nodes=[node],
                 )
-        if each.worker is None:
+        if node_ports.worker is None:
             yield error(
                 "ports",
                 f"all worker ports {ports.min_worker} to {ports.max_worker} are in use",
@@ -100,11 +100,11 @@ def check_free(opened: Mapping[str, OpenedPorts], ports: ClusterPorts) -> Iterat
 def check_listed(nodes: Iterable[ClusterNode], ports: ClusterPorts) -> Iterator[Finding]:
     """Nodes must use the ports of the cluster file, which firewalls are set for."""
     for node in nodes:
-        found = {
+        numbers = {
             "node-manager-port": (node.node_manager_port, ports.node_manager),
             "object-manager-port": (node.object_manager_port, ports.object_manager),
         }
-        for flag, (actual, expected) in found.items():
+        for flag, (actual, expected) in numbers.items():
             if actual != expected:
                 yield warning(
                     "ports",

@@ -104,13 +104,17 @@ def _listener(port: int) -> socket.socket:
 
 def _use_of(port: int) -> PortUse:
     with suppress(psutil.Error, OSError):
-        for each in psutil.net_connections("tcp"):
-            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
-                process = psutil.Process(each.pid)
+        for connection in psutil.net_connections("tcp"):
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and connection.laddr.port == port
+                and connection.pid
+            ):
+                process = psutil.Process(connection.pid)
                 words = process.cmdline()
                 return PortUse(
                     port=port,
-                    process=f"{process.name()} (pid {each.pid})",
+                    process=f"{process.name()} (pid {connection.pid})",
                     is_ours=any("ray::" in word or "/ray/" in word for word in words[:3]),
                 )
     return PortUse(port=port, process="another process", is_ours=os.geteuid() != 0)

@@ -112,7 +112,9 @@ def read_interfaces() -> tuple[Interface, ...]:
             speed_mbps=state.speed,
             mtu=state.mtu,
             addresses=tuple(
-                each.address for each in addresses.get(name, ()) if each.family == socket.AF_INET
+                address.address
+                for address in addresses.get(name, ())
+                if address.family == socket.AF_INET
             ),
         )
         for name, state in psutil.net_if_stats().items()
@@ -139,7 +141,7 @@ def _nccl_version() -> str | None:
 
     if not torch.cuda.is_available():
         return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return ".".join(str(number) for number in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
 def _has_ray_token() -> bool:

@@ -44,8 +44,8 @@ class Report:
             "checks": list(self.checks),
             "nodes": list(self.nodes),
             "findings": [
-                {**asdict(each), "severity": each.severity.value}
-                for each in errors_first(self.findings)
+                {**asdict(finding), "severity": finding.severity.value}
+                for finding in errors_first(self.findings)
             ],
             "facts": {name: asdict(facts) for name, facts in self.facts},
             "links": write_links(figures_of(self.links)),
@@ -79,13 +79,19 @@ def _table(report: Report) -> "Table":
 
 
 def _rows(report: Report) -> Iterator[tuple[str, str, str, str, str]]:
-    for each, nodes in _merged(report.findings):
-        yield each.check, ", ".join(nodes) or "all", each.severity.value, each.message, each.fix
-    failed = {each.check for each in report.findings}
+    for finding, nodes in _merged(report.findings):
+        yield (
+            finding.check,
+            ", ".join(nodes) or "all",
+            finding.severity.value,
+            finding.message,
+            finding.fix,
+        )
+    failed = {finding.check for finding in report.findings}
     for check in report.checks:
         if check not in failed and not (check == "links" and report.links):
             yield check, "all", "ok", "", ""
-    slow = {each.nodes for each in report.findings if each.check == "links"}
+    slow = {finding.nodes for finding in report.findings if finding.check == "links"}
     for link in report.links:
         if link.nodes not in slow:
             yield "links", link.name, "ok", _times(link), ""
@@ -94,34 +100,34 @@ def _rows(report: Report) -> Iterator[tuple[str, str, str, str, str]]:
 def _merged(findings: Iterable[Finding]) -> Iterable[tuple[Finding, list[str]]]:
     """Returns findings, errors first, and the nodes of those that differ in nothing else."""
     merged: dict[Finding, list[str]] = {}
-    for each in errors_first(findings):
-        merged.setdefault(replace(each, nodes=()), []).extend(each.nodes)
+    for finding in errors_first(findings):
+        merged.setdefault(replace(finding, nodes=()), []).extend(finding.nodes)
     return merged.items()
 
 
 def _times(link: MeasuredLink) -> str:
     """Returns latency and bandwidth of a message, and the time of an all-reduce."""
-    parts = [f"{link.num_ranks} ranks, {link.backend} ({link.source})"]
-    sent = _of(link.times, "sendrecv")
-    reduced = _of(link.times, "all_reduce")
-    if sent:
-        bandwidth = sent[-1].size_bytes / (sent[-1].typical_us * 1e3)
-        parts.append(f"one way {sent[0].typical_us:.0f} us, {bandwidth:.2f} GB/s")
-    if reduced:
-        first = reduced[0]
-        parts.append(f"all-reduce of {first.size_bytes} bytes {first.typical_us:.0f} us")
-    return "; ".join(parts)
+    figures = [f"{link.num_ranks} ranks, {link.backend} ({link.source})"]
+    messages = _of(link.times, "sendrecv")
+    sums = _of(link.times, "all_reduce")
+    if messages:
+        bandwidth = messages[-1].size_bytes / (messages[-1].typical_us * 1e3)
+        figures.append(f"one way {messages[0].typical_us:.0f} us, {bandwidth:.2f} GB/s")
+    if sums:
+        first = sums[0]
+        figures.append(f"all-reduce of {first.size_bytes} bytes {first.typical_us:.0f} us")
+    return "; ".join(figures)
 
 
 def _of(times: Iterable[LinkTime], operation: str) -> Sequence[LinkTime]:
-    found = [time for time in times if time.operation == operation]
-    return sorted(found, key=lambda time: time.size_bytes)
+    selected = [time for time in times if time.operation == operation]
+    return sorted(selected, key=lambda time: time.size_bytes)
 
 
 def _summary(report: Report) -> str:
     counts = dict.fromkeys(Severity, 0)
-    for each in report.findings:
-        counts[each.severity] += 1
+    for finding in report.findings:
+        counts[finding.severity] += 1
     nodes = f"{len(report.nodes)} nodes: {', '.join(report.nodes)}"
     if not report.findings:
         return f"no problems found on {nodes}"

@@ -42,7 +42,7 @@ _GRACE_S = 0.3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outstanding:
     round_id: int
-    sent_s: float
+    start_s: float
     transfers: tuple[Transfer, ...]
 
 
@@ -75,15 +75,15 @@ class DistVerifyChannel:
         self._refuse_if_done(operation, header.round_id)
         self._group.doing(header.round_id)
         message = wire.encode_round(header, hidden_TD, draft_probs_KV)
-        parts = (*message.parts, *message.separate)
+        tensors = (*message.parts, *message.separate)
         transfers = tuple(
-            self._group.isend(part, to=self._to, tag=Tag.ROUND, operation=operation)
-            for part in parts
+            self._group.isend(tensor, to=self._to, tag=Tag.ROUND, operation=operation)
+            for tensor in tensors
         )
         self._outstanding.append(
-            _Outstanding(round_id=header.round_id, sent_s=time.monotonic(), transfers=transfers)
+            _Outstanding(round_id=header.round_id, start_s=time.monotonic(), transfers=transfers)
         )
-        return sum(part.nbytes for part in parts)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def receive(self) -> VerifyReply:
         if not self._outstanding:
@@ -113,7 +113,7 @@ class DistVerifyChannel:
     def _await_reply(self, awaited: _Outstanding) -> VerifyReply:
         timeout_s = self._group.timeout_s
         # The peer works on one round at a time: the clock starts when it can begin this one.
-        deadline = max(awaited.sent_s, self._last_reply_s) + timeout_s + _GRACE_S
+        deadline = max(awaited.start_s, self._last_reply_s) + timeout_s + _GRACE_S
         try:
             reply = self._arrived.get(timeout=max(deadline - time.monotonic(), 0.001))
         except queue.Empty:
@@ -220,9 +220,9 @@ class DistRoundSource:
     def _answer(self, message: wire.Message, operation: str, *, is_last: bool = False) -> None:
         transfers = [
             self._group.isend(
-                part, to=self._from, tag=Tag.REPLY, operation=operation, confirmed=is_last
+                tensor, to=self._from, tag=Tag.REPLY, operation=operation, confirmed=is_last
             )
-            for part in message.parts
+            for tensor in message.parts
         ]
         finish_all(transfers, timeout_s=self._group.timeout_s)
 
@@ -285,8 +285,8 @@ def _to_followers(
 ) -> list[Transfer]:
     assert group.rank == 0, f"rank {group.rank} shares a round, only rank 0 may"
     return [
-        group.isend(part, to=follower, tag=Tag.SHARE, operation=operation, confirmed=is_last)
-        for part in message.parts
+        group.isend(tensor, to=follower, tag=Tag.SHARE, operation=operation, confirmed=is_last)
+        for tensor in message.parts
         for follower in range(1, group.size)
     ]
 

@@ -69,9 +69,9 @@ class DistCommandSink:
         self._finish()
         self._sending = [
             self._group.isend(
-                part, to=follower, tag=Tag.SHARE, operation=operation, confirmed=is_last
+                tensor, to=follower, tag=Tag.SHARE, operation=operation, confirmed=is_last
             )
-            for part in message.parts
+            for tensor in message.parts
             for follower in range(1, self._group.size)
         ]
         for x in message.separate:
@@ -115,10 +115,10 @@ class DistCommandSource:
         )
 
 
-def _next_number(found: int, *, after: int) -> int:
-    if found != after + 1:
-        raise WireError(f"found command {found}, expected command {after + 1}: one has been lost")
-    return found
+def _next_number(number: int, *, after: int) -> int:
+    if number != after + 1:
+        raise WireError(f"found command {number}, expected command {after + 1}: one has been lost")
+    return number
 
 
 def _name(command: Command) -> str:

@@ -66,9 +66,9 @@ _TO_COME = empty(0)
 """Placeholder for a tensor while its command is decoded."""
 
 
-def _later_or_decoded(kind: object, found: object) -> object:
+def _later_or_decoded(kind: object, encoded: object) -> object:
     """Decodes page tables; tensors follow the payload."""
-    return wire.decoded(kind, found) if kind is PageTable else _TO_COME
+    return wire.decoded(kind, encoded) if kind is PageTable else _TO_COME
 
 
 _commands: Decoder[Command] = Decoder(Command, dec_hook=_later_or_decoded)
@@ -115,9 +115,11 @@ def _require_rows(rows: Tensor | None, prefix: wire.Prefix) -> Tensor:
     return rows
 
 
-def _expect_rows(what: str, found: int, segments: Sequence[RowSegment]) -> None:
+def _expect_rows(what: str, num_rows: int, segments: Sequence[RowSegment]) -> None:
     for segment in segments:
         wire.check_tree(segment.parents)
     expected = sum(segment.num_rows for segment in segments)
-    if found != expected:
-        raise WireError(f"found {found} {what} in a command, expected {expected} by its segments")
+    if num_rows != expected:
+        raise WireError(
+            f"found {num_rows} {what} in a command, expected {expected} by its segments"
+        )

@@ -31,7 +31,7 @@ class GroupCounts:
 
     @property
     def total(self) -> Traffic:
-        return _added([each.traffic for each in self.by_kind.values()])
+        return _added([counts.traffic for counts in self.by_kind.values()])
 
 
 class Tally:
@@ -57,13 +57,13 @@ class Tally:
         )
 
 
-def _added(parts: Sequence[Traffic]) -> Traffic:
-    if not parts:
+def _added(traffics: Sequence[Traffic]) -> Traffic:
+    if not traffics:
         return NO_TRAFFIC
     return Traffic(
-        sent_bytes=sum(part.sent_bytes for part in parts),
-        received_bytes=sum(part.received_bytes for part in parts),
-        wait_s=sum(part.wait_s for part in parts),
+        sent_bytes=sum(traffic.sent_bytes for traffic in traffics),
+        received_bytes=sum(traffic.received_bytes for traffic in traffics),
+        wait_s=sum(traffic.wait_s for traffic in traffics),
     )
 
 

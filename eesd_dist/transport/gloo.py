@@ -87,10 +87,10 @@ class TransferBackend(Protocol):
 class GlooDevice:
     """Listening socket on the address at which the peers reach this host, behind a guard."""
 
-    def __init__(self, address: str, *, refused: RefusedConnections | None = None) -> None:
+    def __init__(self, address: str, *, refusals: RefusedConnections | None = None) -> None:
         """Gloo opens the socket before it can get a guard. A socket that has a connection by then
         is replaced by another: Gloo may have taken the connection for a peer's."""
-        self.refused = refused or RefusedConnections()
+        self.refused = refusals or RefusedConnections()
         for _ in range(_MAX_SOCKETS):
             with LISTENING:
                 listeners = Listeners()
@@ -111,14 +111,14 @@ class GlooDevice:
 
     def _cut_early_ones(self) -> bool:
         """Cuts the connections that came before the guard; returns whether there were any."""
-        found = self.guard.cut_waiting()
-        ends = _Ends(here=self.addresses, there=frozenset())
-        for connection, here, there in ends.connections():
+        any_cut = self.guard.cut_waiting()
+        ends = _Ends(local=self.addresses, remote=frozenset())
+        for connection, local, remote in ends.connections():
             _shut_down(connection)
-            at = f"{here[0]}:{here[1]}"
-            self.refused.add(there[0], at=at, reason="it came before the guard")
-            found = True
-        return found
+            at = f"{local[0]}:{local[1]}"
+            self.refused.add(remote[0], at=at, reason="it came before the guard")
+            any_cut = True
+        return any_cut
 
 
 class Pending:
@@ -214,8 +214,8 @@ class _Link:
         error: RuntimeError | None = None
         try:
             work.wait(timeout)
-        except RuntimeError as found:
-            error = found
+        except RuntimeError as failure:
+            error = failure
         self._idle.release()
         _settle(outcome, error)
 
@@ -240,7 +240,7 @@ class GlooPlane:
         options._threads = 1  # threads for Gloo's collectives, which are not used
         self._backend = cast(TransferBackend, ProcessGroupGloo(store, rank, size, options))
         device.guard.block()
-        ends = _Ends(here=device.addresses, there=peer_addresses)
+        ends = _Ends(local=device.addresses, remote=peer_addresses)
         for connection, *_ in ends.connections():
             _keep_alive(connection)
         self._ends = ends
@@ -259,17 +259,19 @@ class GlooPlane:
 
     def opened(self) -> frozenset[Connection]:
         """Returns the connections that this rank has opened to its peers."""
-        found = [(here, there) for _, here, there in self._ends.connections()]
-        return frozenset(each for each in found if each[0] not in self._ends.here)
+        connections = [(local, remote) for _, local, remote in self._ends.connections()]
+        return frozenset(
+            connection for connection in connections if connection[0] not in self._ends.local
+        )
 
     def cut_unreported(self, opened_by_peers: frozenset[Connection]) -> None:
         """Cuts accepted connections that no peer has opened."""
-        for connection, here, there in self._ends.connections():
-            if here in self._ends.here and (there, here) not in opened_by_peers:
+        for connection, local, remote in self._ends.connections():
+            if local in self._ends.local and (remote, local) not in opened_by_peers:
                 _shut_down(connection)
-                at = f"{here[0]}:{here[1]}"
+                at = f"{local[0]}:{local[1]}"
                 reason = "no rank of the group has opened it"
-                self._refused.add(there[0], at=at, reason=reason)
+                self._refused.add(remote[0], at=at, reason=reason)
 
     def isend(self, x: Tensor, *, to: int, tag: int, confirmed: bool) -> Pending:
         """Starts a send. Small ones are copied and finish at once, unless `confirmed`: then the
@@ -311,19 +313,19 @@ def _leave_all() -> None:
 class _Ends:
     """Addresses where a plane's connections end: listening ports of this process and of peers."""
 
-    here: frozenset[SocketAddress]
-    there: frozenset[SocketAddress]
+    local: frozenset[SocketAddress]
+    remote: frozenset[SocketAddress]
 
     def connections(self) -> Iterator[tuple[socket.socket, SocketAddress, SocketAddress]]:
         """Yields each connection, its address on this host, and its other end."""
         for candidate in _own_sockets():
             with closing(candidate):
                 try:
-                    here, there = candidate.getsockname()[:2], candidate.getpeername()[:2]
+                    local, remote = candidate.getsockname()[:2], candidate.getpeername()[:2]
                 except OSError:  # listening or closed; shutting a listener down crashes the process
                     continue
-                if here in self.here or there in self.there:
-                    yield candidate, here, there
+                if local in self.local or remote in self.remote:
+                    yield candidate, local, remote
 
 
 def _hear_last_words(work: Work) -> None:
@@ -350,8 +352,8 @@ def _end(ends: _Ends, device: GlooDevice) -> None:
     device.release()
 
 
-def _release(listener: ListenerGuard, refused: RefusedConnections) -> None:
-    refused.retire(listener)
+def _release(listener: ListenerGuard, refusals: RefusedConnections) -> None:
+    refusals.retire(listener)
     listener.release()
 
 

@@ -220,10 +220,10 @@ class ProcessGroup:
         if x.is_cuda:
             operation = tally.kind + self._of_round
             with self._on_device(operation) as plane:
-                parts = plane.all_gather(x, operation=operation)
+                contributions = plane.all_gather(x, operation=operation)
             tally.sent_bytes += x.nbytes * len(self._others)
             tally.received_bytes += x.nbytes * len(self._others)
-            return list(parts.unbind())
+            return list(contributions.unbind())
         return self._exchange(x.contiguous(), tally=tally)
 
     def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
@@ -304,21 +304,24 @@ class ProcessGroup:
     def _exchange(self, x: Tensor, *, tally: Tally) -> list[Tensor]:
         """Returns every rank's x, in rank order; this rank's part is x itself."""
         operation = tally.kind + self._of_round
-        parts = [x if peer == self._rank else torch.empty_like(x) for peer in range(self.size)]
-        self._swap([x] * self.size, parts, operation=operation, tally=tally)
-        return parts
+        contributions = [
+            x if peer == self._rank else torch.empty_like(x) for peer in range(self.size)
+        ]
+        self._swap([x] * self.size, contributions, operation=operation, tally=tally)
+        return contributions
 
     def _sum_by_shares(self, flat: Tensor, *, tally: Tally) -> None:
         """Sums with one share of x per rank: sends less than an exchange, with the same bits."""
         operation = tally.kind + self._of_round
         shares = list(flat.tensor_split(self.size))
-        mine = shares[self._rank]
-        parts = [
-            mine if peer == self._rank else torch.empty_like(mine) for peer in range(self.size)
+        own_share = shares[self._rank]
+        contributions = [
+            own_share if peer == self._rank else torch.empty_like(own_share)
+            for peer in range(self.size)
         ]
-        self._swap(shares, parts, operation=operation, tally=tally)
-        mine.copy_(sum_in_rank_order(parts))
-        self._swap([mine] * self.size, shares, operation=operation, tally=tally)
+        self._swap(shares, contributions, operation=operation, tally=tally)
+        own_share.copy_(sum_in_rank_order(contributions))
+        self._swap([own_share] * self.size, shares, operation=operation, tally=tally)
 
     def _swap(
         self,
@@ -431,12 +434,12 @@ _GONE = ("closed by peer", "onnection reset", "roken pipe", "pair closure", "ock
 
 def _reason(error: RuntimeError, *, timeout_s: float, waited_s: float) -> str:
     """Returns what happened, in words for an operator, then the first line of Gloo's message."""
-    said = _said(error)
-    if "imed out" in said:
+    message = _said(error)
+    if "imed out" in message:
         return f"no answer within {timeout_s:g} s"
-    if any(sign in said for sign in _GONE):
-        return f"its connection is gone, waited {waited_s:.1f} s ({said})"
-    return f"its link failed, waited {waited_s:.1f} s ({said})"
+    if any(sign in message for sign in _GONE):
+        return f"its connection is gone, waited {waited_s:.1f} s ({message})"
+    return f"its link failed, waited {waited_s:.1f} s ({message})"
 
 
 def _said(error: RuntimeError) -> str:

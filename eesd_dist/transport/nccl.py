@@ -56,7 +56,7 @@ class CollectiveBackend(TransferBackend, Protocol):
 
 
 class Watchdog:
-    """Calls `on_late(operation)` once, in its own thread, when work misses its deadline.
+    """Calls `on_timeout(operation)` once, in its own thread, when work misses its deadline.
 
     Work finishes in the order it was started, so only the oldest piece is polled, and the device is
     asked for the newest of those that are completed. Work of a communicator in error is late at
@@ -64,10 +64,10 @@ class Watchdog:
     """
 
     def __init__(
-        self, *, timeout_s: float, on_late: Callable[[str], None], poll_s: float = _POLL_S
+        self, *, timeout_s: float, on_timeout: Callable[[str], None], poll_s: float = _POLL_S
     ) -> None:
         self._timeout_s = timeout_s
-        self._on_late = on_late
+        self._on_timeout = on_timeout
         self._poll_s = poll_s
         self._watched: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
         self._is_stopped = False
@@ -97,11 +97,11 @@ class Watchdog:
                 try:
                     if is_done():
                         return True
-                    is_late = time.monotonic() >= watched.deadline
+                    is_overdue = time.monotonic() >= watched.deadline
                 except RuntimeError:
-                    is_late = self._is_in_error(watched.operation)
-                if is_late:
-                    self._on_late(watched.operation)
+                    is_overdue = self._is_in_error(watched.operation)
+                if is_overdue:
+                    self._on_timeout(watched.operation)
                     return False
             time.sleep(self._poll_s)
         return True
@@ -178,11 +178,11 @@ class NcclPlane:
         self._lost: str | None = None
         give_up = weakref.WeakMethod(self._give_up)  # the watchdog's thread must not keep the plane
 
-        def on_late(operation: str) -> None:
+        def on_timeout(operation: str) -> None:
             if (living := give_up()) is not None:
                 living(operation)
 
-        self._watchdog = Watchdog(timeout_s=timeout_s, on_late=on_late)
+        self._watchdog = Watchdog(timeout_s=timeout_s, on_timeout=on_timeout)
         # Runs once: from the watchdog, from `abort`, or when the plane is collected.
         self._end = weakref.finalize(self, _end, self._watchdog, self._backend)
         self._end.atexit = False  # the driver frees what an ending process holds
@@ -210,16 +210,18 @@ class NcclPlane:
 
     def all_gather(self, x: Tensor, *, operation: str) -> Tensor:
         """Returns every rank's x, [G, *x.shape], in rank order."""
-        parts = x.new_empty((self._size, *x.shape))
-        self._order(self._backend._allgather_base(parts, x.contiguous()), operation=operation)
-        return parts
+        contributions = x.new_empty((self._size, *x.shape))
+        self._order(
+            self._backend._allgather_base(contributions, x.contiguous()), operation=operation
+        )
+        return contributions
 
     def all_to_all(self, x_GW: Tensor, *, operation: str) -> Tensor:
         """Returns [G, W]: in row g what rank g sent to this rank."""
-        parts_GW = torch.empty_like(x_GW)
-        work = self._backend.alltoall_base(parts_GW, x_GW.contiguous(), [], [])
+        received_GW = torch.empty_like(x_GW)
+        work = self._backend.alltoall_base(received_GW, x_GW.contiguous(), [], [])
         self._order(work, operation=operation)
-        return parts_GW
+        return received_GW
 
     def broadcast(self, x: Tensor, *, source: int, operation: str) -> None:
         options = BroadcastOptions()

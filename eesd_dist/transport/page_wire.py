@@ -112,10 +112,10 @@ def send_pages(
     """
     clock = _Clock(group, timeout_s=timeout_s)
     chunks = list(chunks_of(page_bytes, num_pages))
-    sent: deque[tuple[int, list[Transfer]]] = deque()
+    unconfirmed: deque[tuple[int, list[Transfer]]] = deque()
 
     def confirm_oldest() -> None:
-        index, transfers = sent.popleft()
+        index, transfers = unconfirmed.popleft()
         answer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         name = _chunk_name(index)
         transfers.append(group.irecv(answer, source=1, tag=Tag.PAGES, operation=name))
@@ -124,15 +124,15 @@ def send_pages(
 
     for index, chunk in enumerate(chunks):
         content_B = read(chunk).to(group.device)  # while the chunks before it are being sent
-        if len(sent) == _WINDOW:
+        if len(unconfirmed) == _WINDOW:
             confirm_oldest()
         header = _encode(_header_of(chunks, index, content_B, number=number), group)
         name = _chunk_name(index)
         transfers = [
             group.isend(x, to=1, tag=Tag.PAGES, operation=name) for x in (header, content_B)
         ]
-        sent.append((index, transfers))
-    while sent:
+        unconfirmed.append((index, transfers))
+    while unconfirmed:
         confirm_oldest()
     return clock.traffic(num_pages, chunks)
 
@@ -155,12 +155,12 @@ def receive_pages(
     chunks = list(chunks_of(page_bytes, num_pages))
     # On the CPU the next chunk comes while this one is checked and written. On a GPU the write
     # would be queued behind that receive, and happen late.
-    num_ahead = 1 if group.device.type == "cpu" else 0
-    asked: deque[tuple[Tensor, Tensor, tuple[Transfer, Transfer]]] = deque()
+    num_prefetched = 1 if group.device.type == "cpu" else 0
+    pending: deque[tuple[Tensor, Tensor, tuple[Transfer, Transfer]]] = deque()
     for index, chunk in enumerate(chunks):
-        for wanted in range(index + len(asked), min(index + num_ahead + 1, len(chunks))):
-            asked.append(_ask_for(group, wanted, chunks[wanted]))
-        header, content_B, transfers = asked.popleft()
+        for next_index in range(index + len(pending), min(index + num_prefetched + 1, len(chunks))):
+            pending.append(_ask_for(group, next_index, chunks[next_index]))
+        header, content_B, transfers = pending.popleft()
         clock.finish(transfers)
         _expect(_header_of(chunks, index, content_B, number=number), header, group)
         write(chunk, content_B)
@@ -232,8 +232,8 @@ def _written(chunks: Sequence[Chunk], index: int, *, number: str) -> _Header:
 def _checksum(content_B: Tensor) -> int:
     """Returns the sum of all words times odd weights, computed where the bytes are. Integers wrap,
     so the order does not matter; a single changed word always changes the sum."""
-    if rest := -len(content_B) % _WORD_BYTES:
-        content_B = F.pad(content_B, (0, rest))
+    if padding := -len(content_B) % _WORD_BYTES:
+        content_B = F.pad(content_B, (0, padding))
     words = content_B.view(torch.int64)
     weights = torch.arange(1, 2 * len(words), 2, device=content_B.device)
     return int(weights.mul_(words).sum()) % 2**64
@@ -253,11 +253,11 @@ def _encode(header: _Header, group: ProcessGroup) -> Tensor:
 
 def _expect(due: _Header, frame: Tensor, group: ProcessGroup) -> None:
     prefix = wire.decode_prefix(frame, epoch=group.epoch)
-    found = wire.decode_payload(_headers, prefix, frame, None, expected=wire.Kind.PAGES)
-    for name in found.__struct_fields__:
-        its, mine = getattr(found, name), getattr(due, name)
-        if its != mine:
-            raise WireError(f"found {name} {its} in a page header, expected {mine}")
+    header = wire.decode_payload(_headers, prefix, frame, None, expected=wire.Kind.PAGES)
+    for name in header.__struct_fields__:
+        received, expected = getattr(header, name), getattr(due, name)
+        if received != expected:
+            raise WireError(f"found {name} {received} in a page header, expected {expected}")
 
 
 def _chunk_name(index: int) -> str:

@@ -30,17 +30,17 @@ class Exchange(Protocol):
         ...
 
 
-def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+def sum_in_rank_order(summands: Sequence[Tensor]) -> Tensor:
     """Returns parts[0] + parts[1] + ..., added in this order in float32 and rounded once.
 
     A new tensor. One addition per rank, never a reduction over an axis: the order of that depends
     on shapes on a GPU.
     """
-    dtype = parts[0].dtype
+    dtype = summands[0].dtype
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    running = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        running += part
+    running = summands[0].to(wide, copy=True)
+    for summand in summands[1:]:
+        running += summand
     return running.to(dtype)
 
 

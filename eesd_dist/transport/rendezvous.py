@@ -50,7 +50,7 @@ def build_group(
     address: str = "127.0.0.1",
     members: Sequence[str] | None = None,
     ordered_sums: bool = True,
-    refused: RefusedConnections | None = None,
+    refusals: RefusedConnections | None = None,
 ) -> ProcessGroup:
     """Joins `size` ranks that call this with the same epoch and name.
 
@@ -59,10 +59,10 @@ def build_group(
     `address` is the one at which the other ranks reach this host. `members` are the ranks' names
     in errors, stage and rank ("verify rank 0"); without them ranks are named after the group. The
     ranks' nodes, exchanged here, are added to the names. `ordered_sums`: sums are taken in rank
-    order on GPUs too (`NcclPlane`); on CPUs they always are. `refused` counts connections of
+    order on GPUs too (`NcclPlane`); on CPUs they always are. `refusals` counts connections of
     others than the ranks. Raises PeerLost, or EngineError when this rank's own device fails.
     """
-    names = tuple(members or (f"{name} rank {each}" for each in range(size)))
+    names = tuple(members or (f"{name} rank {peer}" for peer in range(size)))
     assert len(names) == size, f"{len(names)} names for a group of {size} ranks"
     device = torch.device(device)
     exchange = _Exchange(
@@ -74,7 +74,7 @@ def build_group(
         operation=f"joining group {name} of epoch {epoch}",
     )
     with exchange.naming_the_lost():
-        gloo = _connect(exchange, GlooDevice(address, refused=refused), address=address)
+        gloo = _connect(exchange, GlooDevice(address, refusals=refusals), address=address)
         try:
             nccl = (
                 NcclPlane(
@@ -149,11 +149,13 @@ def _prove_secret(plane: GlooPlane, exchange: "_Exchange") -> None:
             raise exchange.lost(peer, "the process in its place does not know the epoch's secret")
 
 
-def _swap(plane: GlooPlane, exchange: "_Exchange", sent: dict[int, bytes]) -> dict[int, bytes]:
+def _swap(plane: GlooPlane, exchange: "_Exchange", outgoing: dict[int, bytes]) -> dict[int, bytes]:
     """Sends each peer its bytes and returns as many from each. Raises PeerLost."""
-    received = {peer: torch.empty(len(value), dtype=torch.uint8) for peer, value in sent.items()}
+    received = {
+        peer: torch.empty(len(value), dtype=torch.uint8) for peer, value in outgoing.items()
+    }
     pending = {peer: plane.irecv(x, source=peer, tag=_PROOF_TAG) for peer, x in received.items()}
-    for peer, value in sent.items():
+    for peer, value in outgoing.items():
         with exchange.naming(peer):
             x = torch.frombuffer(bytearray(value), dtype=torch.uint8)
             plane.isend(x, to=peer, tag=_PROOF_TAG, confirmed=False).wait(timeout_s=None)
@@ -197,23 +199,23 @@ class _Exchange:
         self._prefix = prefix
         self._deadline = time.monotonic() + timeout_s
 
-    def ends(self, mine: _End) -> list[_End]:
+    def ends(self, own_end: _End) -> list[_End]:
         """Returns where each rank listens."""
-        ends = [_ends.decode(each) for each in self._gather("end", encode(mine))]
+        ends = [_ends.decode(report) for report in self._gather("end", encode(own_end))]
         self.members = tuple(
             f"{name} on {end.node}" for name, end in zip(self.members, ends, strict=True)
         )
         return ends
 
-    def sources(self, mine: set[str]) -> frozenset[str]:
+    def sources(self, own_sources: set[str]) -> frozenset[str]:
         """Returns the IP addresses from which ranks connect to each other."""
-        reports = self._gather("sources", encode(mine))
-        return frozenset().union(*(_sources.decode(each) for each in reports))
+        reports = self._gather("sources", encode(own_sources))
+        return frozenset().union(*(_sources.decode(report) for report in reports))
 
-    def opened(self, mine: frozenset[Connection]) -> frozenset[Connection]:
+    def opened(self, own_connections: frozenset[Connection]) -> frozenset[Connection]:
         """Returns the connections that ranks have opened."""
-        reports = self._gather("opened", encode(mine))
-        return frozenset().union(*(_connections.decode(each) for each in reports))
+        reports = self._gather("opened", encode(own_connections))
+        return frozenset().union(*(_connections.decode(report) for report in reports))
 
     def store(self, name: str, *, timeout_s: float) -> Store:
         """Returns the store as torch knows stores; keep it as long as torch has it."""
@@ -246,18 +248,18 @@ class _Exchange:
             member = self.members[self.rank]
             raise own_failure(error, member=member, operation=self._operation) from error
         except OSError as error:
-            late = isinstance(error, TimeoutError)
-            reason = f"no answer within {self.timeout_s:g} s" if late else _first_line(error)
+            is_timeout = isinstance(error, TimeoutError)
+            reason = f"no answer within {self.timeout_s:g} s" if is_timeout else _first_line(error)
             raise self._lost("the rendezvous store", reason) from error
         except RuntimeError as error:
             others = self.members[: self.rank] + self.members[self.rank + 1 :] or self.members
             raise self._lost(" or ".join(others), _first_line(error)) from error
 
-    def _gather(self, name: str, mine: bytes) -> tuple[bytes, ...]:
+    def _gather(self, name: str, own_value: bytes) -> tuple[bytes, ...]:
         """Returns every rank's value. Raises PeerLost that names a missing rank, before Gloo begins
         to wait."""
         keys = [f"{self._prefix}/{name}/{rank}" for rank in range(len(self.members))]
-        self._store.put(keys[self.rank], mine)
+        self._store.put(keys[self.rank], own_value)
         try:
             return self._store.get(*keys, timeout_s=self.left_s())
         except KeysMissing as error:
@@ -300,11 +302,11 @@ class _TorchStore(Store):
             raise DistStoreError(str(error)) from error
 
 
-def _source_to(there: SocketAddress) -> str:
+def _source_to(peer_address: SocketAddress) -> str:
     """Returns the address from which this host would connect; sends nothing."""
-    family = socket.getaddrinfo(*there, type=socket.SOCK_DGRAM)[0][0]
+    family = socket.getaddrinfo(*peer_address, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(there)
+        probe.connect(peer_address)
         return str(probe.getsockname()[0])
 
 

@@ -64,5 +64,7 @@ def thread_commands(
 ) -> tuple[ThreadCommandSink, list[ThreadCommandSource]]:
     """Returns rank 0's end and one end for each follower."""
     queues = command_queues(num_followers)
-    sources = [ThreadCommandSource(each, timeout_s=timeout_s) for each in queues]
+    sources = [
+        ThreadCommandSource(follower_queue, timeout_s=timeout_s) for follower_queue in queues
+    ]
     return ThreadCommandSink(queues), sources

@@ -53,7 +53,7 @@ class _Meeting:
                 self._condition.notify_all()
             else:
                 self._wait_for_all(turn, operation=operation)
-            return [self._part(part, x, operation=operation) for part in slots]
+            return [self._part(slot, x, operation=operation) for slot in slots]
 
     def abort(self, reason: str) -> None:
         with self._condition:
@@ -67,13 +67,13 @@ class _Meeting:
             self._refuse_if_ended(operation)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                late = [
+                missing = [
                     name
                     for name, arrived in zip(self.members, self._arrived, strict=True)
                     if arrived < turn
                 ]
                 raise PeerLost(
-                    peer=" or ".join(late),
+                    peer=" or ".join(missing),
                     operation=operation,
                     reason=f"no answer within {self.timeout_s:g} s",
                 )
@@ -83,14 +83,14 @@ class _Meeting:
         if self._reason is not None:
             raise PeerLost(peer="the other ranks", operation=operation, reason=self._reason)
 
-    def _part(self, part: Tensor | None, mine: Tensor, *, operation: str) -> Tensor:
-        assert part is not None, "every rank has arrived"
-        if part.shape != mine.shape or part.dtype != mine.dtype:
+    def _part(self, other: Tensor | None, own: Tensor, *, operation: str) -> Tensor:
+        assert other is not None, "every rank has arrived"
+        if other.shape != own.shape or other.dtype != own.dtype:
             raise WireError(
-                f"{operation}: found {tuple(part.shape)} x {part.dtype} from another rank, "
-                f"expected {tuple(mine.shape)} x {mine.dtype}"
+                f"{operation}: found {tuple(other.shape)} x {other.dtype} from another rank, "
+                f"expected {tuple(own.shape)} x {own.dtype}"
             )
-        return part
+        return other
 
 
 class ThreadGroup:
@@ -116,12 +116,14 @@ class ThreadGroup:
         return x.copy_(sum_in_rank_order(self._exchange(x.clone(), kind="all_reduce")))
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        return [part.clone() for part in self._exchange(x.clone(), kind="all_gather")]
+        return [
+            contribution.clone() for contribution in self._exchange(x.clone(), kind="all_gather")
+        ]
 
     def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
         """Returns `source`'s x on every rank; receivers' x is overwritten."""
-        parts = self._exchange(x.clone(), kind="broadcast")
-        return x if self._rank == source else x.copy_(parts[source])
+        contributions = self._exchange(x.clone(), kind="broadcast")
+        return x if self._rank == source else x.copy_(contributions[source])
 
     def counts(self) -> GroupCounts:
         """Returns a snapshot. From any thread."""
@@ -138,9 +140,9 @@ class ThreadGroup:
         tally.sent_bytes += x.nbytes * (self.size - 1)
         tally.received_bytes += x.nbytes * (self.size - 1)
         started_s = time.perf_counter()
-        parts = self._meeting.exchange(x, rank=self._rank, operation=kind)
+        contributions = self._meeting.exchange(x, rank=self._rank, operation=kind)
         tally.wait_s += time.perf_counter() - started_s
-        return parts
+        return contributions
 
 
 def thread_group(

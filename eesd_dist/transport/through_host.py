@@ -46,10 +46,10 @@ class OntoDevice:
         self._device = device
 
     def next_round(self) -> tuple[RoundHeader, Tensor, Tensor | None] | None:
-        taken = self._source.next_round()
-        if taken is None:
+        received = self._source.next_round()
+        if received is None:
             return None
-        header, hidden_TD, draft_probs_KV = taken
+        header, hidden_TD, draft_probs_KV = received
         probs_KV = None if draft_probs_KV is None else draft_probs_KV.to(self._device)
         return header, hidden_TD.to(self._device), probs_KV
 

@@ -141,13 +141,13 @@ def _encoded(x: object) -> _Array | bytes | None:
     raise TypeError(f"a {type(x).__name__} cannot travel")
 
 
-def decoded(kind: Any, found: object) -> object:
+def decoded(kind: Any, encoded: object) -> object:
     """Decodes what `_encoded` encodes, as msgspec's hook for the annotated type."""
     if kind is PageTable:
-        if not isinstance(found, bytes):
-            raise ValueError(f"Expected pages as bytes, got {type(found).__name__}")
-        return PageTable.from_bytes(found)
-    array = msgspec.convert(found, _Array)
+        if not isinstance(encoded, bytes):
+            raise ValueError(f"Expected pages as bytes, got {type(encoded).__name__}")
+        return PageTable.from_bytes(encoded)
+    array = msgspec.convert(encoded, _Array)
     expected = "<i4" if kind == Ints else "<f4"
     if array.dtype != expected:
         raise ValueError(f"Expected `array` of {expected}, got {array.dtype}")
@@ -222,7 +222,7 @@ def decode_prefix(frame: Tensor, *, epoch: int) -> Prefix:
             f"found wire version {version}, expected {VERSION}: run the same release on every node"
         )
     (crc,) = _CRC.unpack_from(data, _FRONT.size)
-    _check("prefix checksum", found=crc, expected=zlib.crc32(data[: _FRONT.size]))
+    _check("prefix checksum", actual=crc, expected=zlib.crc32(data[: _FRONT.size]))
     prefix = _decoded(_prefixes, fields[:size], "prefix")
     if prefix.epoch != epoch:
         raise WireError(
@@ -237,12 +237,12 @@ def decode_prefix(frame: Tensor, *, epoch: int) -> Prefix:
 
 def decode_round(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) -> RoundHeader:
     header = decode_payload(_rounds, prefix, frame, overflow, expected=Kind.ROUND)
-    _check("epoch of the header", found=header.epoch, expected=prefix.epoch)
-    _check("round of the header", found=header.round_id, expected=prefix.round_id)
+    _check("epoch of the header", actual=header.epoch, expected=prefix.epoch)
+    _check("round of the header", actual=header.round_id, expected=prefix.round_id)
     for segment in header.segments:
         _check_segment(segment)
     num_rows = prefix.hidden.rows if prefix.hidden is not None else 0
-    _check("rows of hidden states", found=num_rows, expected=header.num_rows)
+    _check("rows of hidden states", actual=num_rows, expected=header.num_rows)
     return header
 
 
@@ -286,15 +286,15 @@ def inline_tensors(prefix: Prefix, frame: Tensor) -> tuple[Tensor | None, Tensor
     results may depend on memory alignment, and their alignment in a frame is arbitrary."""
     start = PREFIX_BYTES + prefix.payload_bytes
     end = start
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for shape in (prefix.hidden, prefix.draft_probs):
         end += 0 if shape is None else shape.size_bytes
         if end > frame.nbytes:
             raise WireError(f"found a frame of {frame.nbytes} bytes, expected {end} or more")
-        found.append(
+        tensors.append(
             None if shape is None else _matrix(frame, shape, offset=end - shape.size_bytes)
         )
-    return found[0], found[1]
+    return tensors[0], tensors[1]
 
 
 def receive_tensors(
@@ -303,18 +303,18 @@ def receive_tensors(
     """Returns hidden states and draft probabilities, from the frame or received after it."""
     if prefix.tensors_are_inline:
         return inline_tensors(prefix, frame)
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for shape in (prefix.hidden, prefix.draft_probs):
         x = None if shape is None else shape.empty(device)
-        found.append(receive(x) if x is not None and x.numel() > 0 else x)
-    return found[0], found[1]
+        tensors.append(receive(x) if x is not None and x.numel() > 0 else x)
+    return tensors[0], tensors[1]
 
 
 def decode_reply(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) -> VerifyReply:
     reply = decode_payload(_replies, prefix, frame, overflow, expected=Kind.REPLY)
-    _check("round of the reply", found=reply.round_id, expected=prefix.round_id)
+    _check("round of the reply", actual=reply.round_id, expected=prefix.round_id)
     for name in ("tokens", "accepted", "logprobs"):
-        _check(f"dimensions of {name}", found=getattr(reply, name).ndim, expected=1)
+        _check(f"dimensions of {name}", actual=getattr(reply, name).ndim, expected=1)
     if reply.top_ids.ndim != 2 or reply.top_ids.shape != reply.top_logprobs.shape:
         raise WireError(
             f"found {reply.top_ids.shape} alternatives with {reply.top_logprobs.shape} "
@@ -326,18 +326,18 @@ def decode_reply(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) 
     return msgspec.structs.replace(reply, wire_bytes=size_bytes)
 
 
-def _check_features(found: RowFeatures) -> None:
-    _check("dimensions of lse", found=found.lse.ndim, expected=1)
-    (num_rows,) = found.lse.shape
-    if found.top_ids.ndim != 2 or found.top_ids.shape != found.top_logits.shape:
+def _check_features(features: RowFeatures) -> None:
+    _check("dimensions of lse", actual=features.lse.ndim, expected=1)
+    (num_rows,) = features.lse.shape
+    if features.top_ids.ndim != 2 or features.top_ids.shape != features.top_logits.shape:
         raise WireError(
-            f"found features with {found.top_ids.shape} tokens and {found.top_logits.shape} "
+            f"found features with {features.top_ids.shape} tokens and {features.top_logits.shape} "
             "logits, expected one for each, [rows, tokens]"
         )
-    _check("rows of best tokens", found=found.top_ids.shape[0], expected=num_rows)
-    for hidden_RD in found.hidden:
-        _check("dimensions of hidden states", found=hidden_RD.ndim, expected=2)
-        _check("rows of hidden states", found=hidden_RD.shape[0], expected=num_rows)
+    _check("rows of best tokens", actual=features.top_ids.shape[0], expected=num_rows)
+    for hidden_RD in features.hidden:
+        _check("dimensions of hidden states", actual=hidden_RD.ndim, expected=2)
+        _check("rows of hidden states", actual=hidden_RD.shape[0], expected=num_rows)
 
 
 _T = TypeVar("_T")
@@ -353,8 +353,8 @@ def decode_payload(
         payload = _view(frame)[PREFIX_BYTES : PREFIX_BYTES + prefix.payload_bytes]
     else:
         payload = memoryview(b"") if overflow is None else _view(overflow)
-    _check("bytes of payload", found=len(payload), expected=prefix.payload_bytes)
-    _check("payload checksum", found=zlib.crc32(payload), expected=prefix.payload_crc)
+    _check("bytes of payload", actual=len(payload), expected=prefix.payload_bytes)
+    _check("payload checksum", actual=zlib.crc32(payload), expected=prefix.payload_crc)
     return _decoded(decoder, payload, f"{expected.name} message {prefix.round_id}")
 
 
@@ -397,13 +397,13 @@ def message_of(
         payload_is_inline=room >= 0,
         tensors_are_inline=tensors_fit,
     )
-    parts = [_front(prefix)]
+    chunks = [_front(prefix)]
     if room >= 0:
-        parts.append(payload)
+        chunks.append(payload)
     if tensors_fit:
-        parts.extend(_raw(x) for x in separate)
+        chunks.extend(_raw(x) for x in separate)
     frame = bytearray(frame_bytes)
-    inline = b"".join(parts)
+    inline = b"".join(chunks)
     frame[: len(inline)] = inline
     return Message(
         frame=_tensor(frame),
@@ -427,9 +427,9 @@ def _announced(x: Tensor | None) -> TensorShape | None:
     return TensorShape(rows=x.shape[0], columns=x.shape[1], dtype=dtype)
 
 
-def _check(what: str, *, found: int, expected: int) -> None:
-    if found != expected:
-        raise WireError(f"{what}: found {found}, expected {expected}; the message is broken")
+def _check(what: str, *, actual: int, expected: int) -> None:
+    if actual != expected:
+        raise WireError(f"{what}: found {actual}, expected {expected}; the message is broken")
 
 
 # Raw copies: with cold caches, as in a real round, a chain of views costs more than the copy.

@@ -31,9 +31,9 @@ class ModelCheck:
 
     def finish(self) -> None:
         """Waits for the result. Raises ConfigError for a model that would not load."""
-        said, _ = self._process.communicate()
+        output, _ = self._process.communicate()
         if self._process.returncode == _REFUSED:
-            raise ConfigError(said.strip().rpartition("\n")[2])
+            raise ConfigError(output.strip().rpartition("\n")[2])
         if self._process.returncode:  # the workers will say why
             logger.warning("model not checked: status=%d", self._process.returncode)
 

@@ -71,8 +71,8 @@ def main() -> None:
     config = EngineConfig.model_validate_json(sys.argv[1])
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     try:
-        with compile_lock() as is_alone:
-            if is_alone:
+        with compile_lock() as has_lock:
+            if has_lock:
                 from eesd_dist.engine.build import compile_kernels
 
                 compile_kernels(config)

@@ -41,8 +41,8 @@ def last_words(pid: int) -> str:
         with suppress(OSError), file.open("rb") as opened:
             opened.seek(max(0, file.stat().st_size - _TAIL_BYTES))
             lines = opened.read().decode(errors="replace").split("\n")
-            said = [line.strip() for line in lines if line.strip() and not line.startswith(":")]
-            return said[-1][:_MAX_CHARS] if said else ""
+            messages = [line.strip() for line in lines if line.strip() and not line.startswith(":")]
+            return messages[-1][:_MAX_CHARS] if messages else ""
     return ""
 
 

@@ -37,7 +37,7 @@ class ShardFollower:
             address=self._groups.address,
             store=self._page_store,
             layout=self._kv_layout,
-            refused=self._groups.refused,
+            refusals=self._groups.refused,
         )
 
     def prepare(self) -> LoadedRank:

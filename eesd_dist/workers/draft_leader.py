@@ -142,13 +142,13 @@ class EngineLeader:
             address=self._groups.address,
             store=self._page_store,
             layout=self._kv_layout,
-            refused=self._groups.refused,
+            refusals=self._groups.refused,
         )
         self.refused = self._groups.refused
         self.sharing = PageSharing(
             address=self._groups.address,
             kv_sharing=lambda: self._engine().kv_sharing,
-            refused=self.refused,
+            refusals=self.refused,
         )
 
     @property
@@ -167,12 +167,12 @@ class EngineLeader:
         return self._groups.host_store()
 
     def prepare(self, *, cost: Mapping[str, object] | None = None) -> LoadedRank:
-        known = None if cost is None else CostModel.from_json(cost)
+        cost_model = None if cost is None else CostModel.from_json(cost)
         with self._preparing:
             if self._loaded is None or (self._running is None and self._prepared is None):
                 size = self._config.parallel.draft_tensor_parallel_size
                 handle = UnconnectedGroup(rank=0, size=size) if size > 1 else SingleGroup()
-                self._prepared = self._load(GroupHandle(handle), cost=known)
+                self._prepared = self._load(GroupHandle(handle), cost=cost_model)
             assert self._loaded is not None, "it was set by the first load"
             return self._loaded
 
@@ -385,17 +385,17 @@ def _require_compatible(
     """Raises CheckpointError where the new head differs in a property that the engine depends on.
     Kind and draft vocabulary are among them: drafting costs are measured only once."""
     if sha256 is not None:
-        _require_same(folder, "digest", found=new.report.sha256, expected=sha256)
+        _require_same(folder, "digest", actual=new.report.sha256, expected=sha256)
     for what in ("exit_layer", "layer", "kind", "draft_vocab_size"):
-        found, expected = getattr(new.config, what), getattr(serving.config, what)
-        _require_same(folder, what, found=found, expected=expected)
+        actual, expected = getattr(new.config, what), getattr(serving.config, what)
+        _require_same(folder, what, actual=actual, expected=expected)
 
 
-def _require_same(folder: str, what: str, *, found: object, expected: object) -> None:
-    if found != expected:
+def _require_same(folder: str, what: str, *, actual: object, expected: object) -> None:
+    if actual != expected:
         raise CheckpointError(
             file=folder,
-            found=f"{what} {found}",
+            found=f"{what} {actual}",
             expected=f"{expected}, as in the present head",
             advice="restart the service with --head to change it",
         )

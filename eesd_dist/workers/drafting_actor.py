@@ -188,12 +188,12 @@ class DraftActor(WorkerActor):
     async def join(self, epoch: Epoch) -> None:
         """Starts the round loop, once the verify ranks are ready for rounds."""
         new_engine = self._needs_new_engine
-        part = await self._joining.enter(
+        draft_epoch = await self._joining.enter(
             epoch, lambda: self._leader.join(epoch, new_engine=new_engine)
         )
         self._needs_new_engine = False
         while self._dropped:
-            part.drop(self._dropped.pop())
+            draft_epoch.drop(self._dropped.pop())
         if self._router is not None:
             self._router.start()
         if not self._is_looking:
@@ -201,7 +201,7 @@ class DraftActor(WorkerActor):
             self._keep(self._look_after_clients())
             self._keep(self._expire_pages())
         self._running = RoundLoop(
-            part,
+            draft_epoch,
             epoch=epoch.number,
             name=f"drafting loop of {self._name}",
             deliver=self._deliver,
@@ -243,8 +243,8 @@ class DraftActor(WorkerActor):
         for request_id in self._mail.names():
             error: EesdError = PeerLost(peer=self._name, operation="rounds", reason=str(trouble))
             if is_crash and request_id in inside:
-                was_alone = len(inside) == 1 and not self._texts
-                error = EngineCrashed(str(trouble), was_alone=was_alone)
+                is_sole = len(inside) == 1 and not self._texts
+                error = EngineCrashed(str(trouble), was_alone=is_sole)
             self._send_on(request_id, error)
         lost = PeerLost(peer=self._name, operation="rounds", reason=str(trouble))
         self._take_out(self._texts.fail_all(lost))
@@ -328,8 +328,8 @@ class DraftActor(WorkerActor):
         if self._admission.has_suspect:
             self._take_out(self._texts.fail_all(_ALONE))
         for request_id in self._admission.to_evict():
-            again = Migrated(by="", to=None, reason="a request is tested alone")
-            self._send_on(request_id, again)
+            migrated = Migrated(by="", to=None, reason="a request is tested alone")
+            self._send_on(request_id, migrated)
         if self._admission.needs_quiet and not running.is_quiet:
             asyncio.get_running_loop().call_later(_QUIET_POLL_S, self._admit)
             return
@@ -411,7 +411,7 @@ class DraftActor(WorkerActor):
         return self._watch.page(
             load,
             recorder=self._leader.recorder_counts(),
-            num_refused=self._leader.refused.num_refused,
+            num_refusals=self._leader.refused.num_refused,
         )
 
     async def rounds(self) -> tuple[RoundStats, ...]:
@@ -534,9 +534,9 @@ class DraftActor(WorkerActor):
 
     def _deliver(self, result: StepLike) -> None:
         self._texts.deliver(result.features)
-        late = self._mail.deliver(result.emissions)
+        stale_ids = self._mail.deliver(result.emissions)
         for emission in result.emissions:
-            if emission.request_id in late:
+            if emission.request_id in stale_ids:
                 continue
             self._admission.delivered(emission.request_id)
             if emission.finish_reason is not None:
@@ -549,11 +549,11 @@ class DraftActor(WorkerActor):
             read = [
                 outcome
                 for outcome in result.outcomes
-                if outcome.request_id not in late
+                if outcome.request_id not in stale_ids
                 and (outcome.request_id in self._mail or outcome.request_id in result.finished)
             ]
-            self._router.observed(read, [name for name in result.finished if name not in late])
-        self._watch.saw(result, late=late)
+            self._router.observed(read, [name for name in result.finished if name not in stale_ids])
+        self._watch.saw(result, stale_ids=stale_ids)
         if self._admission.num_waiting:
             self._admit()
 

@@ -38,7 +38,7 @@ class LoadWatch:
             report = LoadReport(
                 bytes_done=progress.bytes_done,
                 bytes_total=progress.bytes_total,
-                piece=progress.piece,
+                module=progress.piece,
                 seconds=progress.seconds,
                 waited_s=progress.waited_s,
                 peak_memory_bytes=peak_memory_bytes(),
@@ -64,7 +64,7 @@ class LoadWatch:
 def peak_memory_bytes() -> int:
     """Returns the peak memory of this process; `ru_maxrss` may include the process before exec."""
     status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    if found is not None:
-        return int(found[1]) * 1024
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    if peak is not None:
+        return int(peak[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

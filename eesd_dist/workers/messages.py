@@ -60,7 +60,7 @@ class LoadReport:
 
     bytes_done: int
     bytes_total: int
-    piece: str
+    module: str
     """The last piece loaded: a layer, the embedding or the LM head; empty before the first."""
     seconds: float
     waited_s: float
@@ -215,7 +215,7 @@ class RouterNews:
     admitted: tuple[Admission, ...]
     outcomes: tuple[Outcome, ...]
     finished: tuple[RequestId, ...]
-    known_priors: str | None = None
+    priors_id: str | None = None
     """The id of the pools the sender has, as the router gave it; None asks for no pools."""
 
 

@@ -45,13 +45,13 @@ class PageSharing:
         *,
         address: str,
         kv_sharing: Callable[[], KvSharing],
-        refused: RefusedConnections,
+        refusals: RefusedConnections,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`address` is this node's; `kv_sharing` raises EngineError while there is no engine."""
         self._address = address
         self._kv_sharing = kv_sharing
-        self._refused = refused
+        self._refused = refusals
         self._clock = clock
         self._meetings: dict[str, StoreHost] = {}
         self._due: dict[str, tuple[float, Callable[[str], object]]] = {}
@@ -63,9 +63,9 @@ class PageSharing:
 
     def expire(self) -> None:
         """Raises EngineError while an engine is being built: nothing is held then."""
-        now_s = self._clock()
+        time_s = self._clock()
         for number, (until_s, end) in list(self._due.items()):
-            if now_s > until_s:
+            if time_s > until_s:
                 logger.info("expired during a KV migration: number=%s", number)
                 self._due.pop(number, None)
                 end(number)
@@ -81,7 +81,7 @@ class PageSharing:
 
     def meet(self, *, lasts_s: float) -> Meeting:
         number = uuid4().hex
-        self._meetings[number] = host = StoreHost(address=self._address, refused=self._refused)
+        self._meetings[number] = host = StoreHost(address=self._address, refusals=self._refused)
         self._hold(number, lambda number: self._meetings.pop(number, None), lasts_s=lasts_s)
         return Meeting(number=number, epoch=self._kv_sharing().epoch, store=host.at)
 
@@ -123,13 +123,13 @@ class PageMoves:
         address: str,
         store: Callable[[], PageStore],
         layout: Callable[[], KvLayout],
-        refused: RefusedConnections,
+        refusals: RefusedConnections,
     ) -> None:
         """`store` and `layout` raise EngineError while there is none."""
         self._address = address
         self._store = store
         self._layout = layout
-        self._refused = refused
+        self._refused = refusals
         self._writing = threading.Lock()
         self._epoch = 0
         self._links: dict[str, _OpenLink] = {}
@@ -156,48 +156,48 @@ class PageMoves:
                 device=page_device if link.backend == "nccl" else "cpu",
                 address=self._address,
                 members=link.ends,
-                refused=self._refused,
+                refusals=self._refused,
             )
             self._keep(link.meeting.number, group)
             with self._using(link.meeting.number):
                 _greet(group)
 
-    def send(self, part: PagePart) -> PageTraffic:
+    def send(self, share: PagePart) -> PageTraffic:
         store = self._store()
 
         def read(chunk: Chunk) -> Tensor:
             self.num_moved += 1
-            return store.read(chunk, part.pages)
+            return store.read(chunk, share.pages)
 
-        with self._using(part.link) as group, own_stream(store.device):
+        with self._using(share.link) as group, own_stream(store.device):
             return send_pages(
                 group,
                 read,
                 page_bytes=store.page_bytes,
-                num_pages=len(part.pages),
-                number=part.number,
-                timeout_s=part.timeout_s,
+                num_pages=len(share.pages),
+                number=share.number,
+                timeout_s=share.timeout_s,
             )
 
-    def receive(self, part: PagePart) -> PageTraffic:
-        deadline = time.monotonic() + part.timeout_s
+    def receive(self, share: PagePart) -> PageTraffic:
+        deadline = time.monotonic() + share.timeout_s
         store = self._store()
 
         def write(chunk: Chunk, content: Tensor) -> None:
             with self._writing:
-                self._refuse_late_bytes(part, deadline, name=group.members[group.rank])
-                store.write(chunk, part.pages, content)
+                self._refuse_late_bytes(share, deadline, name=group.members[group.rank])
+                store.write(chunk, share.pages, content)
                 store.settle()
                 self.num_moved += 1
 
-        with self._using(part.link) as group, own_stream(store.device):
+        with self._using(share.link) as group, own_stream(store.device):
             return receive_pages(
                 group,
                 write,
                 page_bytes=store.page_bytes,
-                num_pages=len(part.pages),
-                number=part.number,
-                timeout_s=part.timeout_s,
+                num_pages=len(share.pages),
+                number=share.number,
+                timeout_s=share.timeout_s,
             )
 
     def close(self, link: str) -> None:
@@ -228,18 +228,18 @@ class PageMoves:
         if link in self._links:
             self._keep(link, opened.group)
 
-    def _refuse_late_bytes(self, part: PagePart, deadline: float, *, name: str) -> None:
+    def _refuse_late_bytes(self, share: PagePart, deadline: float, *, name: str) -> None:
         reason = None
-        if self._epoch != part.epoch:
+        if self._epoch != share.epoch:
             reason = f"it belongs to epoch {self._epoch} now"
         elif time.monotonic() > deadline:
-            reason = f"not done within {part.timeout_s:g} s"
+            reason = f"not done within {share.timeout_s:g} s"
         if reason is not None:
             raise PeerLost(
                 peer=name,
                 operation="receiving pages",
                 reason=reason,
-                epoch=part.epoch,
+                epoch=share.epoch,
             )
 
 

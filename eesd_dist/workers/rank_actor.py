@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class _RunningEpoch:
-    def __init__(self, part: RankEpoch, *, epoch: Epoch, name: str) -> None:
-        self._part = part
+    def __init__(self, rank_epoch: RankEpoch, *, epoch: Epoch, name: str) -> None:
+        self._part = rank_epoch
         self.epoch = epoch
-        self.thread = LoopThread(part.run, name=name)
+        self.thread = LoopThread(rank_epoch.run, name=name)
 
     def status(self) -> WorkerStatus:
         number = self._part.number()
@@ -122,8 +122,8 @@ class RankActor(WorkerActor):
         return self._fallback
 
     async def join(self, epoch: Epoch) -> None:
-        part = await self._joining.enter(epoch, lambda: self._worker.join(epoch))
-        self._running = _RunningEpoch(part, epoch=epoch, name=f"loop of {self._name}")
+        rank_epoch = await self._joining.enter(epoch, lambda: self._worker.join(epoch))
+        self._running = _RunningEpoch(rank_epoch, epoch=epoch, name=f"loop of {self._name}")
         logger.info("joined: rank=%s epoch=%d", self._name, epoch.number)
 
     def _draft_follower(self) -> DraftFollower:

@@ -38,8 +38,8 @@ class RouterLink:
         adopt: Callable[[Priors], None],
         interval_s: float = 0.05,
         timeout_s: float = 1.0,
-        priors_every_s: float = 1.0,
-        max_kept: int = 4096,
+        priors_interval_s: float = 1.0,
+        max_queued: int = 4096,
     ) -> None:
         self._pipeline = pipeline
         self._ask = ask
@@ -47,14 +47,14 @@ class RouterLink:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._adopt = adopt
-        self._priors_every_s = priors_every_s
+        self._priors_interval_s = priors_interval_s
         self._priors_id = ""
         """Id of the pools received last; empty before the first."""
         self._asked_s = -math.inf
         """Time when pools were last asked for."""
-        self._admitted: deque[Admission] = deque(maxlen=max_kept)
-        self._outcomes: deque[Outcome] = deque(maxlen=max_kept)
-        self._finished: deque[RequestId] = deque(maxlen=max_kept)
+        self._admitted: deque[Admission] = deque(maxlen=max_queued)
+        self._outcomes: deque[Outcome] = deque(maxlen=max_queued)
+        self._finished: deque[RequestId] = deque(maxlen=max_queued)
         self._news = asyncio.Event()
         self._is_silent = False
         self._task: asyncio.Task[None] | None = None
@@ -85,23 +85,23 @@ class RouterLink:
     async def _something_to_say(self) -> None:
         """Waits for news, at most until the pools, which may have changed, are due again."""
         try:
-            async with asyncio.timeout(self._priors_every_s):
+            async with asyncio.timeout(self._priors_interval_s):
                 await self._news.wait()
         except TimeoutError:
             return
 
     async def _exchange(self) -> None:
         self._news.clear()
-        news = RouterNews(
+        update = RouterNews(
             pipeline=self._pipeline,
             admitted=_drain(self._admitted),
             outcomes=_drain(self._outcomes),
             finished=_drain(self._finished),
-            known_priors=self._known_priors(),
+            priors_id=self._due_priors_id(),
         )
         try:
             async with asyncio.timeout(self._timeout_s):
-                advice = await self._ask(news)
+                advice = await self._ask(update)
         except Exception as error:  # no failure of the router may reach the round loop
             if not self._is_silent:
                 logger.warning("router does not answer, drafting continues: error=%r", error)
@@ -119,11 +119,11 @@ class RouterLink:
         except Exception:  # a bug; later plans may be valid
             logger.exception("plans not applied: pipeline=%s", self._pipeline)
 
-    def _known_priors(self) -> str | None:
-        now_s = time.monotonic()
-        if now_s - self._asked_s < self._priors_every_s:
+    def _due_priors_id(self) -> str | None:
+        time_s = time.monotonic()
+        if time_s - self._asked_s < self._priors_interval_s:
             return None
-        self._asked_s = now_s
+        self._asked_s = time_s
         return self._priors_id
 
 
@@ -134,6 +134,6 @@ def _counts(outcome: Outcome) -> Outcome:
 
 
 def _drain(queue: deque[T]) -> tuple[T, ...]:
-    taken = tuple(queue)
+    drained = tuple(queue)
     queue.clear()
-    return taken
+    return drained

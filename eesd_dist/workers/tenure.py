@@ -129,19 +129,19 @@ def pipeline_prefix(app: str, pipeline: str) -> str:
 
 def workers_named(prefix: str, *, namespace: str) -> dict[str, str]:
     """Returns the Ray names of the workers that begin so, by the name of their pipeline."""
-    found: dict[str, str] = {}
-    for each in ray.util.list_named_actors(all_namespaces=True):
-        if each["namespace"] == namespace and each["name"].startswith(prefix):
-            found[each["name"]] = each["name"].removeprefix(prefix).split("/")[0]
-    return found
+    pipelines: dict[str, str] = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == namespace and actor["name"].startswith(prefix):
+            pipelines[actor["name"]] = actor["name"].removeprefix(prefix).split("/")[0]
+    return pipelines
 
 
 def placement_groups_named(prefix: str) -> dict[str, PlacementGroup]:
     """Returns the placement groups with such a name that are not removed, by name."""
     return {
-        each["name"]: PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number)))
-        for number, each in placement_group_table().items()
-        if each["name"].startswith(prefix) and each["state"] != "REMOVED"
+        group["name"]: PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number)))
+        for number, group in placement_group_table().items()
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED"
     }
 
 

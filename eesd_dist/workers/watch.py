@@ -42,16 +42,16 @@ class _Watched:
 
     def saw(self, emission: Emission) -> float | None:
         """Returns the time to the first token with the first token, otherwise None."""
-        now_s = time.monotonic()
+        time_s = time.monotonic()
         if emission.queue_s is not None:
             self._queue_s = emission.queue_s
         if not emission.tokens:
             return None
-        last_s, self._last_s = self._last_s, now_s
+        last_s, self._last_s = self._last_s, time_s
         if self._first_s is None:
-            self._first_s = now_s
+            self._first_s = time_s
             return self._first_token_s
-        self._inter_token_s.append((now_s - last_s) / len(emission.tokens))
+        self._inter_token_s.append((time_s - last_s) / len(emission.tokens))
         return None
 
     @property
@@ -93,8 +93,8 @@ class DraftWatch:
         if self._starts is not None:
             self._starts.arrived(request)
 
-    def saw(self, result: StepLike, *, late: Collection[RequestId] = ()) -> None:
-        """Records a step. `late`: requests with emissions of an earlier submission."""
+    def saw(self, result: StepLike, *, stale_ids: Collection[RequestId] = ()) -> None:
+        """Records a step. `stale_ids`: requests with emissions of an earlier submission."""
         for stats in result.rounds:
             self._rounds.append(stats)
             self._recent.add(stats)
@@ -102,10 +102,10 @@ class DraftWatch:
             if self._spans is not None:
                 self._spans.record_round(stats)
             if self._starts is not None:
-                self._starts.record(stats, result.emissions, resubmitted=late)
+                self._starts.record(stats, result.emissions, resubmitted=stale_ids)
         for emission in result.emissions:
             watched = self._requests.get(emission.request_id)
-            if watched is None or emission.request_id in late:
+            if watched is None or emission.request_id in stale_ids:
                 continue
             if (first_s := watched.saw(emission)) is not None:
                 self._first_tokens.append((time.monotonic(), first_s))
@@ -125,7 +125,7 @@ class DraftWatch:
         load: LoadLike | None,
         *,
         recorder: RecorderCounts | None = None,
-        num_refused: int = 0,
+        num_refusals: int = 0,
     ) -> bytes:
         """Returns the page that a Prometheus server scrapes."""
         if load is not None:
@@ -141,7 +141,7 @@ class DraftWatch:
             )
         if recorder is not None:
             self._metrics.observe_recorder(recorder)
-        self._metrics.observe_refused(num_refused)
+        self._metrics.observe_refused(num_refusals)
         return self._metrics.render()
 
     def activity(self, load: LoadLike) -> Activity:

@@ -85,13 +85,13 @@ class WorkerActor(ABC):
         """Connects to the peer rank in another pipeline."""
         await asyncio.to_thread(self._role.pages.open, link)
 
-    async def send_pages(self, part: PagePart) -> PageTraffic:
+    async def send_pages(self, share: PagePart) -> PageTraffic:
         """Sends this rank's part of pages that are leased to another pipeline."""
-        return await asyncio.to_thread(self._role.pages.send, part)
+        return await asyncio.to_thread(self._role.pages.send, share)
 
-    async def receive_pages(self, part: PagePart) -> PageTraffic:
+    async def receive_pages(self, share: PagePart) -> PageTraffic:
         """Receives this rank's part of another pipeline's pages, while rounds go on."""
-        return await asyncio.to_thread(self._role.pages.receive, part)
+        return await asyncio.to_thread(self._role.pages.receive, share)
 
     async def close_link(self, number: str) -> None:
         await asyncio.to_thread(self._role.pages.close, number)

@@ -165,9 +165,9 @@ def _passages(module: str) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for node in ast.walk(tree):
         text = (ast.get_docstring(node) or "") if isinstance(node, documented) else ""
-        for part in inspect.cleandoc(text).split("\n\n"):
-            words = part.split()
-            if SHORTEST_PASSAGE <= len(words) <= LONGEST_PASSAGE and ">>>" not in part:
+        for paragraph in inspect.cleandoc(text).split("\n\n"):
+            words = paragraph.split()
+            if SHORTEST_PASSAGE <= len(words) <= LONGEST_PASSAGE and ">>>" not in paragraph:
                 yield " ".join(words)
 
 
@@ -176,8 +176,8 @@ def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _texts(part)
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _texts(member)
 
 
 def _ngrams(text: str) -> Iterator[tuple[str, ...]]:
@@ -187,15 +187,15 @@ def _ngrams(text: str) -> Iterator[tuple[str, ...]]:
 
 
 def _write(file: Path, rows: Iterable[dict[str, object]], judged: set[tuple[str, ...]]) -> None:
-    kept: list[str] = []
+    lines: list[str] = []
     num_removed = 0
     for row in rows:
         if any(ngram in judged for text in _texts(row) for ngram in _ngrams(text)):
             num_removed += 1
         else:
-            kept.append(json.dumps(row) + "\n")
-    file.write_text("".join(kept), encoding="utf-8")
-    print(f"{file}: {len(kept)} lines, {num_removed} removed that share {NGRAM} words in a row")
+            lines.append(json.dumps(row) + "\n")
+    file.write_text("".join(lines), encoding="utf-8")
+    print(f"{file}: {len(lines)} lines, {num_removed} removed that share {NGRAM} words in a row")
 
 
 if __name__ == "__main__":

@@ -98,14 +98,14 @@ def _phases(options: Options) -> list[_Phase]:
         return sample.count == sample.nodes == 0
 
     hold_s = options.hold_s
-    again = _Phase(name="from zero again", clients=(_LOW,), reached=one, hold_s=hold_s)
+    second_start = _Phase(name="from zero again", clients=(_LOW,), reached=one, hold_s=hold_s)
     return [
         _Phase(name="from zero", clients=(_LOW,), reached=one, hold_s=hold_s),
         _Phase(name="rise", clients=(_HIGH,), reached=two, hold_s=hold_s),
         _Phase(name="noise", clients=_NOISE, reached=two, hold_s=options.noise_s),
         _Phase(name="fall", clients=(_LOW,), reached=one, hold_s=hold_s),
         _Phase(name="to zero", clients=(0,), reached=none, hold_s=hold_s),
-        *(() if options.quick else (again,)),
+        *(() if options.quick else (second_start,)),
     ]
 
 
@@ -257,7 +257,9 @@ def _num_migrated(page: bytes) -> int:
 
 def _line(name: str, timeline: Timeline) -> str:
     last = timeline.last
-    reasons = "; ".join(each.reason for each in timeline.decisions_in(name)) or "no decision"
+    reasons = (
+        "; ".join(decision.reason for decision in timeline.decisions_in(name)) or "no decision"
+    )
     return (
         f"{last.at_s:6.1f} s  {name:<16} pipelines {last.ready} of {last.count}, nodes "
         f"{last.nodes}: {reasons}"
@@ -282,7 +284,7 @@ def main(options: Options) -> int:
     config = _service(options)
     prompts = _prompts(config, options)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    with fake_nodes(cpus=_NODE_CPUS, most=_MOST + 1, idle_s=options.idle_s):
+    with fake_nodes(cpus=_NODE_CPUS, max_nodes=_MOST + 1, idle_s=options.idle_s):
         serve.start(proxy_location="Disabled")
         serve.run(build_app(config), name=config.app_name, route_prefix=None)
         timeline, texts = asyncio.run(_measure(config, prompts, options, say=say))

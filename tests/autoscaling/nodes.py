@@ -34,8 +34,8 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def fake_nodes(*, cpus: float, most: int, idle_s: float) -> Iterator[None]:
-    """Within the block this process is connected to a cluster with up to `most` nodes.
+def fake_nodes(*, cpus: float, max_nodes: int, idle_s: float) -> Iterator[None]:
+    """Within the block this process is connected to a cluster with up to `max_nodes` nodes.
 
     Each node has so many `cpus` and goes when it was idle for `idle_s`.
     """
@@ -43,7 +43,7 @@ def fake_nodes(*, cpus: float, most: int, idle_s: float) -> Iterator[None]:
         port = free_port("127.0.0.1")
         config = folder / "autoscaler.yaml"
         config.write_text(
-            yaml.safe_dump(_autoscaler(port=port, cpus=cpus, most=most, idle_s=idle_s))
+            yaml.safe_dump(_autoscaler(port=port, cpus=cpus, max_nodes=max_nodes, idle_s=idle_s))
         )
         _start_head(ray_folder(folder), config, port=port)
         ray.init(
@@ -72,15 +72,15 @@ def _start_head(folder: Path, config: Path, *, port: int) -> None:
     except subprocess.TimeoutExpired as error:
         raise EngineError(f"Ray's head has not started in {_START_TIMEOUT_S:g} s") from error
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise EngineError(f"Ray's head could not be started: {''.join(said)}")
+        message = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise EngineError(f"Ray's head could not be started: {''.join(message)}")
 
 
-def _autoscaler(*, port: int, cpus: float, most: int, idle_s: float) -> dict[str, object]:
+def _autoscaler(*, port: int, cpus: float, max_nodes: int, idle_s: float) -> dict[str, object]:
     node = {"CPU": cpus, "object_store_memory": _STORE_BYTES}
     return {
         "cluster_name": "eesd-fake",
-        "max_workers": most,
+        "max_workers": max_nodes,
         "upscaling_speed": 10.0,
         "idle_timeout_minutes": idle_s / 60.0,
         "provider": {
@@ -96,7 +96,7 @@ def _autoscaler(*, port: int, cpus: float, most: int, idle_s: float) -> dict[str
                 "resources": node,
                 "node_config": {},
                 "min_workers": 0,
-                "max_workers": most,
+                "max_workers": max_nodes,
             },
         },
         "head_node_type": "ray.head.default",

@@ -50,10 +50,10 @@ class Timeline:
         return self.samples[-1]
 
     def note(self, state: FleetState, *, num_clients: int, nodes: int) -> None:
-        now_s, decision = self.clock(), state.decision
+        time_s, decision = self.clock(), state.decision
         self.samples.append(
             Sample(
-                at_s=now_s,
+                at_s=time_s,
                 num_clients=num_clients,
                 num_waiting=state.num_waiting,
                 wanted=decision.target,
@@ -66,7 +66,7 @@ class Timeline:
         if not self.decisions or self.decisions[-1].reason != decision.reason:
             self.decisions.append(
                 Decision(
-                    at_s=now_s - decision.since_s,  # the router passes the age of its decision
+                    at_s=time_s - decision.since_s,  # the router passes the age of its decision
                     wanted=decision.target,
                     signal=decision.signal,
                     reason=decision.reason,
@@ -75,7 +75,11 @@ class Timeline:
 
     def decisions_in(self, phase: str) -> list[Decision]:
         """Returns the decisions made during a phase."""
-        spans = [(each.began_s, each.ended_s) for each in self.phases if each.name == phase]
+        spans = [
+            (phase_end.began_s, phase_end.ended_s)
+            for phase_end in self.phases
+            if phase_end.name == phase
+        ]
         return [
             decision
             for decision in self.decisions
@@ -93,9 +97,9 @@ class Timeline:
 
 def _changed(samples: Sequence[Sample]) -> list[Sample]:
     changed = [
-        later
-        for before, later in pairwise(samples)
-        if replace(later, at_s=0.0) != replace(before, at_s=0.0)
+        sample
+        for before, sample in pairwise(samples)
+        if replace(sample, at_s=0.0) != replace(before, at_s=0.0)
     ]
     return [*samples[:1], *changed, *samples[-1:]]
 

@@ -52,7 +52,7 @@ class Pipeline:
     def __init__(self, folder: Path, *, verify_ranks: int) -> None:
         torch.set_num_threads(1)
         self.folder = folder
-        target = save_target(folder / "target", later=0.3)
+        target = save_target(folder / "target", tail_scale=0.3)
         for name in ("always", "sometimes", "never"):
             save_head(target, folder / name, name)
         # 47 tokens: the LM head shards of the two ranks differ by one row.

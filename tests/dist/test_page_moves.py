@@ -113,7 +113,7 @@ def _sharing(
     return PageSharing(
         address="127.0.0.1",
         kv_sharing=engine,  # type: ignore[arg-type]
-        refused=RefusedConnections(),
+        refusals=RefusedConnections(),
         clock=clock,
     )
 
@@ -123,7 +123,7 @@ def _moves(store: Store) -> PageMoves:
         address="127.0.0.1",
         store=lambda: store,  # type: ignore[arg-type, return-value]
         layout=_none,  # type: ignore[arg-type]
-        refused=RefusedConnections(),
+        refusals=RefusedConnections(),
     )
     moves.enter(EPOCH)
     return moves

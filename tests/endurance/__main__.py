@@ -167,7 +167,9 @@ def _run(
 
 
 def _setting(options: Options) -> dict[str, object]:
-    setting = {key: each for key, each in asdict(options).items() if not isinstance(each, Path)}
+    setting = {
+        key: option for key, option in asdict(options).items() if not isinstance(option, Path)
+    }
     return setting | {"run_s": options.run_s, "warmup_s": options.warmup_s}
 
 

@@ -113,10 +113,10 @@ class Load:
     async def whole_stream(self, client: httpx.AsyncClient) -> None:
         body, reference = self._rng.choice(self._references.streams)
         name = self._name()
-        heard = await ask(client, {**body, "request_id": name})
-        self.answers.num_tokens += len(heard.tokens)
-        fate = fate_of(reference, heard)
-        problem = None if fate == "same" else f"{fate}: {heard.error or 'no error'}"
+        streamed = await ask(client, {**body, "request_id": name})
+        self.answers.num_tokens += len(streamed.tokens)
+        fate = fate_of(reference, streamed)
+        problem = None if fate == "same" else f"{fate}: {streamed.error or 'no error'}"
         self.answers.note("stream", problem, name=name)
 
     async def left_stream(self, client: httpx.AsyncClient) -> None:
@@ -135,10 +135,10 @@ class Load:
                         break
         except httpx.HTTPError as error:
             listener.fail(repr(error))
-        heard = listener.heard()
-        self.answers.num_tokens += len(heard.tokens)
-        is_same = same_until(reference.tokens, heard.tokens) == len(heard.tokens)
-        problem = heard.error or (None if is_same else "changed")
+        streamed = listener.heard()
+        self.answers.num_tokens += len(streamed.tokens)
+        is_same = same_until(reference.tokens, streamed.tokens) == len(streamed.tokens)
+        problem = streamed.error or (None if is_same else "changed")
         self.answers.note("left", problem, name=name)
 
     async def several_choices(self, client: httpx.AsyncClient) -> None:
@@ -187,4 +187,4 @@ async def choices_of(client: httpx.AsyncClient, body: Body) -> tuple[Texts, str 
 
 def not_streamed(body: Body, *, n: int) -> Body:
     """Returns the same request for several choices at once."""
-    return {key: each for key, each in body.items() if not key.startswith("stream")} | {"n": n}
+    return {key: field for key, field in body.items() if not key.startswith("stream")} | {"n": n}

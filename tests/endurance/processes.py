@@ -67,12 +67,12 @@ class Family:
         self._roles: dict[Pid, str] = {}
 
     def holdings(self) -> dict[Pid, Holdings]:
-        found: dict[Pid, Holdings] = {}
+        holdings: dict[Pid, Holdings] = {}
         for process in Process().children(recursive=True):
             with suppress(PsutilError, FileNotFoundError, ProcessLookupError):  # it has ended
                 pid = Pid(process.pid, process.create_time())
-                found[pid] = self._of(process, pid)
-        return found
+                holdings[pid] = self._of(process, pid)
+        return holdings
 
     def _of(self, process: Process, pid: Pid) -> Holdings:
         targets = _fd_targets(pid.number)

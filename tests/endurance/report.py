@@ -36,9 +36,9 @@ class Reading:
 
     def settled(self, role: str, settle_s: float) -> dict[Pid, Holdings]:
         """Returns the role's processes; none while one of them is younger than `settle_s`."""
-        found = {pid: held for pid, held in self.processes.items() if held.role == role}
-        is_young = any(self.unix_s - pid.started_s < settle_s for pid in found)
-        return {} if is_young else found
+        processes = {pid: held for pid, held in self.processes.items() if held.role == role}
+        is_young = any(self.unix_s - pid.started_s < settle_s for pid in processes)
+        return {} if is_young else processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +96,12 @@ class Figure:
         return self.slope is not None and not self.slope.is_below(self.limit_per_h)
 
     def as_json(self) -> dict[str, object]:
-        found = asdict(self)
-        slope = found.pop("slope") or {}
+        row = asdict(self)
+        slope = row.pop("slope") or {}
         verdict = {"passed": None if self.slope is None else not self.has_grown}
         return {
-            key: round(each, 4) if isinstance(each, float) else each
-            for key, each in (found | slope | verdict).items()
+            key: round(cell, 4) if isinstance(cell, float) else cell
+            for key, cell in (row | slope | verdict).items()
         }
 
 
@@ -132,7 +132,7 @@ def figures_of(
 def _all_series(
     readings: Sequence[Reading], idle: Sequence[IdleReading], settle_s: float
 ) -> Iterator[Series]:
-    for role in sorted({held.role for each in readings for held in each.processes.values()}):
+    for role in sorted({held.role for reading in readings for held in reading.processes.values()}):
         for quantity in _QUANTITIES:
             yield Series(
                 name=f"{quantity.name} of {role}",
@@ -142,44 +142,47 @@ def _all_series(
                 is_rays_own=role in RAYS_OWN,
             )
     for pid, held in _survivors_among_several(readings).items():
-        samples = [(each, each.settled(held.role, settle_s).get(pid)) for each in readings]
+        samples = [(reading, reading.settled(held.role, settle_s).get(pid)) for reading in readings]
         yield Series(
             name=f"memory of {held.role}, pid {pid.number}",
             unit=_MEMORY.unit,
             limit_per_h=_MEMORY.limit_per_h,
             samples=[
-                Sample(at_s=each.at_s, life=pid, value=_MEMORY.of(found))
-                for each, found in samples
-                if found is not None
+                Sample(at_s=reading.at_s, life=pid, value=_MEMORY.of(holdings))
+                for reading, holdings in samples
+                if holdings is not None
             ],
         )
     yield Series(
         name="shared memory",
         unit="MiB",
         limit_per_h=_MEMORY_LIMIT_MIB_PER_H,
-        samples=_of_service([(each.at_s, each.shared_memory_bytes / _MIB) for each in readings]),
+        samples=_of_service(
+            [(reading.at_s, reading.shared_memory_bytes / _MIB) for reading in readings]
+        ),
     )
     yield Series(
-        name="actors", samples=_of_service([(each.at_s, each.num_actors) for each in readings])
+        name="actors",
+        samples=_of_service([(reading.at_s, reading.num_actors) for reading in readings]),
     )
     yield Series(
         name="processes",
-        samples=_of_service([(each.at_s, len(each.processes)) for each in readings]),
+        samples=_of_service([(reading.at_s, len(reading.processes)) for reading in readings]),
     )
     yield Series(
         name="pages in use, idle",
-        samples=_of_service([(each.at_s, each.pages_in_use) for each in idle]),
+        samples=_of_service([(reading.at_s, reading.pages_in_use) for reading in idle]),
     )
 
 
 def _sums(
     readings: Sequence[Reading], role: str, of: Callable[[Holdings], float], settle_s: float
 ) -> list[Sample]:
-    settled = [(each.at_s, each.settled(role, settle_s)) for each in readings]
+    settled = [(reading.at_s, reading.settled(role, settle_s)) for reading in readings]
     return [
-        Sample(at_s=at_s, life=frozenset(found), value=sum(map(of, found.values())))
-        for at_s, found in settled
-        if found
+        Sample(at_s=at_s, life=frozenset(processes), value=sum(map(of, processes.values())))
+        for at_s, processes in settled
+        if processes
     ]
 
 
@@ -194,7 +197,7 @@ def _survivors_among_several(readings: Sequence[Reading]) -> dict[Pid, Holdings]
     return {
         pid: held
         for pid, held in first.items()
-        if in_role[held.role] > 1 and all(pid in each.processes for each in readings)
+        if in_role[held.role] > 1 and all(pid in reading.processes for reading in readings)
     }
 
 
@@ -213,25 +216,27 @@ class Outcome:
 
 def growth_in_ray(outcome: Outcome) -> list[str]:
     """Returns what grows in Ray's own processes."""
-    return [_complaint(each) for each in outcome.figures if each.has_grown and each.is_rays_own]
+    return [
+        _complaint(figure) for figure in outcome.figures if figure.has_grown and figure.is_rays_own
+    ]
 
 
 def complaints(outcome: Outcome) -> list[str]:
     """Returns why the run proves nothing or failed; empty where everything is within its limit."""
-    ours = [each for each in outcome.figures if not each.is_rays_own]
-    found = [_complaint(each) for each in ours if each.has_grown]
-    found += [f"{num} answers wrong: {kind}" for kind, num in outcome.answers.wrong.items()]
+    ours = [figure for figure in outcome.figures if not figure.is_rays_own]
+    reasons = [_complaint(figure) for figure in ours if figure.has_grown]
+    reasons += [f"{num} answers wrong: {kind}" for kind, num in outcome.answers.wrong.items()]
     if outcome.idle and outcome.idle[-1].pages_in_use:
-        found.append(f"{outcome.idle[-1].pages_in_use} pages in use without a request")
+        reasons.append(f"{outcome.idle[-1].pages_in_use} pages in use without a request")
     if not outcome.idle:
-        found.append("the service was never idle: no page was counted")
-    if not any(each.slope for each in outcome.figures):
-        found.append("too short for any slope: give it more minutes")
+        reasons.append("the service was never idle: no page was counted")
+    if not any(figure.slope for figure in outcome.figures):
+        reasons.append("too short for any slope: give it more minutes")
     if outcome.unnoticed:
-        found.append(f"the service did not notice faults {list(outcome.unnoticed)}")
+        reasons.append(f"the service did not notice faults {list(outcome.unnoticed)}")
     if outcome.ended_early:
-        found.append("the faults ended early, since the service was not ready again in time")
-    return found
+        reasons.append("the faults ended early, since the service was not ready again in time")
+    return reasons
 
 
 def _complaint(figure: Figure) -> str:
@@ -240,11 +245,11 @@ def _complaint(figure: Figure) -> str:
 
 def table(outcome: Outcome, faults: Mapping[str, int]) -> str:
     """Returns the figures as text."""
-    asked = ", ".join(f"{num} {kind}" for kind, num in sorted(outcome.answers.counts.items()))
+    requests = ", ".join(f"{num} {kind}" for kind, num in sorted(outcome.answers.counts.items()))
     broken = ", ".join(f"{num} {kind}" for kind, num in sorted(faults.items()))
     return "\n".join(
         [
-            f"requests: {asked}; {outcome.answers.num_tokens} tokens",
+            f"requests: {requests}; {outcome.answers.num_tokens} tokens",
             f"faults: {broken or 'none'}",
             *(f"failed: {complaint}" for complaint in complaints(outcome)),
             *(f"in Ray's own processes: {growth}" for growth in growth_in_ray(outcome)),

@@ -54,7 +54,9 @@ class ServiceReader:
         deadline = time.monotonic() + _EMPTY_WITHIN_S
         while True:
             stats = await self._stats()
-            is_empty = stats and not any(each.num_running or each.num_waiting for each in stats)
+            is_empty = stats and not any(
+                engine.num_running or engine.num_waiting for engine in stats
+            )
             if is_empty or time.monotonic() > deadline:
                 return sum(s.num_pages - s.free_pages for s in stats) if stats else None
             await asyncio.sleep(_POLL_S)
@@ -120,8 +122,8 @@ async def references_of(
     url: str, streams: Sequence[Body], choices: Sequence[Body], *, concurrency: int
 ) -> References:
     """Sends every request once. Raises EngineError when one does not succeed."""
-    heard = await ask_all(url, streams, concurrency=concurrency, max_attempts=_ATTEMPTS)
-    broken = [stream for stream in heard if not stream.is_complete]
+    streamed = await ask_all(url, streams, concurrency=concurrency, max_attempts=_ATTEMPTS)
+    broken = [stream for stream in streamed if not stream.is_complete]
     if broken:
         raise EngineError(f"the undisturbed stream {broken[0].name} broke: {broken[0].error}")
     async with client_of(url, concurrency=concurrency) as client:
@@ -130,6 +132,6 @@ async def references_of(
         if error is not None:
             raise EngineError(f"an undisturbed request failed: {error}")
     return References(
-        streams=list(zip(streams, heard, strict=True)),
+        streams=list(zip(streams, streamed, strict=True)),
         choices=[(body, texts) for body, (texts, _) in zip(choices, answers, strict=True)],
     )

@@ -117,9 +117,9 @@ def _correlation(lives: Sequence[Sequence[float]]) -> float:
     total = sum(value**2 for life in lives for value in life)
     if total == 0.0:
         return 0.0
-    found = sum(a * b for life in lives for a, b in pairwise(life)) / total
+    correlation = sum(a * b for life in lives for a, b in pairwise(life)) / total
     num = sum(map(len, lives)) / len(lives)
-    corrected = (num * found + 2.0) / (num - 4.0) if num > 6.0 else _MAX_CORRELATION
+    corrected = (num * correlation + 2.0) / (num - 4.0) if num > 6.0 else _MAX_CORRELATION
     return min(max(corrected, 0.0), _MAX_CORRELATION)
 
 

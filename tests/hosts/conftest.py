@@ -20,9 +20,9 @@ def why_no_hosts() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if folder in item.path.parents:
             item.add_marker(pytest.mark.hosts)
             item.add_marker(pytest.mark.timeout(480))
 

@@ -54,7 +54,7 @@ def _streams(service: HostsService, *, mode: str, max_tokens: int = _SHORT) -> l
 
 
 @pytest.fixture(scope="module")
-def in_one_process(tiny_model: Path) -> "_OneProcess":
+def single_process(tiny_model: Path) -> "_OneProcess":
     return _OneProcess(tiny_model)
 
 
@@ -114,9 +114,9 @@ def ready(service: HostsService, cluster: RayHosts) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(in_one_process: _OneProcess) -> list[int]:
+def undisturbed(single_process: _OneProcess) -> list[int]:
     """The tokens that `_long_stream` must return."""
-    return in_one_process.tokens([_PROMPT], [SAMPLED], max_tokens=_LONG)[0]
+    return single_process.tokens([_PROMPT], [SAMPLED], max_tokens=_LONG)[0]
 
 
 def _long_stream(service: HostsService) -> HttpStream:
@@ -131,14 +131,14 @@ def _workers(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_verify_ranks_on_two_hosts_and_the_drafting_actor_on_a_third_say_what_one_process_says(
-    service: HostsService, in_one_process: _OneProcess, ready: dict[str, Any]
+    service: HostsService, single_process: _OneProcess, ready: dict[str, Any]
 ) -> None:
     assert len({worker["host"] for worker in _workers(ready).values()}) == 3
     on = _streams(service, mode="auto")
     assert on == _streams(service, mode="off")
     # A sum over two ranks is rounded differently than in one process. The logits of this model are
     # so far apart that no choice changes.
-    assert on == in_one_process.tokens(PROMPTS, (GREEDY, SAMPLED), max_tokens=_SHORT)
+    assert on == single_process.tokens(PROMPTS, (GREEDY, SAMPLED), max_tokens=_SHORT)
 
 
 @pytest.mark.slow

@@ -122,9 +122,9 @@ def _streamed(
             await reading
         return listener.heard()
 
-    heard = _run(read())
-    assert heard.is_complete, heard.error
-    return heard
+    streamed = _run(read())
+    assert streamed.is_complete, streamed.error
+    return streamed
 
 
 def _run(coroutine: Coroutine[Any, Any, Streamed]) -> Streamed:
@@ -142,10 +142,10 @@ def test_a_client_of_a_killed_proxy_goes_on_at_the_other_host(
 ) -> None:
     (other,) = set(_FRONTS) - {host}
     proxy = _proxy_of(fronts.hosts, host)
-    heard = _streamed(fronts.hosts, at=[host, other], meanwhile=proxy.kill)
-    assert heard.tokens == undisturbed.tokens
-    assert heard.num_resumed == 1
-    assert heard.longest_pause_s < 2.0
+    streamed = _streamed(fronts.hosts, at=[host, other], meanwhile=proxy.kill)
+    assert streamed.tokens == undisturbed.tokens
+    assert streamed.num_resumed == 1
+    assert streamed.longest_pause_s < 2.0
     until(lambda: _is_front(fronts.hosts, host), timeout_s=60)
 
 
@@ -153,9 +153,9 @@ def test_streams_and_new_requests_do_without_the_head_until_it_is_back(
     fronts: HostsService, ray_hosts: RayHosts, undisturbed: Streamed
 ) -> None:
     hosts = fronts.hosts
-    heard = _streamed(hosts, at=[1], meanwhile=lambda: ray_hosts.stop(_HEAD))
-    assert heard.tokens == undisturbed.tokens
-    assert heard.num_resumed == 0
+    streamed = _streamed(hosts, at=[1], meanwhile=lambda: ray_hosts.stop(_HEAD))
+    assert streamed.tokens == undisturbed.tokens
+    assert streamed.num_resumed == 0
     for host in _FRONTS:
         assert _streamed(hosts, at=[host]).tokens == undisturbed.tokens
     ray_hosts.restart(_HEAD)

@@ -91,14 +91,14 @@ def test_a_process_has_one_pid_and_one_host(pair: Hosts) -> None:
 
 
 def test_killing_a_host_ends_its_processes_and_no_others(pair: Hosts) -> None:
-    here = pair.run(0, ["sleep", "100"])
-    there = pair.run(1, ["sh", "-c", "sleep 100 & sleep 100"])
+    local = pair.run(0, ["sleep", "100"])
+    remote = pair.run(1, ["sh", "-c", "sleep 100 & sleep 100"])
     while len(pair.pids(1)) < 3:
         time.sleep(0.01)
     pair.kill_host(1)
-    assert there.wait(5) == -signal.SIGKILL
+    assert remote.wait(5) == -signal.SIGKILL
     assert pair.pids(1) == set()
-    assert here.poll() is None
+    assert local.poll() is None
 
 
 def test_what_a_crash_has_left_is_removed_and_removing_it_twice_is_fine() -> None:

@@ -84,9 +84,9 @@ class _Outcome:
     def errors(self) -> list[tuple[str, list[str], str]]:
         """Returns check, nodes and message of each error."""
         return [
-            (each["check"], each["nodes"], each["message"])
-            for each in self.report["findings"]
-            if each["severity"] == "error"
+            (finding["check"], finding["nodes"], finding["message"])
+            for finding in self.report["findings"]
+            if finding["severity"] == "error"
         ]
 
 
@@ -134,13 +134,13 @@ def test_healthy_hosts_pass_and_their_links_are_figures_for_the_planner(
     assert outcome.status == 0
     assert len(outcome.report["facts"]) == 3
     links = read_links(outcome.path)
-    assert {(each.operation, each.scope, each.num_ranks) for each in links} == {
+    assert {(link.operation, link.scope, link.num_ranks) for link in links} == {
         (operation, scope, num_ranks)
         for operation in ("sendrecv", "broadcast", "all_reduce")
         for scope, num_ranks in (("node", 2), ("nodes", 2), ("nodes", 3))
     }
-    assert all(seconds > 0 for each in links for _, seconds in each.times)
-    measured = {tuple(each["nodes"]) for each in outcome.report["measured_links"]}
+    assert all(seconds > 0 for link in links for _, seconds in link.times)
+    measured = {tuple(link["nodes"]) for link in outcome.report["measured_links"]}
     assert len(measured) == 3 + 3 + 1  # within, by pairs, over all
 
 
@@ -210,8 +210,8 @@ def test_a_wrong_version_is_named_by_its_host(preflight: _Preflight, tmp_path: P
     text = str(installed.read_text("METADATA"))
     other = tmp_path / "METADATA"
     other.write_text(text.replace(f"Version: {installed.version}", "Version: 2.12.0"))
-    (place,) = [file.locate() for file in installed.files or () if file.name == "METADATA"]
-    with preflight.cluster.mounted(2, ["--bind", str(other)], Path(place)):
+    (metadata_file,) = [file.locate() for file in installed.files or () if file.name == "METADATA"]
+    with preflight.cluster.mounted(2, ["--bind", str(other)], Path(metadata_file)):
         outcome = preflight.without_links()
     check, nodes, message = _only(outcome.errors())
     assert (check, nodes) == ("versions", [preflight.address(2)])

@@ -139,7 +139,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def in_one_process() -> list[int]:
+def single_process() -> list[int]:
     """The tokens of the completion in one process, without Ray."""
     llm = LocalEngine(EngineConfig(model=ModelConfig(path=BUNDLED_MODEL)))
     request = Request(
@@ -167,17 +167,17 @@ def test_ray_up_says_what_it_waits_for_and_ends_when_the_service_is_healthy(
 
 
 def test_a_completion_across_two_hosts_has_the_tokens_of_one_process(
-    cluster: Cluster, in_one_process: list[int]
+    cluster: Cluster, single_process: list[int]
 ) -> None:
     (state,) = cluster.pipelines().values()
     address = cluster.hosts.hosts.address
     assert {worker["host"] for worker in state["workers"]} == {address(_DRAFT), address(_VERIFY)}
     (choice,) = cluster.complete().raise_for_status().json()["choices"]
-    assert choice["token_ids"] == in_one_process
+    assert choice["token_ids"] == single_process
 
 
 def test_a_second_pipeline_starts_when_its_host_comes_and_the_first_one_stays(
-    cluster: Cluster, in_one_process: list[int]
+    cluster: Cluster, single_process: list[int]
 ) -> None:
     (first,) = cluster.pipelines()
     cluster.edit(
@@ -193,7 +193,7 @@ def test_a_second_pipeline_starts_when_its_host_comes_and_the_first_one_stays(
     hosts = {worker["host"] for worker in cluster.pipelines()[second]["workers"]}
     assert cluster.hosts.hosts.address(_SPARE_VERIFY) in hosts
     (choice,) = cluster.complete().raise_for_status().json()["choices"]
-    assert choice["token_ids"] == in_one_process
+    assert choice["token_ids"] == single_process
 
 
 def test_new_limits_reach_the_running_replicas_and_replace_none(cluster: Cluster) -> None:

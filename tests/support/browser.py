@@ -97,15 +97,15 @@ def chromium() -> Iterator[Browser]:
 @contextmanager
 def visiting(browser: Browser, url: str, **context: Any) -> Iterator[Visit]:
     """Opens an address in a context of its own. At the end, no request has left its origin."""
-    with browser.new_context(**context) as made:
-        made.set_default_timeout(ANSWER_MS)
-        visit = Visit(page=made.new_page())
+    with browser.new_context(**context) as session:
+        session.set_default_timeout(ANSWER_MS)
+        visit = Visit(page=session.new_page())
         visit.page.on("request", visit.ask)
         visit.page.on("console", visit.note)
         visit.page.on("pageerror", lambda error: visit.complaints.append(str(error)))
         visit.page.on("dialog", lambda dialog: visit.complaints.append(dialog.message))
         visit.page.goto(url)
         yield visit
-        here = urlsplit(url)[:2]
-        outside = [r.url for r in visit.requests if urlsplit(r.url)[:2] != here]
+        origin = urlsplit(url)[:2]
+        outside = [r.url for r in visit.requests if urlsplit(r.url)[:2] != origin]
         assert outside == []

@@ -29,8 +29,8 @@ _METADATA = {
 def strict_schema(crd: Path, version: str) -> dict[str, Any]:
     """Returns the schema of one version of the resource in a compressed CRD."""
     content = yaml.load(gzip.decompress(crd.read_bytes()), Loader=yaml.CSafeLoader)
-    (found,) = [each for each in content["spec"]["versions"] if each["name"] == version]
-    schema: dict[str, Any] = _strict(found["schema"]["openAPIV3Schema"])
+    (entry,) = [entry for entry in content["spec"]["versions"] if entry["name"] == version]
+    schema: dict[str, Any] = _strict(entry["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = _METADATA
     schema["required"] = ["apiVersion", "kind", "metadata", "spec"]
     return schema
@@ -39,11 +39,11 @@ def strict_schema(crd: Path, version: str) -> dict[str, Any]:
 def _strict(schema: Any) -> Any:
     """Refuses unknown fields at all depths; `properties` itself maps names to schemas."""
     if isinstance(schema, list):
-        return [_strict(each) for each in schema]
+        return [_strict(inner) for inner in schema]
     if not isinstance(schema, Mapping):
         return schema
     strict = {
-        key: {name: _strict(each) for name, each in value.items()}
+        key: {name: _strict(inner) for name, inner in value.items()}
         if key == "properties"
         else _strict(value)
         for key, value in schema.items()

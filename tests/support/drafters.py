@@ -24,10 +24,10 @@ def save_target(
     num_layers: int = 4,
     vocab_size: int = 96,
     num_positions: int = 256,
-    later: float = 0.0,
+    tail_scale: float = 0.0,
 ) -> Path:
-    """Writes a Llama in which the layers from EXIT_LAYER on are scaled by `later`. With 0 they add
-    nothing, and the content of their pages does not matter."""
+    """Writes a Llama in which the layers from EXIT_LAYER on are scaled by `tail_scale`. With 0 they
+    add nothing, and the content of their pages does not matter."""
     model = tiny_model(
         "llama",
         num_hidden_layers=num_layers,
@@ -36,8 +36,8 @@ def save_target(
     )
     with torch.no_grad():
         for layer in model.model.layers[EXIT_LAYER:]:
-            layer.self_attn.o_proj.weight.mul_(later)
-            layer.mlp.down_proj.weight.mul_(later)
+            layer.self_attn.o_proj.weight.mul_(tail_scale)
+            layer.mlp.down_proj.weight.mul_(tail_scale)
     model.save_pretrained(folder)
     return folder
 

@@ -35,9 +35,11 @@ class HostCopies(OperatorWatch):
         self.num_operators = 0
         self.to_the_host: list[str] = []
 
-    def saw(self, operator: Callable[..., Any], taken: list[Tensor], made: list[Tensor]) -> None:
+    def saw(
+        self, operator: Callable[..., Any], inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
         self.num_operators += 1
-        if any(x.is_cuda for x in taken) and any(not x.is_cuda for x in made):
+        if any(x.is_cuda for x in inputs) and any(not x.is_cuda for x in outputs):
             self.to_the_host.append(str(operator))
 
 
@@ -66,16 +68,16 @@ class _Bindings(TorchFunctionMode):
 
 def _indexed(x: Tensor, index: object) -> Tensor:
     aten, dim = torch.ops.aten, 0
-    for part in index if isinstance(index, tuple) else (index,):
-        if part is None:
+    for key in index if isinstance(index, tuple) else (index,):
+        if key is None:
             x, dim = aten.unsqueeze(x, dim), dim + 1
-        elif isinstance(part, slice):
-            x = aten.slice(x, dim, part.start, part.stop, part.step or 1)
+        elif isinstance(key, slice):
+            x = aten.slice(x, dim, key.start, key.stop, key.step or 1)
             dim += 1
-        elif isinstance(part, int):
-            x = aten.select(x, dim, part)
+        elif isinstance(key, int):
+            x = aten.select(x, dim, key)
         else:
-            raise NotImplementedError(f"indexing a fake tensor with {type(part).__name__}")
+            raise NotImplementedError(f"indexing a fake tensor with {type(key).__name__}")
     return x
 
 

@@ -54,7 +54,7 @@ async def kept_ids(port: int, proxy: Process, *, path: str) -> dict[str, float]:
 
 async def scraped(port: int, *, path: str) -> dict[str, float]:
     """Returns another client's milliseconds for five tokens, with and without scrapers."""
-    alone = await _completions(port)
+    undisturbed = await _completions(port)
     stop = asyncio.Event()
     num_pages = 0
 
@@ -72,7 +72,7 @@ async def scraped(port: int, *, path: str) -> dict[str, float]:
     stop.set()
     await asyncio.gather(*scrapers)
     return {
-        **{f"alone_{name}": value for name, value in alone.items()},
+        **{f"alone_{name}": value for name, value in undisturbed.items()},
         **{f"beside_{name}": value for name, value in beside.items()},
         "pages_per_s": num_pages / _WATCHED_S,
     }
@@ -85,23 +85,23 @@ async def bodies(port: int) -> dict[str, float]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         began_s = time.monotonic()
         writer.write(head("/v1/completions", _BODY_BYTES))
-        num_sent = 0
+        num_bytes = 0
         try:
-            while num_sent < _BODY_BYTES:
+            while num_bytes < _BODY_BYTES:
                 writer.write(b" " * 2**16)
                 await writer.drain()
-                num_sent += 2**16
+                num_bytes += 2**16
             await reader.read()
         except ConnectionError:
             pass
         took_s = time.monotonic() - began_s
         writer.transport.abort()
-        return num_sent, took_s
+        return num_bytes, took_s
 
-    found = await asyncio.gather(*(one() for _ in range(_NUM_BODIES)))
+    results = await asyncio.gather(*(one() for _ in range(_NUM_BODIES)))
     return {
-        "mib_taken": sum(each[0] for each in found) / 2**20,
-        "longest_s": max(each[1] for each in found),
+        "mib_taken": sum(body[0] for body in results) / 2**20,
+        "longest_s": max(body[1] for body in results),
     }
 
 
@@ -129,8 +129,10 @@ async def idle(port: int, *, path: str) -> dict[str, float]:
 
     times = await asyncio.gather(*(one() for _ in range(_NUM_IDLE)))
     return {
-        "open_at_the_end": sum(each == float("inf") for each in times),
-        "longest_of_others_s": max((each for each in times if each != float("inf")), default=0.0),
+        "open_at_the_end": sum(seconds == float("inf") for seconds in times),
+        "longest_of_others_s": max(
+            (seconds for seconds in times if seconds != float("inf")), default=0.0
+        ),
     }
 
 
@@ -139,8 +141,8 @@ async def departures(port: int, proxy: Process) -> dict[str, float]:
     logs = next(Path(file.path).parent for file in proxy.open_files() if "/logs/" in file.path)
 
     def num_tracebacks() -> int:
-        found = (file.read_text(errors="replace") for file in logs.rglob("*") if file.is_file())
-        return sum(text.count("Traceback (most recent call last)") for text in found)
+        texts = (file.read_text(errors="replace") for file in logs.rglob("*") if file.is_file())
+        return sum(text.count("Traceback (most recent call last)") for text in texts)
 
     before = num_tracebacks()
     body = {"prompt": "the", "max_tokens": 2000, "ignore_eos": True, "stream": True}
@@ -193,7 +195,9 @@ async def _whole_answer(reader: asyncio.StreamReader) -> bytes:
 
 def main() -> None:
     with served(api_key=_KEY) as port:
-        (proxy,) = [each for each in descendants() if "ProxyActor" in " ".join(each.cmdline())]
+        (proxy,) = [
+            process for process in descendants() if "ProxyActor" in " ".join(process.cmdline())
+        ]
         measures: dict[str, Callable[[], Coroutine[Any, Any, dict[str, float]]]] = {
             "ids, /ping": lambda: kept_ids(port, proxy, path="/ping"),
             "ids, 401": lambda: kept_ids(port, proxy, path="/v1/models"),
@@ -209,8 +213,8 @@ def main() -> None:
         for name, measure in measures.items():
             if len(sys.argv) > 1 and name not in sys.argv[1:]:
                 continue
-            found = asyncio.run(measure())
-            print(name, json.dumps({key: round(value, 1) for key, value in found.items()}))  # noqa: T201
+            figures = asyncio.run(measure())
+            print(name, json.dumps({key: round(value, 1) for key, value in figures.items()}))  # noqa: T201
 
 
 if __name__ == "__main__":

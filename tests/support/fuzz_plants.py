@@ -132,10 +132,10 @@ class SwappedKeys:
         content_B = paged.read_pages(layer, pages)
         slots_SB = content_B.view(len(pages) * size, -1)
         num_key_bytes = slots_SB.shape[1] // 2  # a slot has keys, then values
-        one, other = (pages.index(page) * size + offset for page, offset in places)
-        kept_B = slots_SB[one, :num_key_bytes].clone()
-        slots_SB[one, :num_key_bytes] = slots_SB[other, :num_key_bytes]
-        slots_SB[other, :num_key_bytes] = kept_B
+        slot, other = (pages.index(page) * size + offset for page, offset in places)
+        copy_B = slots_SB[slot, :num_key_bytes].clone()
+        slots_SB[slot, :num_key_bytes] = slots_SB[other, :num_key_bytes]
+        slots_SB[other, :num_key_bytes] = copy_B
         paged.write_pages(layer, pages, content_B)
 
 
@@ -166,8 +166,8 @@ class _BackwardGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         *earlier, running = self._inner.all_gather(x)
         running = running.to(torch.promote_types(x.dtype, torch.float32))
-        for part in reversed(earlier):
-            running = running + part
+        for summand in reversed(earlier):
+            running = running + summand
         return x.copy_(running)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:

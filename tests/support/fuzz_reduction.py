@@ -81,15 +81,15 @@ def _fewer_entries(case: Case, culprit: str | None) -> Iterator[Case]:
         return
     if culprit is not None and culprit in names:
         yield _with_entries(case, [culprit])
-    for kept in _subsets(names):
-        yield _with_entries(case, kept)
+    for subset in _subsets(names):
+        yield _with_entries(case, subset)
 
 
 def _fewer_troubles(case: Case) -> Iterator[Case]:
     if case.troubles:
         yield replace(case, troubles=())
-        for kept in _subsets(case.troubles):
-            yield replace(case, troubles=tuple(kept))
+        for subset in _subsets(case.troubles):
+            yield replace(case, troubles=tuple(subset))
 
 
 def _subsets(items: Sequence[Item]) -> Iterator[list[Item]]:
@@ -107,14 +107,16 @@ def _subsets(items: Sequence[Item]) -> Iterator[list[Item]]:
             yield [*items[:at], *items[at + 1 :]]
 
 
-def _with_entries(case: Case, kept: Sequence[str]) -> Case:
+def _with_entries(case: Case, entry_names: Sequence[str]) -> Case:
     """Returns the case with only these entries and their troubles."""
-    names = set(kept)
+    names = set(entry_names)
     return replace(
         case,
         entries=tuple(entry for entry in case.entries if entry.name in names),
         troubles=tuple(
-            found for trouble in case.troubles if (found := _limited(trouble, names)) is not None
+            limited
+            for trouble in case.troubles
+            if (limited := _limited(trouble, names)) is not None
         ),
     )
 
@@ -189,8 +191,8 @@ def _fewer_ranks(case: Case) -> Iterator[Case]:
 def _shorter_texts(case: Case) -> Iterator[Case]:
     for entry in case.entries:
         request = entry.request
-        most, prompt = request.sampling.max_tokens, request.prompt
-        for count in (most // 2, most - 1):
+        max_tokens, prompt = request.sampling.max_tokens, request.prompt
+        for count in (max_tokens // 2, max_tokens - 1):
             if count > 0:
                 yield _with_sampling(case, entry, replace(request.sampling, max_tokens=count))
         for cut in (len(prompt) // 2, 1):
@@ -206,12 +208,12 @@ def _shorter_texts(case: Case) -> Iterator[Case]:
 def _plainer_requests(case: Case) -> Iterator[Case]:
     for entry in case.entries:
         sampling = entry.request.sampling
-        kept = {"max_tokens", "top_logprobs"}
+        needed = {"max_tokens", "top_logprobs"}
         if sampling.grammar is not None:
-            kept.add("stop_token_ids")  # a text with a grammar has to end
+            needed.add("stop_token_ids")  # a text with a grammar has to end
         for name in SamplingParams.__slots__:
             plain = getattr(_PLAIN, name)
-            if name not in kept and getattr(sampling, name) != plain:
+            if name not in needed and getattr(sampling, name) != plain:
                 yield _with_sampling(case, entry, replace(sampling, **{name: plain}))
         if entry.request.speculation != SpeculationParams():
             request = replace(entry.request, speculation=SpeculationParams())

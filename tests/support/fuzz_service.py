@@ -65,10 +65,10 @@ class ServiceFacts:
     def finished(self) -> dict[str, float]:
         """Returns the texts that engines have finished, by reason."""
         page = self._http.get("/metrics").text
-        found = re.findall(r'eesd_request_success_total\{finished_reason="(\w+)".* (\S+)', page)
+        samples = re.findall(r'eesd_request_success_total\{finished_reason="(\w+)".* (\S+)', page)
         return {
-            reason: sum(float(value) for name, value in found if name == reason)
-            for reason in sorted({reason for reason, _ in found})
+            reason: sum(float(value) for name, value in samples if name == reason)
+            for reason in sorted({reason for reason, _ in samples})
         }
 
     def holdings(self) -> Holdings:
@@ -86,9 +86,9 @@ class ServiceFacts:
         """Waits for the requests of clients that have left."""
         deadline_s = time.monotonic() + _EMPTY_WITHIN_S
         while True:
-            found = self.holdings()
-            if not any(asdict(found).values()) or time.monotonic() > deadline_s:
-                return found
+            holdings = self.holdings()
+            if not any(asdict(holdings).values()) or time.monotonic() > deadline_s:
+                return holdings
             time.sleep(0.5)
 
     def processes(self) -> list[tuple[int, int, int]]:
@@ -124,7 +124,7 @@ def campaign(
     before, processes = facts.metrics(), facts.processes()
     finished_before = facts.finished()
     began_s = time.monotonic()
-    found = asyncio.run(
+    fuzzing = asyncio.run(
         fuzz(
             port,
             _numbers(num_requests, minutes=minutes),
@@ -141,7 +141,7 @@ def campaign(
         reason: int(number - finished_before.get(reason, 0))
         for reason, number in facts.finished().items()
     }
-    failures = list(found.failures)
+    failures = list(fuzzing.failures)
     if any(asdict(holdings).values()):
         failures.append(f"left behind {_EMPTY_WITHIN_S:g} s after the last request: {holdings}")
     if facts.processes() != processes:
@@ -150,7 +150,7 @@ def campaign(
         "benchmark": "fuzz-api",
         "failures": failures,
         "seconds": round(seconds, 1),
-        **_counts(found),
+        **_counts(fuzzing),
         "engine": {
             "requests": int(_rise(before, after, "router_requests_total")),
             "texts": finished,
@@ -164,21 +164,21 @@ def campaign(
     }
 
 
-def _counts(found: Fuzzing) -> dict[str, Any]:
-    statuses = sorted(found.statuses.items(), key=lambda item: item[0] or 0)
+def _counts(fuzzing: Fuzzing) -> dict[str, Any]:
+    statuses = sorted(fuzzing.statuses.items(), key=lambda item: item[0] or 0)
     return {
-        "sent": found.num_sent,
-        "valid": found.num_valid,
+        "sent": fuzzing.num_requests,
+        "valid": fuzzing.num_valid,
         "statuses": {str(status): number for status, number in statuses},
         "internal_errors": sum(
-            number for status, number in found.statuses.items() if (status or 0) >= 500
+            number for status, number in fuzzing.statuses.items() if (status or 0) >= 500
         )
-        - found.overloads[503],
-        "overloads": {str(status): number for status, number in found.overloads.items()},
-        "stuck": found.num_stuck,
-        "compared_with_plain_decoding": found.num_compared,
-        "resumed": found.num_resumed,
-        "kinds": dict(sorted(found.kinds.items())),
+        - fuzzing.overloads[503],
+        "overloads": {str(status): number for status, number in fuzzing.overloads.items()},
+        "stuck": fuzzing.num_stuck,
+        "compared_with_plain_decoding": fuzzing.num_compared,
+        "resumed": fuzzing.num_resumed,
+        "kinds": dict(sorted(fuzzing.kinds.items())),
     }
 
 
@@ -189,12 +189,12 @@ def _rise(before: dict[str, float], after: dict[str, float], name: str) -> float
 def _numbers(num_requests: int, *, minutes: float) -> Iterator[int]:
     began_s = shown_s = time.monotonic()
     for number in range(num_requests):
-        now_s = time.monotonic()
-        if now_s - began_s > 60 * minutes:
+        time_s = time.monotonic()
+        if time_s - began_s > 60 * minutes:
             return
-        if now_s - shown_s > _REPORT_EVERY_S:
-            shown_s = now_s
-            sys.stderr.write(f"{number} of {num_requests} after {now_s - began_s:.0f} s\n")
+        if time_s - shown_s > _REPORT_EVERY_S:
+            shown_s = time_s
+            sys.stderr.write(f"{number} of {num_requests} after {time_s - began_s:.0f} s\n")
         yield number
 
 
@@ -205,9 +205,9 @@ def _fuzzer(api_key: str | None) -> RequestFuzzer:
 def _repeat(port: int, number: int, *, seed: int, api_key: str | None) -> int:
     fuzzer = _fuzzer(api_key)
     sys.stdout.write(f"{request_of(seed, number, fuzzer)}\n")
-    found = asyncio.run(fuzz(port, [number], seed=seed, fuzzer=fuzzer, timeout_s=120.0))
-    sys.stdout.write("\n".join(found.failures) + f"\n{found}\n")
-    return int(bool(found.failures))
+    fuzzing = asyncio.run(fuzz(port, [number], seed=seed, fuzzer=fuzzer, timeout_s=120.0))
+    sys.stdout.write("\n".join(fuzzing.failures) + f"\n{fuzzing}\n")
+    return int(bool(fuzzing.failures))
 
 
 def _provenance(options: argparse.Namespace) -> dict[str, object]:
@@ -222,9 +222,9 @@ def _write(report: dict[str, Any], options: argparse.Namespace) -> None:
     sys.stdout.write(text + "\n")
     for failure in report["failures"]:
         sys.stderr.write(f"{failure}\n")
-        if found := re.match(r"request (\d+) ", failure):
-            again = [*_COMMAND, "--seed", str(options.seed), "--only", found[1]]
-            sys.stderr.write(f"  again: {' '.join(again)}\n")
+        if match := re.match(r"request (\d+) ", failure):
+            command = [*_COMMAND, "--seed", str(options.seed), "--only", match[1]]
+            sys.stderr.write(f"  again: {' '.join(command)}\n")
 
 
 def main(words: Sequence[str]) -> int:

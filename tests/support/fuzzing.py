@@ -27,7 +27,7 @@ class Wrong(AssertionError):
 class Fuzzing:
     """What came back."""
 
-    num_sent: int = 0
+    num_requests: int = 0
     """Requests, each of a connection counted, with those that repeat others."""
     num_valid: int = 0
     num_compared: int = 0
@@ -46,20 +46,20 @@ class Fuzzing:
     """Seconds of each ping, in rising order."""
 
     def __str__(self) -> str:
-        found = ", ".join(
+        answers = ", ".join(
             f"{num} {status}" for status, num in sorted(self.statuses.items(), key=str)
         )
-        said = (
-            f"{self.num_sent} requests, {self.num_valid} valid; answers: {found}; "
+        text = (
+            f"{self.num_requests} requests, {self.num_valid} valid; answers: {answers}; "
             f"{self.num_compared} compared; {self.num_resumed} resumed"
         )
         if self.pings_s:
             p99_s = self.pings_s[int(0.99 * len(self.pings_s))]
-            said += (
+            text += (
                 f"; {len(self.pings_s)} pings: p99 {1e3 * p99_s:.0f} ms, "
                 f"max {1e3 * self.pings_s[-1]:.0f} ms"
             )
-        return said
+        return text
 
 
 def request_of(seed: int, number: int, fuzzer: RequestFuzzer) -> FuzzedRequest:
@@ -80,22 +80,24 @@ async def fuzz(
     """Sends the requests of these numbers. Failures are listed with the number of the request; at
     `max_failures` no more is sent."""
     fuzzer = fuzzer or RequestFuzzer()
-    found = Fuzzing()
+    fuzzing = Fuzzing()
     left = iter(numbers)
-    client = _Client(port, found, timeout_s=timeout_s)
+    client = _Client(port, fuzzing, timeout_s=timeout_s)
 
     async def send_some() -> None:
         for number in left:
             request = request_of(seed, number, fuzzer)
-            found.kinds[request.kind] += 1
+            fuzzing.kinds[request.kind] += 1
             try:
                 await client.send(request)
             except (Wrong, TimeoutError, ConnectionError, ValueError, KeyError) as error:
                 is_stuck = isinstance(error, TimeoutError)
-                found.num_stuck += is_stuck
-                said = f"stuck: no answer within {timeout_s:g} s" if is_stuck else f"{error!r}"
-                found.failures.append(f"request {number} ({request.kind}): {said}\n  {request}")
-            if len(found.failures) >= max_failures:
+                fuzzing.num_stuck += is_stuck
+                message = f"stuck: no answer within {timeout_s:g} s" if is_stuck else f"{error!r}"
+                fuzzing.failures.append(
+                    f"request {number} ({request.kind}): {message}\n  {request}"
+                )
+            if len(fuzzing.failures) >= max_failures:
                 return
 
     is_over = asyncio.Event()
@@ -106,14 +108,14 @@ async def fuzz(
                 clients.create_task(send_some())
     finally:
         is_over.set()
-    found.pings_s = sorted(await pinging)
-    return found
+    fuzzing.pings_s = sorted(await pinging)
+    return fuzzing
 
 
 class _Client:
-    def __init__(self, port: int, found: Fuzzing, *, timeout_s: float) -> None:
+    def __init__(self, port: int, fuzzing: Fuzzing, *, timeout_s: float) -> None:
         self._port = port
-        self._found = found
+        self._found = fuzzing
         self._timeout_s = timeout_s
 
     async def send(self, request: FuzzedRequest) -> None:
@@ -124,14 +126,14 @@ class _Client:
         else:
             reply = self._counted(
                 await exchange(
-                    self._port, *request.parts, leaves=request.leaves, timeout_s=self._timeout_s
+                    self._port, *request.segments, leaves=request.leaves, timeout_s=self._timeout_s
                 ),
                 is_valid=request.is_valid,
             )
             await self._compare(request, reply)
 
     async def _send_all(self, request: FuzzedRequest) -> None:
-        (first,) = request.parts
+        (first,) = request.segments
         assert isinstance(first, bytes)
         replies = await exchanges(
             self._port,
@@ -147,7 +149,7 @@ class _Client:
 
     async def _resume(self, request: FuzzedRequest, *, num_ids: int) -> None:
         """Leaves a stream and sends the same request with the id of the last event."""
-        (whole,) = request.parts
+        (whole,) = request.segments
         assert isinstance(whole, bytes)
         first = self._counted(
             await events_until(self._port, whole, num_ids=num_ids, timeout_s=self._timeout_s),
@@ -158,9 +160,9 @@ class _Client:
         shown = _up_to_last_id(first.events)
         if shown:
             line = b" HTTP/1.1\r\nLast-Event-ID: " + shown[-1][0].encode()
-            again = whole.replace(b" HTTP/1.1", line, 1)
+            resumption = whole.replace(b" HTTP/1.1", line, 1)
             second = self._counted(
-                await exchange(self._port, again, timeout_s=self._timeout_s), is_valid=True
+                await exchange(self._port, resumption, timeout_s=self._timeout_s), is_valid=True
             )
             if second.status != 200:
                 return
@@ -191,14 +193,14 @@ class _Client:
         answer: dict[str, Any] = json.loads(reply.body)
         return answer if reply.status == 200 else None
 
-    def _same(self, found: object, plain: object) -> None:
+    def _same(self, text: object, plain: object) -> None:
         self._found.num_compared += 1
-        if found != plain:
-            raise Wrong(f"differs from plain decoding: {found!r}\n  expected {plain!r}")
+        if text != plain:
+            raise Wrong(f"differs from plain decoding: {text!r}\n  expected {plain!r}")
 
     def _counted(self, reply: Reply, *, is_valid: bool) -> Reply:
         """Raises Wrong for an answer that may not be."""
-        self._found.num_sent += 1
+        self._found.num_requests += 1
         self._found.num_valid += is_valid
         status = reply.status
         self._found.statuses[status] += 1
@@ -222,10 +224,10 @@ def _is_overload(reply: Reply) -> bool:
 
 def _check_error(reply: Reply) -> None:
     try:
-        is_one = not reply.body or set(reply.error) == _ERROR_KEYS
+        is_error = not reply.body or set(reply.error) == _ERROR_KEYS
     except (KeyError, TypeError, ValueError):
-        is_one = False
-    if not is_one:
+        is_error = False
+    if not is_error:
         raise Wrong(f"an error of another shape: {_shown(reply)}")
 
 
@@ -259,9 +261,9 @@ def _nonempty(texts: dict[int, str]) -> dict[int, str]:
     return {index: text for index, text in texts.items() if text}
 
 
-async def _pings(port: int, at_least: int, *, until: asyncio.Event) -> list[float]:
+async def _pings(port: int, min_pings: int, *, until: asyncio.Event) -> list[float]:
     seconds: list[float] = []
-    while at_least and (not until.is_set() or len(seconds) < at_least):
+    while min_pings and (not until.is_set() or len(seconds) < min_pings):
         reply = await exchange(port, get("/ping"))
         assert reply.status == 200, reply.raw
         seconds.append(reply.took_s)

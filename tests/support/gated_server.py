@@ -25,24 +25,24 @@ def gated_server(
 ) -> Iterator[int]:
     """Yields the port."""
     spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    arguments = (there, max_model_len, read_timeout_s, head_timeout_s)
+    receiver, sender = spawn.Pipe()
+    arguments = (sender, max_model_len, read_timeout_s, head_timeout_s)
     process = spawn.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     try:
-        assert here.poll(_START_S), "the server has not started"
-        yield here.recv()
+        assert receiver.poll(_START_S), "the server has not started"
+        yield receiver.recv()
     finally:
         process.terminate()
         process.join(10)
-        here.close()
-        there.close()
+        receiver.close()
+        sender.close()
 
 
 def num_live(port: int) -> int:
     """Returns the live requests of the engine."""
-    found: int = httpx.get(f"http://127.0.0.1:{port}/debug/toy").json()["num_live"]
-    return found
+    num_requests: int = httpx.get(f"http://127.0.0.1:{port}/debug/toy").json()["num_live"]
+    return num_requests
 
 
 def _serve(

@@ -41,8 +41,8 @@ def main() -> None:
 
 def _measured(url: str, seconds: float) -> dict[str, Any]:
     with httpx.Client(base_url=url, headers=_key("other"), timeout=120) as client:
-        known = {**BODY, "guided_json": {"type": "object", "properties": {"known": {}}}}
-        for body in (BODY, known) * 10:
+        cached_body = {**BODY, "guided_json": {"type": "object", "properties": {"known": {}}}}
+        for body in (BODY, cached_body) * 10:
             client.post("/v1/completions", json=body).raise_for_status()
         without = _times(client, seconds)
         answer: list[Any] = []
@@ -51,19 +51,19 @@ def _measured(url: str, seconds: float) -> dict[str, Any]:
         time.sleep(1.0)
         under_attack = _times(client, seconds)
         attack.join()
-        alone = _time(client, known)
+        cached_s = _time(client, cached_body)
         new = [threading.Thread(target=_send_new, args=(url, at)) for at in range(NUM_NEW)]
         for thread in new:
             thread.start()
         time.sleep(0.5)
-        queued = _time(client, known)
+        queued = _time(client, cached_body)
         for thread in new:
             thread.join()
     return {
         "without": without,
         "under_attack": under_attack,
         "attack": answer[0],
-        "known_grammar_s": alone,
+        "known_grammar_s": cached_s,
         "known_grammar_behind_new_ones_s": queued,
     }
 
@@ -92,10 +92,10 @@ def _attack(url: str, put: Callable[[Any], None]) -> None:
     with httpx.Client(base_url=url, headers=_key("attacker"), timeout=300) as client:
         try:
             reply = client.post("/v1/completions", json={"model": "demo", **body})
-            said = f"{reply.status_code}: {reply.text[:300]}"
+            answer_text = f"{reply.status_code}: {reply.text[:300]}"
         except httpx.HTTPError as error:
-            said = repr(error)
-    put({"seconds": round(time.monotonic() - started, 1), "answer": said})
+            answer_text = repr(error)
+    put({"seconds": round(time.monotonic() - started, 1), "answer": answer_text})
 
 
 def _send_new(url: str, at: int) -> None:
@@ -111,8 +111,8 @@ def _time(client: httpx.Client, body: dict[str, Any]) -> float:
     return round(time.monotonic() - started, 3)
 
 
-def _percentile(times: Sequence[float], part: float) -> float:
-    return sorted(times)[min(len(times) - 1, int(part * len(times)))]
+def _percentile(times: Sequence[float], share: float) -> float:
+    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
 def _sha256(name: str) -> str:

@@ -220,7 +220,7 @@ class Hosts:
         files.mkdir(parents=True)
         # Names are resolved by this file only: otherwise each look-up of a peer's address waits for
         # an unreachable name server.
-        lines = [f"{self.address(each)} {self.name(each)}" for each in range(self.num_hosts)]
+        lines = [f"{self.address(host)} {self.name(host)}" for host in range(self.num_hosts)]
         (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         (files / "resolv.conf").write_text("")
         _ip("netns", "add", name)
@@ -312,9 +312,9 @@ def _ip(*words: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    options, rest = _parser().parse_known_args(argv)
-    if rest and options.command not in ("chaos", "exact"):
-        sys.stderr.write(f"unknown words: {' '.join(rest)}\n")
+    options, words = _parser().parse_known_args(argv)
+    if words and options.command not in ("chaos", "exact"):
+        sys.stderr.write(f"unknown words: {' '.join(words)}\n")
         return 2
     if options.command in ("cut", "mend"):
         hosts = Hosts(prefix=options.prefix)
@@ -338,7 +338,7 @@ def main(argv: Sequence[str]) -> int:
 
     # As after Ctrl-C, the hosts are removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    return (bench_chaos if options.command == "chaos" else bench_exact)(hosts, rest)
+    return (bench_chaos if options.command == "chaos" else bench_exact)(hosts, words)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -65,6 +65,6 @@ class HttpStream:
                 raise AssertionError(f"after {len(self.tokens)} tokens: {event['error']}")
             for choice in event["choices"]:
                 self.tokens += choice.get("token_ids", [])
-            now_s = time.monotonic()
-            self.longest_pause_s = max(self.longest_pause_s, now_s - last_s)
-            last_s = now_s
+            time_s = time.monotonic()
+            self.longest_pause_s = max(self.longest_pause_s, time_s - last_s)
+            last_s = time_s

@@ -34,10 +34,10 @@ class JsonCodec:
     eos_token_ids = (TokenId(2),)
     special_token_ids = frozenset({TokenId(0), TokenId(1), TokenId(2)})
     raw_byte_ids: frozenset[TokenId] = frozenset()
-    pieces = (*_SINGLE, *_DOUBLE)
+    texts = (*_SINGLE, *_DOUBLE)
 
     def encode(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[TokenId, ...]:
-        return tuple(TokenId(3 + self.pieces.index(each)) for each in prompt)
+        return tuple(TokenId(3 + self.texts.index(character)) for character in prompt)
 
     @property
     def tool_template(self) -> None:
@@ -53,7 +53,7 @@ class JsonCodec:
 
     def token_bytes(self, token: TokenId) -> bytes:
         at = token - 3
-        return self.pieces[at].encode() if 0 <= at < len(self.pieces) else b""
+        return self.texts[at].encode() if 0 <= at < len(self.texts) else b""
 
 
 def json_grammars() -> GrammarCompiler:

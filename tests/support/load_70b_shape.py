@@ -56,7 +56,7 @@ def planned_bytes(folder: Path) -> dict[str, int]:
     )
     shape = read_shape(folder, on_cpu=True)
     stages = memory_of(shape, split=split, load=Load())
-    return {each.stage: each.weights_bytes for each in stages}
+    return {stage_memory.stage: stage_memory.weights_bytes for stage_memory in stages}
 
 
 def measured(folder: Path, stage: str, rank: int) -> dict[str, float]:
@@ -70,8 +70,8 @@ def measured(folder: Path, stage: str, rank: int) -> dict[str, float]:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    found: dict[str, float] = json.loads(run.stdout)
-    return found
+    figures: dict[str, float] = json.loads(run.stdout)
+    return figures
 
 
 def load(folder: Path, stage: str, rank: int) -> dict[str, float]:
@@ -118,9 +118,9 @@ def _load(folder: Path, stage: str, *, rank: int, num_ranks: int) -> tuple[objec
 
 
 def _status(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, field
-    return int(found[1]) * 1024
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None, field
+    return int(match[1]) * 1024
 
 
 def compare(folder: Path) -> dict[str, object]:
@@ -129,9 +129,9 @@ def compare(folder: Path) -> dict[str, object]:
     ranks = []
     for stage in ("verify", "draft"):
         for rank in range(NUM_RANKS):
-            found = measured(folder, stage, rank)
-            error = found["kept_bytes"] / planned[stage] - 1
-            ranks.append({"stage": stage, "rank": rank, **found, "error": round(error, 4)})
+            figures = measured(folder, stage, rank)
+            error = figures["kept_bytes"] / planned[stage] - 1
+            ranks.append({"stage": stage, "rank": rank, **figures, "error": round(error, 4)})
     return {
         "num_layers": NUM_LAYERS,
         "exit_layer": EXIT_LAYER,
@@ -144,9 +144,13 @@ def compare(folder: Path) -> dict[str, object]:
     }
 
 
-def main(folder: Path, *one: str) -> int:
-    result = load(folder, one[0], int(one[1])) if one else compare(folder)
-    sys.stdout.write(json.dumps(result, indent=None if one else 1) + "\n")
+def main(folder: Path, *stage_and_rank: str) -> int:
+    result = (
+        load(folder, stage_and_rank[0], int(stage_and_rank[1]))
+        if stage_and_rank
+        else compare(folder)
+    )
+    sys.stdout.write(json.dumps(result, indent=None if stage_and_rank else 1) + "\n")
     return 0
 
 

@@ -32,14 +32,14 @@ def main(folder: Path, rank: int, size: int) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     span, seen = _load(folder, rank=rank, size=size)
-    told = {
+    figures = {
         "peak_bytes": _status("VmHWM") - before,
         "kept_bytes": _status("VmRSS") - before,
         "share_bytes": seen[-1].bytes_total,
         "mapped": str(folder) in Path("/proc/self/maps").read_text(),
         "num_layers": span.last,
     }
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(figures) + "\n")
     return 0
 
 
@@ -64,9 +64,9 @@ def _load(folder: Path, *, rank: int, size: int) -> tuple[LlamaSpan, list[LoadPr
 
 
 def _status(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, field
-    return int(found[1]) * 1024
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None, field
+    return int(match[1]) * 1024
 
 
 if __name__ == "__main__":

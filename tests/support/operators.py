@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 class OperatorWatch(TorchDispatchMode):
     """Runs operators unchanged; subclasses record what they look for."""
 
-    def saw(self, operator: Callable[..., Any], taken: list[Tensor], made: list[Tensor]) -> None:
+    def saw(
+        self, operator: Callable[..., Any], inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
         raise NotImplementedError
 
     def __torch_dispatch__(

@@ -31,9 +31,11 @@ class Receiver:
     def take(self, request: ExportTraceServiceRequest) -> None:
         with self._lock:
             self._spans += [
-                _span(span, process=str(_attributes(each.resource)["service.instance.id"]))
-                for each in request.resource_spans
-                for scope in each.scope_spans
+                _span(
+                    span, process=str(_attributes(resource_spans.resource)["service.instance.id"])
+                )
+                for resource_spans in request.resource_spans
+                for scope in resource_spans.scope_spans
                 for span in scope.spans
             ]
 
@@ -124,5 +126,5 @@ def _value(value: Any) -> object:
     kind = value.WhichOneof("value")
     if kind == "array_value":
         return [_value(entry) for entry in value.array_value.values]
-    found: object = getattr(value, kind)
-    return found
+    content: object = getattr(value, kind)
+    return content

@@ -159,23 +159,23 @@ def main(options: Options) -> int:
     prompts = load_prompts(Tokenizer.load(options.model), SHIPPED_PROMPTS, limit=_NUM_PROMPTS)
     shape = read_shape(Path(options.model), on_cpu=True)
     inputs = _settings(1, (1, 8), (0, 1, 2, 4, 8))
-    wanted = [
+    targets = [
         *_settings(1, _BATCHES, _LENGTHS),
         *_settings(_VERIFY_TP, _BATCHES, _LENGTHS),
     ]
-    times, costs, links = _measure(options, prompts, shape, inputs=inputs, wanted=wanted, say=say)
+    times, costs, links = _measure(options, prompts, shape, inputs=inputs, targets=targets, say=say)
     measured = {
-        tp: round_costs({s: times[s] for s in wanted if s.verify_tp == tp and s not in inputs})
+        tp: round_costs({s: times[s] for s in targets if s.verify_tp == tp and s not in inputs})
         for tp in (1, _VERIFY_TP)
     }
-    found = compare(shape, costs, links, measured)
-    _tell(found, say)
-    worst = max(each.worst for each in found)
+    comparisons = compare(shape, costs, links, measured)
+    _tell(comparisons, say)
+    worst = max(comparison.worst for comparison in comparisons)
     say(f"largest error {worst:.1%}, limit {_LIMIT:.0%}")
     print_report(
         {
             "largest_error": round(worst, 4),
-            "comparisons": [each.as_json() for each in found],
+            "comparisons": [comparison.as_json() for comparison in comparisons],
             "costs": write_costs(costs),
             "links": write_links(links),
             "rounds": {
@@ -201,11 +201,11 @@ def _measure(
     shape: ModelShape,
     *,
     inputs: Sequence[RoundSetting],
-    wanted: Sequence[RoundSetting],
+    targets: Sequence[RoundSetting],
     say: Say,
 ) -> tuple[dict[RoundSetting, RoundTimes], StageCosts, tuple[CollectiveFigures, ...]]:
     """Runs everything in turn; returns all rounds, and what the forecast is made from."""
-    settings = list(dict.fromkeys([*inputs, *wanted]))
+    settings = list(dict.fromkeys([*inputs, *targets]))
     longest = max(len(prompt.tokens) for prompt in prompts) + _MAX_TOKENS
     configs = {
         tp: engine_config(options.model, None, settings=settings, verify_tp=tp, longest=longest)
@@ -219,11 +219,11 @@ def _measure(
         for engine in engines.values():
             warm_up(engine, prompts)
         for repeat in range(options.repeats):
-            for part in (inputs, [each for each in settings if each not in inputs]):
+            for batch in (inputs, [setting for setting in settings if setting not in inputs]):
                 sums.append(measure_sums(sizes, num_ranks=_VERIFY_TP, work_s=_WORK_S))
-                measure_rounds(engines, prompts, part, max_tokens=_MAX_TOKENS, times=times)
+                measure_rounds(engines, prompts, batch, max_tokens=_MAX_TOKENS, times=times)
             say(f"repeat {repeat + 1} of {options.repeats} done")
-    costs = stage_costs(configs[1], {each: times[each] for each in inputs})
+    costs = stage_costs(configs[1], {setting: times[setting] for setting in inputs})
     return times, costs, (_figures(sums, num_ranks=_VERIFY_TP),)
 
 
@@ -241,12 +241,12 @@ def _figures(sums: Sequence[Times], *, num_ranks: int) -> CollectiveFigures:
     )
 
 
-def _tell(found: Sequence[Comparison], say: Say) -> None:
+def _tell(comparisons: Sequence[Comparison], say: Say) -> None:
     say(
         "verify TP  requests  drafted   predicted ms  measured ms   error"
         "   predicted tok/s  measured tok/s   error"
     )
-    for row in found:
+    for row in comparisons:
         setting = row.setting
         say(
             f"{setting.verify_tp:>9}{setting.num_requests:>10}{setting.num_draft_tokens:>9}"

@@ -35,11 +35,11 @@ def measure_sums(sizes: Sequence[int], *, num_ranks: int, work_s: float) -> Time
     """
     host = StoreHost()
     spawned = multiprocessing.get_context("spawn")
-    here, there = spawned.Pipe(duplex=False)
+    receiver, sender = spawned.Pipe(duplex=False)
     ranks = [
         spawned.Process(
             target=_run_rank,
-            args=(host.at, rank, num_ranks, tuple(sizes), work_s, there),
+            args=(host.at, rank, num_ranks, tuple(sizes), work_s, sender),
             daemon=True,
         )
         for rank in range(num_ranks)
@@ -47,9 +47,9 @@ def measure_sums(sizes: Sequence[int], *, num_ranks: int, work_s: float) -> Time
     for rank in ranks:
         rank.start()
     try:
-        if not here.poll(_TIMEOUT_S):
+        if not receiver.poll(_TIMEOUT_S):
             raise TimeoutError(f"{num_ranks} ranks measured no sums within {_TIMEOUT_S:g} s")
-        seconds: list[float] = here.recv()
+        seconds: list[float] = receiver.recv()
     finally:
         for rank in ranks:
             rank.kill()
@@ -63,7 +63,7 @@ def _run_rank(
     num_ranks: int,
     sizes: tuple[int, ...],
     work_s: float,
-    told: Connection,
+    results: Connection,
 ) -> None:
     torch.set_num_threads(1)
     group = build_group(
@@ -75,7 +75,7 @@ def _run_rank(
         timeout_s=_TIMEOUT_S,
     )
     work = _Work(work_s)
-    found = []
+    medians = []
     for size_bytes in sizes:
         x = torch.zeros(max(size_bytes // 4, 1))
         times = []
@@ -86,20 +86,20 @@ def _run_rank(
                 work.do()
                 group.all_reduce(x)
             times.append((time.perf_counter() - started) / _SUMS - work.seconds)
-        found.append(round(max(usual_s(times), 1e-7), 9))
+        medians.append(round(max(usual_s(times), 1e-7), 9))
     if rank == 0:
-        told.send(found)
+        results.send(medians)
     group.all_reduce(torch.zeros(1))  # so that no rank leaves before the others are done
 
 
 class _Work:
     """Products that take about so many seconds."""
 
-    def __init__(self, wanted_s: float) -> None:
+    def __init__(self, target_s: float) -> None:
         self._x = torch.randn(4, 192)
         self._weight = torch.randn(192, 448)
         once = min(self._once() for _ in range(200))
-        self._count = round(wanted_s / once)
+        self._count = round(target_s / once)
         self.seconds = statistics.median(self._timed() for _ in range(50))
 
     def do(self) -> None:

@@ -35,8 +35,8 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.body)["error"]
-        return found
+        error: dict[str, Any] = json.loads(self.body)["error"]
+        return error
 
     @property
     def body(self) -> bytes:
@@ -54,13 +54,13 @@ class Reply:
     @property
     def events(self) -> list[tuple[str, bytes]]:
         """Complete events of a stream: id and data, without comments."""
-        found: list[tuple[str, bytes]] = []
+        events: list[tuple[str, bytes]] = []
         for block in self.body.split(b"\n\n")[:-1]:
             lines = [line.partition(b": ") for line in block.split(b"\n") if line[:1] != b":"]
             fields = {name: value for name, _, value in lines}
             if b"data" in fields:
-                found.append((fields.get(b"id", b"").decode(), fields[b"data"]))
-        return found
+                events.append((fields.get(b"id", b"").decode(), fields[b"data"]))
+        return events
 
     def header(self, name: str) -> str | None:
         head = self.raw.split(b"\r\n\r\n", 1)[0].decode().split("\r\n")[1:]
@@ -69,7 +69,7 @@ class Reply:
 
 
 async def exchange(
-    port: int, *parts: Part | bytes, timeout_s: float = 20.0, leaves: bool = False
+    port: int, *segments: Part | bytes, timeout_s: float = 20.0, leaves: bool = False
 ) -> Reply:
     """Sends the parts on one connection and returns the first answer; with `leaves`, closes the
     connection without reading. Raises TimeoutError if there is neither an answer nor an end."""
@@ -79,7 +79,7 @@ async def exchange(
     raw, is_closed = b"", False
     try:
         async with asyncio.timeout(timeout_s):
-            sending = asyncio.ensure_future(_sent(writer, parts))
+            sending = asyncio.ensure_future(_sent(writer, segments))
             if leaves:
                 await sending
             else:
@@ -179,11 +179,11 @@ def _dechunked(body: bytes) -> Iterator[bytes]:
         body = body[int(size, 16) + 2 :]
 
 
-async def _sent(writer: asyncio.StreamWriter, parts: Sequence[Part | bytes]) -> None:
-    for part in parts:
-        if isinstance(part, Part):
-            await asyncio.sleep(part.pause_s)
-        writer.write(part.data if isinstance(part, Part) else part)
+async def _sent(writer: asyncio.StreamWriter, segments: Sequence[Part | bytes]) -> None:
+    for segment in segments:
+        if isinstance(segment, Part):
+            await asyncio.sleep(segment.pause_s)
+        writer.write(segment.data if isinstance(segment, Part) else segment)
         await writer.drain()
 
 
@@ -204,25 +204,27 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[bytes, bool]:
 
 async def _framed(reader: asyncio.StreamReader, *, is_head: bool) -> bytes:
     """Returns one answer and no more; what there is of it if the connection ends."""
-    found = b""
+    answer = b""
     try:
         head_ = _CONTINUE
         while head_.startswith(_CONTINUE):
             head_ = await reader.readuntil(b"\r\n\r\n")
-        found, lower = head_, head_.lower()
+        answer, lower = head_, head_.lower()
         if is_head or lower.split(b" ", 2)[1] in (b"204", b"304"):
-            return found
+            return answer
         if b"\r\ntransfer-encoding: chunked" in lower:
             size = 1
             while size:
                 line = await reader.readuntil(b"\r\n")
                 size = int(line, 16)
-                found += line + await reader.readexactly(size + 2)
-            return found
+                answer += line + await reader.readexactly(size + 2)
+            return answer
         length = re.search(rb"\r\ncontent-length: (\d+)", lower)
-        return found + (await reader.readexactly(int(length[1])) if length else await reader.read())
+        return answer + (
+            await reader.readexactly(int(length[1])) if length else await reader.read()
+        )
     except (asyncio.IncompleteReadError, ConnectionError):
-        return found
+        return answer
 
 
 async def _received(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

@@ -101,12 +101,12 @@ class Placer:
 
     def where(self, placement_groups: PlacementGroups, slots: tuple[RankSlot, ...]) -> list[str]:
         """Returns the node of each slot, from the table of Ray."""
-        found = []
+        nodes = []
         for slot in slots:
             strategy = placement_groups.strategy_for(slot)
             table = placement_group_table(strategy.placement_group)
-            found.append(table["bundles_to_node_id"][strategy.placement_group_bundle_index])
-        return [self._letters[node] for node in found]
+            nodes.append(table["bundles_to_node_id"][strategy.placement_group_bundle_index])
+        return [self._letters[node] for node in nodes]
 
     def where_actors_are(
         self, placement_groups: PlacementGroups, slots: tuple[RankSlot, ...]
@@ -118,8 +118,8 @@ class Placer:
             .remote()
             for slot in slots
         ]
-        found = ray.get([actor.where.remote() for actor in actors], timeout=60)
-        return [self._letters[node] for node in found]
+        nodes = ray.get([actor.where.remote() for actor in actors], timeout=60)
+        return [self._letters[node] for node in nodes]
 
     def once(self, **placement: object) -> list[str]:
         placement_groups, slots = self.place(**placement)
@@ -145,11 +145,11 @@ def _until(is_so: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
 
 def _waiting(placer: Placer, **placement: object) -> dict[str, object]:
     """Waits for what it will not get, is told why, and gives up."""
-    said: list[str] = []
+    reasons: list[str] = []
     pending: list[int] = []
 
     def hear(why: str) -> None:
-        said.append(why)
+        reasons.append(why)
         tables = placement_group_table().values()
         pending.append(sum(len(t["bundles"]) for t in tables if t["state"] == "PENDING"))
 
@@ -157,7 +157,7 @@ def _waiting(placer: Placer, **placement: object) -> dict[str, object]:
         placer.place(on_wait=hear, patience_s=6.0, **placement)
     except TimeoutError:
         _until(_nothing_is_held)
-        return {"said": said[-1], "num_visible": max(pending)}
+        return {"said": reasons[-1], "num_visible": max(pending)}
     raise AssertionError("it was placed")
 
 
@@ -212,7 +212,7 @@ def main() -> int:
     draft, verify = ({"labels": {"eesd.io/stage": stage}} for stage in ("draft", "verify"))
     with raylets() as (cluster, nodes):
         placer = Placer(nodes)
-        told = {
+        placements = {
             "labels": placer.once(draft=draft, verify=verify),
             "verify_apart": placer.once(
                 stages="STRICT_SPREAD", draft=draft, verify={**verify, "strategy": "STRICT_SPREAD"}
@@ -240,8 +240,8 @@ def main() -> int:
             ),
             "impossible": _impossible(placer),
         }
-        told["death"] = _after_a_death(cluster, nodes, placer)
-    sys.stdout.write(json.dumps(told) + "\n")
+        placements["death"] = _after_a_death(cluster, nodes, placer)
+    sys.stdout.write(json.dumps(placements) + "\n")
     return 0
 
 

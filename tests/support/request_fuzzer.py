@@ -146,7 +146,7 @@ _READ = (
 class FuzzedRequest:
     """What is sent on one connection."""
 
-    parts: tuple[bytes | Part, ...]
+    segments: tuple[bytes | Part, ...]
     kind: str = ""
     is_valid: bool = False
     """Whether it has to be served."""
@@ -206,14 +206,14 @@ class RequestFuzzer:
 
     def _valid(self, rng: Random) -> FuzzedRequest:
         request, plain = self._valid_post(rng)
-        return FuzzedRequest(parts=(request,), plain=plain, is_valid=True)
+        return FuzzedRequest(segments=(request,), plain=plain, is_valid=True)
 
     def _read_only(self, rng: Random) -> FuzzedRequest:
         request = self._get(rng.choice(self._read))
         if rng.random() < 0.3:
             request = request.replace(b"GET", b"HEAD", 1)
         # As the first of two: only this way of reading knows that an answer to HEAD has no body.
-        return FuzzedRequest(parts=(request,), others=(self._get("/ping"),), is_valid=True)
+        return FuzzedRequest(segments=(request,), others=(self._get("/ping"),), is_valid=True)
 
     def _tokens(self, rng: Random) -> FuzzedRequest:
         text = random_text(rng)
@@ -224,28 +224,28 @@ class RequestFuzzer:
                 self._post("/detokenize", {"tokens": [rng.randint(3, 250) for _ in text]}),
             ]
         )
-        return FuzzedRequest(parts=(request,), is_valid=True)
+        return FuzzedRequest(segments=(request,), is_valid=True)
 
     def _pieces(self, rng: Random) -> FuzzedRequest:
         request, plain = self._valid_post(rng)
-        parts = tuple(_split(rng, request, pause_s=0.02))
-        return FuzzedRequest(parts=parts, plain=plain, is_valid=True)
+        segments = tuple(_split(rng, request, pause_s=0.02))
+        return FuzzedRequest(segments=segments, plain=plain, is_valid=True)
 
     def _chunked(self, rng: Random) -> tuple[bytes, ...]:
         path, body = valid_body(rng)
         content = json.dumps(body).encode()
         size = rng.choice([7, 1000])
-        parts = [chunk(content[i : i + size]) for i in range(0, len(content), size)]
+        chunks = [chunk(content[i : i + size]) for i in range(0, len(content), size)]
         head = self._post(path, b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-        return (head, *parts, b"0\r\n\r\n")
+        return (head, *chunks, b"0\r\n\r\n")
 
     def _chunks(self, rng: Random) -> FuzzedRequest:
-        return FuzzedRequest(parts=self._chunked(rng), is_valid=True)
+        return FuzzedRequest(segments=self._chunked(rng), is_valid=True)
 
     def _wrong_chunks(self, rng: Random) -> FuzzedRequest:
-        sent = self._chunked(rng)
+        chunks = self._chunked(rng)
         wrong = rng.choice([b"zz\r\n", b"-1\r\n"])
-        return FuzzedRequest(parts=(*sent[: rng.randint(1, len(sent) - 1)], wrong))
+        return FuzzedRequest(segments=(*chunks[: rng.randint(1, len(chunks) - 1)], wrong))
 
     def _kept(self, rng: Random) -> FuzzedRequest:
         """Several requests on one connection."""
@@ -254,7 +254,7 @@ class RequestFuzzer:
             for _ in range(rng.randint(2, 5))
         ]
         return FuzzedRequest(
-            parts=(requests[0],),
+            segments=(requests[0],),
             others=tuple(requests[1:]),
             pipelined=rng.random() < 0.5,
             is_valid=True,
@@ -267,7 +267,7 @@ class RequestFuzzer:
         body = {**body, "stream": True}
         body.pop("prompt_logprobs", None)
         return FuzzedRequest(
-            parts=(self._post(path, body, b"X-Eesd-Event-Ids: true"),),
+            segments=(self._post(path, body, b"X-Eesd-Event-Ids: true"),),
             plain=self._post(path, plain_body(body)) if has_one_answer(body) else None,
             leaves_after=rng.randint(1, 6),
             is_valid=True,
@@ -276,22 +276,22 @@ class RequestFuzzer:
     def _left(self, rng: Random) -> FuzzedRequest:
         """Before the answer begins, or in the middle of it."""
         request, _ = self._valid_post(rng)
-        return FuzzedRequest(parts=(request, _pause(rng, 0.5)), leaves=True)
+        return FuzzedRequest(segments=(request, _pause(rng, 0.5)), leaves=True)
 
     def _cut(self, rng: Random) -> FuzzedRequest:
         """Some clients wait for an answer, most leave."""
         request, _ = self._valid_post(rng)
-        parts = _split(rng, request[: rng.randrange(len(request))], pause_s=0.1)
-        return FuzzedRequest(parts=(*parts, _pause(rng, 0.5)), leaves=rng.random() < 0.8)
+        segments = _split(rng, request[: rng.randrange(len(request))], pause_s=0.1)
+        return FuzzedRequest(segments=(*segments, _pause(rng, 0.5)), leaves=rng.random() < 0.8)
 
     def _wrong_length(self, rng: Random) -> FuzzedRequest:
         """Less than there is, which leaves a wrong next request, or more, and the client leaves."""
         request, _ = self._valid_post(rng)
         head, _, body = request.partition(b"\r\n\r\n")
         length = max(0, len(body) + rng.choice([-len(body), -5, -1, 1, 1000]))
-        told = head.replace(b"Content-Length: %d" % len(body), b"Content-Length: %d" % length)
-        parts = (told + b"\r\n\r\n" + body, _pause(rng, 0.5))
-        return FuzzedRequest(parts=parts, leaves=length > len(body) and rng.random() < 0.9)
+        wrong_head = head.replace(b"Content-Length: %d" % len(body), b"Content-Length: %d" % length)
+        segments = (wrong_head + b"\r\n\r\n" + body, _pause(rng, 0.5))
+        return FuzzedRequest(segments=segments, leaves=length > len(body) and rng.random() < 0.9)
 
     def _wrong_fields(self, rng: Random) -> FuzzedRequest:
         body: dict[str, object] = {
@@ -301,7 +301,7 @@ class RequestFuzzer:
             messages = [{"role": "user"}]
             short = {"max_tokens": 4, "max_output_tokens": 4}
             body = {"prompt": "x", "messages": messages, "input": "x"} | short | body
-        return FuzzedRequest(parts=(self._post(rng.choice(_PATHS), body),))
+        return FuzzedRequest(segments=(self._post(rng.choice(_PATHS), body),))
 
     def _odd_mix(self, rng: Random) -> FuzzedRequest:
         """Fields that are right, but perhaps not together, or at another endpoint."""
@@ -311,7 +311,7 @@ class RequestFuzzer:
             path = rng.choice(_PATHS)
         if path == RESPONSES:
             body.setdefault("max_output_tokens", 4)
-        return FuzzedRequest(parts=(self._post(path, body),))
+        return FuzzedRequest(segments=(self._post(path, body),))
 
     def _broken_json(self, rng: Random) -> FuzzedRequest:
         whole = bytearray(json.dumps({"prompt": random_text(rng), "max_tokens": 3}).encode())
@@ -328,12 +328,12 @@ class RequestFuzzer:
             *(long, b'{"prompt":"x","prompt":["y"],"max_tokens":1}', b"\xef\xbb\xbf{}"),
         )
         body = rng.choice(bodies)
-        return FuzzedRequest(parts=(self._post(rng.choice(_PATHS), body),))
+        return FuzzedRequest(segments=(self._post(rng.choice(_PATHS), body),))
 
     def _wrong_headers(self, rng: Random) -> FuzzedRequest:
         headers = rng.sample(_HEADERS, rng.randint(1, 3))
         body = {"prompt": "x", "max_tokens": 3, "max_output_tokens": 3, "input": "x"}
-        return FuzzedRequest(parts=(self._post(rng.choice(_PATHS), body, *headers),))
+        return FuzzedRequest(segments=(self._post(rng.choice(_PATHS), body, *headers),))
 
     def _wrong_target(self, rng: Random) -> FuzzedRequest:
         method, target = rng.choice(_METHODS), rng.choice(_TARGETS + _PATHS + self._read)
@@ -341,7 +341,7 @@ class RequestFuzzer:
         request = self._post("/", {"prompt": "x", "max_tokens": 1}).replace(b"POST /", line, 1)
         # Left where the answer has no end that `exchange` knows of.
         return FuzzedRequest(
-            parts=(request, _pause(rng, 0.2)), leaves=method in ("HEAD", "CONNECT")
+            segments=(request, _pause(rng, 0.2)), leaves=method in ("HEAD", "CONNECT")
         )
 
     def _wrong_key(self, rng: Random) -> FuzzedRequest:
@@ -358,11 +358,11 @@ class RequestFuzzer:
             {"prompt": "x", "max_tokens": 1},
             *[b"Authorization: " + rng.choice(keys) for _ in range(rng.randint(0, 2))],
         )
-        return FuzzedRequest(parts=(request,))
+        return FuzzedRequest(segments=(request,))
 
     def _noise(self, rng: Random) -> FuzzedRequest:
         first = rng.choice([b"", b"GET ", b"POST /v1/completions HTTP/1.1\r\n", b"\x16\x03\x01"])
-        return FuzzedRequest(parts=(first + rng.randbytes(rng.randint(1, 400)),))
+        return FuzzedRequest(segments=(first + rng.randbytes(rng.randint(1, 400)),))
 
 
 def valid_request(rng: Random) -> bytes:

@@ -69,8 +69,8 @@ class Running:
     def num_attempts(self) -> int:
         """Returns how often `items` has sent a request to a pipeline."""
         page = _client_of(self)._load_balancer.page()
-        found = re.search(rb"^eesd_router_requests_total\S* (\S+)$", page, re.MULTILINE)
-        return int(float(found[1])) if found else 0
+        match = re.search(rb"^eesd_router_requests_total\S* (\S+)$", page, re.MULTILINE)
+        return int(float(match[1])) if match else 0
 
 
 class Items:

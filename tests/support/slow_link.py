@@ -32,19 +32,19 @@ _ADDRESSES = slice(_VNET_BYTES + 26, _VNET_BYTES + 34)
 
 
 @contextmanager
-def slowed(hosts: Hosts, one: int, other: int, *, delay_s: float) -> Iterator[None]:
+def slowed(hosts: Hosts, host: int, other: int, *, delay_s: float) -> Iterator[None]:
     """Slows the link between two hosts while the block runs; each direction has the delay."""
-    port, gap = hosts.divert(one)
+    port, gap = hosts.divert(host)
     words = ["-m", "tests.support.slow_link", port, gap]
-    words += ["--between", hosts.address(one), hosts.address(other), "--delay-s", str(delay_s)]
+    words += ["--between", hosts.address(host), hosts.address(other), "--delay-s", str(delay_s)]
     relay = hosts.run_in_hub([sys.executable, *words])
     try:
-        _wait_until_carrying(hosts, one)
+        _wait_until_carrying(hosts, host)
         yield
     finally:
         relay.kill()
         relay.wait()
-        hosts.undo_divert(one)
+        hosts.undo_divert(host)
 
 
 def _wait_until_carrying(hosts: Hosts, host: int, *, timeout_s: float = 20.0) -> None:

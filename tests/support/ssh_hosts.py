@@ -135,16 +135,16 @@ class SshHosts:
 
     def processes(self, host: int) -> dict[int, str]:
         """Returns the command lines of what runs on a host, its SSH server and sessions aside."""
-        found = {}
+        commands = {}
         for pid in self.hosts.pids(host):
             try:
                 process = psutil.Process(pid)
                 words = process.cmdline()
                 if words and not process.name().startswith(("sshd", "unshare")):
-                    found[pid] = shlex.join(words)
+                    commands[pid] = shlex.join(words)
             except psutil.NoSuchProcess:
                 continue
-        return found
+        return commands
 
     def _login(self) -> Mapping[str, str]:
         return {

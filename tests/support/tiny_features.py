@@ -57,9 +57,10 @@ def write_tiny_features(
         )
         for text, view in zip(texts, target.view(texts, top_k=top_k), strict=True)
     ]
-    parts = iter(sequences)
+    sequence_iterator = iter(sequences)
     entries = tuple(
-        write_shard(folder, at, list(islice(parts, size))) for at, size in enumerate(sizes)
+        write_shard(folder, at, list(islice(sequence_iterator, size)))
+        for at, size in enumerate(sizes)
     )
     FeatureManifest(
         verifier=identity_of(target_path),

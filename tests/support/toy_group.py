@@ -100,9 +100,9 @@ class _Call:
         self._method = method
 
     def remote(self, *arguments: object) -> Any:
-        begun = asyncio.ensure_future(self._result(*arguments))  # even if the caller stops waiting
-        begun.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return asyncio.ensure_future(self._handle.while_alive(begun))
+        task = asyncio.ensure_future(self._result(*arguments))  # even if the caller stops waiting
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return asyncio.ensure_future(self._handle.while_alive(task))
 
     async def _result(self, *arguments: object) -> Any:
         try:
@@ -139,8 +139,8 @@ class ToyCluster:
 
     def close(self) -> None:
         """Ends all leases, and their threads."""
-        for each in self.tenures:
-            each._left_s = 0.0
+        for lease in self.tenures:
+            lease._left_s = 0.0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ray, "kill", self.kill)
@@ -151,8 +151,8 @@ class ToyCluster:
         for module in (claim_module, placement_groups):
             monkeypatch.setattr(module, "placement_groups_named", self.placement_groups_named)
         for module in (worker_actor, tenure):  # Ray would be started to be asked
-            here = ProcessInfo(pid=1, host="here", node_id="n")
-            monkeypatch.setattr(module, "process_info", lambda here=here: here)
+            own_info = ProcessInfo(pid=1, host="here", node_id="n")
+            monkeypatch.setattr(module, "process_info", lambda info=own_info: info)
 
 
 class ToyWorkers(Workers):
@@ -264,9 +264,9 @@ def toy_timings(**changes: float) -> Timings:
 
 
 def handle_of(group: WorkerGroup, name: str) -> ToyHandle:
-    (found,) = [m.handle for m in group.workers if m.slot.name == name]
-    assert isinstance(found, ToyHandle)
-    return found
+    (handle,) = [m.handle for m in group.workers if m.slot.name == name]
+    assert isinstance(handle, ToyHandle)
+    return handle
 
 
 def slot_of(group: WorkerGroup, name: str) -> RankSlot:

@@ -43,7 +43,7 @@ class World:
     moments: list[str] = field(default_factory=list)
     faulted: str = ""
     wires: dict[tuple[str, str], "asyncio.Queue[object]"] = field(default_factory=dict)
-    now_s: float = 0.0
+    time_s: float = 0.0
 
     async def moment(self, actor: "ToyActor", what: str) -> None:
         self.moments.append(what)
@@ -90,8 +90,8 @@ class ToyPipeline:
         self.sharing = PageSharing(
             address="nowhere",
             kv_sharing=lambda: self,  # type: ignore[arg-type, return-value]
-            refused=RefusedConnections(),
-            clock=lambda: world.now_s,
+            refusals=RefusedConnections(),
+            clock=lambda: world.time_s,
         )
         self.actors = [ToyActor(self, name=rank) for rank in RANKS]
 
@@ -127,8 +127,8 @@ class ToyPipeline:
     # As `KvSharing`.
 
     def lease(self, request_ids: Collection[RequestId] | None) -> PageLease:
-        wanted = [s for r, s in self.streams.items() if request_ids is None or r in request_ids]
-        return self.leases.lease(wanted)
+        streams = [s for r, s in self.streams.items() if request_ids is None or r in request_ids]
+        return self.leases.lease(streams)
 
     def end_lease(self, number: str) -> bool:
         return self.leases.end_lease(number)
@@ -176,12 +176,12 @@ class ToyActor:
         if self.is_dead:
             raise ActorDiedError
         world = self.pipeline.world
-        place = f"{name} of {self.name} of {self.pipeline.name}"
-        await world.moment(self, place)
+        step = f"{name} of {self.name} of {self.pipeline.name}"
+        await world.moment(self, step)
         answer = getattr(self, f"_{name}")(*args)
         if asyncio.iscoroutine(answer):
             answer = await answer
-        await world.moment(self, f"answer to {place}")
+        await world.moment(self, f"answer to {step}")
         return answer
 
     def _kv_layout(self) -> KvLayout:
@@ -224,29 +224,29 @@ class ToyActor:
     def _close_link(self, number: str) -> None:
         self.links = [link for link in self.links if link.meeting.number != number]
 
-    async def _send_pages(self, part: PagePart) -> PageTraffic:
-        wire = self._wire(part)
-        for page in part.pages:
+    async def _send_pages(self, share: PagePart) -> PageTraffic:
+        wire = self._wire(share)
+        for page in share.pages:
             await self.pipeline.world.moment(self, f"a page leaves {self.name}")
             wire.put_nowait(self.content[page])
-        return PageTraffic(num_pages=len(part.pages), num_bytes=8, seconds=0.0)
+        return PageTraffic(num_pages=len(share.pages), num_bytes=8, seconds=0.0)
 
-    async def _receive_pages(self, part: PagePart) -> PageTraffic:
-        wire = self._wire(part)
-        for page in part.pages:
+    async def _receive_pages(self, share: PagePart) -> PageTraffic:
+        wire = self._wire(share)
+        for page in share.pages:
             try:
-                content = await asyncio.wait_for(wire.get(), part.timeout_s)
+                content = await asyncio.wait_for(wire.get(), share.timeout_s)
             except TimeoutError as error:
                 raise PeerLost(peer="its peer", operation="page", reason="late") from error
             await self.pipeline.world.moment(self, f"a page reaches {self.name}")
             if page not in self.pipeline.held():
                 self.pipeline.wrong_writes.append(page)
             self.content[page] = content
-        return PageTraffic(num_pages=len(part.pages), num_bytes=8, seconds=0.0)
+        return PageTraffic(num_pages=len(share.pages), num_bytes=8, seconds=0.0)
 
-    def _wire(self, part: PagePart) -> "asyncio.Queue[object]":
-        assert any(link.meeting.number == part.link for link in self.links), "it is not connected"
-        return self.pipeline.world.wires.setdefault((part.number, self.name), asyncio.Queue())
+    def _wire(self, share: PagePart) -> "asyncio.Queue[object]":
+        assert any(link.meeting.number == share.link for link in self.links), "it is not connected"
+        return self.pipeline.world.wires.setdefault((share.number, self.name), asyncio.Queue())
 
 
 class _Method:

@@ -31,19 +31,19 @@ WAYS = {
     "death of a verify rank": TokenId(3),
     "bug in a verify rank": TokenId(4),
 }
-_NAMES = {token: way for way, token in WAYS.items()}
+_NAMES = {token: fault for fault, token in WAYS.items()}
 
 
 class _Met(Exception):
     """Raised when a poison request is in the round."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__(way)
-        self.way = way
+    def __init__(self, fault: str) -> None:
+        super().__init__(fault)
+        self.fault = fault
 
 
-def _break(way: str) -> None:
-    if way.startswith("death"):
+def _break(fault: str) -> None:
+    if fault.startswith("death"):
         os.abort()
     raise ValueError("this token is in no vocabulary")
 
@@ -68,7 +68,7 @@ class PoisonedDrafter(ToyDrafter):
         try:
             return super().step(wait_s=wait_s)
         except _Met as met:
-            self._take(met.way)
+            self._take(met.fault)
             raise
 
     def _meet(self, requests: Sequence[Request]) -> None:
@@ -76,11 +76,11 @@ class PoisonedDrafter(ToyDrafter):
             if request.prompt[0] == POISON:
                 raise _Met(_NAMES[request.prompt[1]])
 
-    def _take(self, way: str) -> None:
-        if way.endswith("drafting actor"):
-            _break(way)
+    def _take(self, fault: str) -> None:
+        if fault.endswith("drafting actor"):
+            _break(fault)
         if not self._aborted.is_set():
-            self._word.write_text(way)
+            self._word.write_text(fault)
         self._aborted.wait()
         raise PeerLost(peer="verify rank 0", operation="round", reason="Connection closed by peer")
 
@@ -93,9 +93,9 @@ class PoisonedRank(ToyRank):
     def run(self) -> None:
         while not self._left.wait(0.02):
             if self._word.exists():
-                way = self._word.read_text()
+                fault = self._word.read_text()
                 self._word.unlink()
-                _break(way)
+                _break(fault)
 
 
 class PoisonedLeader(ToyLeader):

@@ -75,9 +75,9 @@ def held(config: EngineConfig, *, at: int = 10, spinning: bool = False) -> Itera
     A held request makes progress, as a request with a long prompt does; with `spinning` none does.
     """
     word = _hold_of(config)
-    begun = word.with_suffix(".begun")
-    begun.write_text(str(-1 if spinning else at))
-    begun.replace(word)  # atomic for all readers
+    draft_file = word.with_suffix(".begun")
+    draft_file.write_text(str(-1 if spinning else at))
+    draft_file.replace(word)  # atomic for all readers
     try:
         yield
     finally:
@@ -324,10 +324,10 @@ class NoPages:
     def open(self, link: PageLink) -> None:
         raise EngineError("toys have no pages")
 
-    def send(self, part: PagePart) -> PageTraffic:
+    def send(self, share: PagePart) -> PageTraffic:
         raise EngineError("toys have no pages")
 
-    def receive(self, part: PagePart) -> PageTraffic:
+    def receive(self, share: PagePart) -> PageTraffic:
         raise EngineError("toys have no pages")
 
     def close(self, link: str) -> None:

@@ -73,7 +73,7 @@ def texts_of(answer: Json) -> dict[int, str]:
 
 
 def response_text(answer: Json) -> str:
-    return "".join(part["text"] for item in answer["output"] for part in item["content"])
+    return "".join(content["text"] for item in answer["output"] for content in item["content"])
 
 
 def random_text(rng: Random) -> str:
@@ -82,10 +82,10 @@ def random_text(rng: Random) -> str:
 
 def odd_fields(rng: Random) -> Json:
     """Returns fields that are right by themselves, but may not fit others."""
-    found: Json = {}
+    fields: Json = {}
     for _ in range(rng.randint(1, 4)):
-        found |= rng.choice([_sampled(rng), rng.choice(_GRAMMARS), _odd(rng), _restricted(rng)])
-    return found
+        fields |= rng.choice([_sampled(rng), rng.choice(_GRAMMARS), _odd(rng), _restricted(rng)])
+    return fields
 
 
 def _odd(rng: Random) -> Json:
@@ -191,7 +191,7 @@ def _generation(rng: Random) -> Json:
 
 
 def _sampled(rng: Random) -> Json:
-    found: Json = {"temperature": rng.choice([0.0, 0.0, 0.3, 1.0, 2.0])}
+    fields: Json = {"temperature": rng.choice([0.0, 0.0, 0.3, 1.0, 2.0])}
     choices: tuple[Json, ...] = (
         {"top_p": rng.choice([0.1, 0.9, 1.0])},
         {"top_k": rng.choice([-1, 1, 5, 2**40])},
@@ -201,7 +201,7 @@ def _sampled(rng: Random) -> Json:
         {"logit_bias": {str(rng.randint(3, 250)): rng.uniform(-100, 100)}},
         {},
     )
-    return found | rng.choice(choices)
+    return fields | rng.choice(choices)
 
 
 def _restricted(rng: Random) -> Json:

@@ -50,17 +50,17 @@ class MeasuredLink:
     def name(self) -> str:
         return f"within {self.nodes[0]}" if len(self.nodes) == 1 else " - ".join(self.nodes)
 
-    def best_of(self, again: "MeasuredLink") -> "MeasuredLink":
+    def best_of(self, repeat: "MeasuredLink") -> "MeasuredLink":
         """Returns the better times of two measurements of this link; wrong values add up."""
         times = tuple(
             replace(
-                one,
-                typical_us=min(one.typical_us, other.typical_us),
-                fastest_us=min(one.fastest_us, other.fastest_us),
+                time,
+                typical_us=min(time.typical_us, other.typical_us),
+                fastest_us=min(time.fastest_us, other.fastest_us),
             )
-            for one, other in zip(self.times, again.times, strict=True)
+            for time, other in zip(self.times, repeat.times, strict=True)
         )
-        return replace(self, times=times, num_wrong=self.num_wrong + again.num_wrong)
+        return replace(self, times=times, num_wrong=self.num_wrong + repeat.num_wrong)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def check_links(links: Sequence[MeasuredLink], limits: LinkLimits) -> list[Findi
     findings = [finding for link in links for finding in _check_values(link)]
     for kind in _kinds(links):
         for link in kind:
-            others = [each for each in kind if each is not link]
+            others = [other for other in kind if other is not link]
             slow = _slower_than(link, others, limits.slow_factor) or _missed(link, limits)
             if slow is not None:
                 findings.append(_slow(link, slow))
@@ -117,8 +117,8 @@ def _typical(kind: Sequence[MeasuredLink], operation: Operation) -> Iterator[tup
         for time in link.times:
             if time.operation == operation:
                 times.setdefault(time.size_bytes, []).append(time.typical_us)
-    for size, found in sorted(times.items()):
-        yield size, statistics.median(found) * 1e-6
+    for size, times_us in sorted(times.items()):
+        yield size, statistics.median(times_us) * 1e-6
 
 
 def _check_values(link: MeasuredLink) -> Iterator[Finding]:
@@ -136,10 +136,10 @@ def _slower_than(link: MeasuredLink, others: Sequence[MeasuredLink], factor: flo
     worst: tuple[float, str] | None = None
     for time in link.times:
         usual = [
-            each.fastest_us
+            other_time.fastest_us
             for other in others
-            for each in other.times
-            if (each.operation, each.size_bytes) == (time.operation, time.size_bytes)
+            for other_time in other.times
+            if (other_time.operation, other_time.size_bytes) == (time.operation, time.size_bytes)
         ]
         if not usual:
             continue

@@ -36,19 +36,19 @@ class LinkRank:
 
         Raises ConfigError if the node has no such interface.
         """
-        found = [
-            (each.name, address)
-            for each in read_interfaces()
-            for address in each.addresses
-            if (address == node_address if interface is None else each.name == interface)
+        addresses = [
+            (candidate.name, address)
+            for candidate in read_interfaces()
+            for address in candidate.addresses
+            if (address == node_address if interface is None else candidate.name == interface)
         ]
-        if not found:
-            names = ", ".join(each.name for each in read_interfaces())
+        if not addresses:
+            names = ", ".join(candidate.name for candidate in read_interfaces())
             raise ConfigError(
                 f"no interface {interface or f'with {node_address}'} with an IPv4 address, this "
                 f"node has {names}"
             )
-        self._interface, self._address = found[0]
+        self._interface, self._address = addresses[0]
 
     def rendezvous(self) -> tuple[str, int]:
         """Returns an address and a free port for a group in which this is rank 0."""

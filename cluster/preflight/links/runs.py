@@ -88,14 +88,14 @@ def measure_cluster(
         if link is not None:
             links[names] = link
     for names in {finding.nodes for finding in check_links(list(links.values()), limits)}:
-        again, failed = _measured(groups[names], settings)
+        repeat, failed = _measured(groups[names], settings)
         findings += failed
-        if again is not None:
-            links[names] = links[names].best_of(again)
-    for each in measured:
-        each.kill_ranks()
-    found = list(links.values())
-    return found, [*findings, *check_links(found, limits)]
+        if repeat is not None:
+            links[names] = links[names].best_of(repeat)
+    for member in measured:
+        member.kill_ranks()
+    results = list(links.values())
+    return results, [*findings, *check_links(results, limits)]
 
 
 def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
@@ -114,7 +114,7 @@ def _start(
     }
     timeout_s = settings.start_timeout_s
     ready, findings = collect(
-        {name: each.ranks[-1].rendezvous.remote() for name, each in started.items()},
+        {name: member.ranks[-1].rendezvous.remote() for name, member in started.items()},
         "a rank of the link measurement",
         timeout_s=timeout_s,
     )
@@ -147,8 +147,8 @@ def _ranks_of(node: ClusterNode, settings: LinkSettings) -> list[Handle]:
 
 
 def _groups(nodes: Sequence[_Node]) -> list[tuple[_Node, ...]]:
-    by_name = {each.node.name: each for each in nodes}
-    within = [(each,) for each in nodes if len(each.ranks) > 1]
+    by_name = {member.node.name: member for member in nodes}
+    within = [(member,) for member in nodes if len(member.ranks) > 1]
     between = [(by_name[first], by_name[second]) for first, second in pairs(list(by_name))]
     return [*within, *between, *([tuple(nodes)] if len(nodes) > 2 else [])]
 
@@ -159,8 +159,8 @@ def _measured(
     try:
         return _measure(group, settings), []
     except (ray.exceptions.RayError, TimeoutError, ValueError) as failure:
-        for each in group:
-            each.replace_ranks(settings)
+        for member in group:
+            member.replace_ranks(settings)
         return None, [_failed(group, cause_of(failure))]
 
 
@@ -173,19 +173,19 @@ def _answer(calls: Handle, what: str, *, timeout_s: float) -> Any:
 
 
 def _measure(group: tuple[_Node, ...], settings: LinkSettings) -> MeasuredLink:
-    with_tests = all(each.binaries is not None for each in group)
+    with_tests = all(member.binaries is not None for member in group)
     if with_tests and (len(group) == 1 or settings.uses_mpirun):
         return _by_nccl_tests(group)
     return _by_torch(group, settings)
 
 
 def _by_torch(group: tuple[_Node, ...], settings: LinkSettings) -> MeasuredLink:
-    ranks = group[0].ranks[:2] if len(group) == 1 else [each.ranks[0] for each in group]
-    backend: Backend = "nccl" if all(each.num_gpus for each in group) else "gloo"
+    ranks = group[0].ranks[:2] if len(group) == 1 else [member.ranks[0] for member in group]
+    backend: Backend = "nccl" if all(member.num_gpus for member in group) else "gloo"
     address, port = _answer(
         ranks[0].rendezvous.remote(), "a port for rank 0", timeout_s=settings.start_timeout_s
     )
-    wanted = LinkGroup(
+    link_group = LinkGroup(
         address=address,
         port=port,
         num_ranks=len(ranks),
@@ -193,7 +193,7 @@ def _by_torch(group: tuple[_Node, ...], settings: LinkSettings) -> MeasuredLink:
         sizes=settings.sizes,
         num_iterations=settings.num_iterations,
     )
-    calls = [rank.measure.remote(wanted, number) for number, rank in enumerate(ranks)]
+    calls = [rank.measure.remote(link_group, number) for number, rank in enumerate(ranks)]
     times, num_wrong = _answer(calls, "the measurement", timeout_s=_GROUP_TIMEOUT_S)[0]
     return MeasuredLink(
         nodes=_names(group),
@@ -206,8 +206,8 @@ def _by_torch(group: tuple[_Node, ...], settings: LinkSettings) -> MeasuredLink:
 
 
 def _by_nccl_tests(group: tuple[_Node, ...]) -> MeasuredLink:
-    num_gpus = min(each.num_gpus for each in group)
-    hosts = [] if len(group) == 1 else [each.node.address for each in group]
+    num_gpus = min(member.num_gpus for member in group)
+    hosts = [] if len(group) == 1 else [member.node.address for member in group]
     reports: dict[Operation, BandwidthReport] = {}
     for operation in _OPERATIONS:
         call = group[0].agent.nccl_tests.remote(group[0].binaries, operation, num_gpus, hosts)
@@ -262,4 +262,4 @@ def _failed(group: tuple[_Node, ...], reason: str) -> Finding:
 
 
 def _names(group: Sequence[_Node]) -> tuple[str, ...]:
-    return tuple(each.node.name for each in group)
+    return tuple(member.node.name for member in group)

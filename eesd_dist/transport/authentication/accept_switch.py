@@ -52,12 +52,12 @@ class AcceptSwitch:
 
     def cut_waiting(self) -> bool:
         """Cuts the connections that were not accepted; returns whether there were any."""
-        known = self._num_dropped
+        num_before = self._num_dropped
         with suppress(BlockingIOError):
             while True:
                 self._listener.accept()[0].close()
                 self._num_dropped += 1
-        return self._num_dropped > known
+        return self._num_dropped > num_before
 
     def admit(self, hosts: Iterable[str]) -> None:
         """Cuts the connections that came so far, since no peer connects before this, and lets the

@@ -70,16 +70,16 @@ class Listeners:
 
     def _all(self) -> Iterator[tuple[bytes, int]]:
         """Yields the address, as the kernel writes it, and the file handle."""
-        found, size = ctypes.create_string_buffer(128), ctypes.c_uint()
+        buffer, size = ctypes.create_string_buffer(128), ctypes.c_uint()
         families = {socket.AF_INET, socket.AF_INET6}
         for handle in range(self._end):
             size.value = 4
             listens = (handle, socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if _libc.getsockopt(*listens, found, ctypes.byref(size)) or found.raw[0] == 0:
+            if _libc.getsockopt(*listens, buffer, ctypes.byref(size)) or buffer.raw[0] == 0:
                 continue
-            size.value = len(found)
-            if _libc.getsockname(handle, found, ctypes.byref(size)) == 0:
-                address = found.raw[: size.value]
+            size.value = len(buffer)
+            if _libc.getsockname(handle, buffer, ctypes.byref(size)) == 0:
+                address = buffer.raw[: size.value]
                 if int.from_bytes(address[:2], sys.byteorder) in families:
                     yield address, handle
 
@@ -120,7 +120,7 @@ class ConnectionFilter:
     def admit(self, hosts: Iterable[str]) -> None:
         """Lets packets from these IP addresses pass; of other hosts not even the end of a handshake
         that began before there was a filter."""
-        program = [each for host in sorted(set(hosts)) for each in _pass_from(host)]
+        program = [instruction for host in sorted(set(hosts)) for instruction in _pass_from(host)]
         _attach(self._listener.fileno(), [*program, _DROP])
 
     def release(self) -> None:
@@ -133,7 +133,7 @@ class ConnectionFilter:
 
 
 def _attach(handle: int, program: list[_Instruction]) -> None:
-    code = b"".join(struct.pack("=HBBI", *each) for each in program)
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     held = ctypes.create_string_buffer(code, len(code))
     pointer = struct.pack("@HP", len(program), ctypes.addressof(held))
     option = (handle, socket.SOL_SOCKET, _SO_ATTACH_FILTER)

@@ -49,9 +49,9 @@ def peer_proof(secret: str, *, group: str, prover: int, verifier: int, nonces: b
     return _digest(secret, f"{group} rank {prover} to {verifier} ".encode(), nonces)
 
 
-def proves(found: bytes, expected: bytes) -> bool:
+def proves(proof: bytes, expected: bytes) -> bool:
     """Compares in constant time."""
-    return hmac.compare_digest(found, expected)
+    return hmac.compare_digest(proof, expected)
 
 
 def _digest(secret: str, role: bytes, nonces: bytes) -> bytes:

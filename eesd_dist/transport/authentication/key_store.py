@@ -81,13 +81,13 @@ class StoreHost:
         *,
         address: str = "127.0.0.1",
         port: int = 0,
-        refused: RefusedConnections | None = None,
+        refusals: RefusedConnections | None = None,
     ) -> None:
         family, *_, bound = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         with LISTENING:
             listener = socket.create_server(bound[:2], family=family)
         self.at = Address(host=address, port=listener.getsockname()[1], secret=new_secret())
-        self.refused = refused or RefusedConnections()
+        self.refused = refusals or RefusedConnections()
         wake, woken = socket.socketpair()
         server = _Server(listener, woken, self.at, self.refused)
         threading.Thread(target=server.run, name="rendezvous store", daemon=True).start()
@@ -133,10 +133,10 @@ class StoreClient:
             self._socket.settimeout(timeout_s + _GRACE_S)
             self._send(_Get(keys, timeout_s))
             (size,) = _LENGTH.unpack(_receive(self._socket, _LENGTH.size))
-            found = _replies.decode(_receive(self._socket, size))
-        if found.missing:
-            raise KeysMissing(found.missing)
-        return found.values
+            reply = _replies.decode(_receive(self._socket, size))
+        if reply.missing:
+            raise KeysMissing(reply.missing)
+        return reply.values
 
     def close(self) -> None:
         """Ends the requests in progress. From any thread."""
@@ -147,15 +147,15 @@ class StoreClient:
         self._socket.close()
 
     def _introduce(self, deadline: float) -> None:
-        family, *_, there = socket.getaddrinfo(self.at.host, self.at.port, type=socket.SOCK_STREAM)[
-            0
-        ]
+        family, *_, address = socket.getaddrinfo(
+            self.at.host, self.at.port, type=socket.SOCK_STREAM
+        )[0]
         self._socket.close()
         self._socket = socket.socket(family)
         if self._closed.is_set():
             raise ConnectionError("closed")
         self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-        self._socket.connect(there)
+        self._socket.connect(address)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonces = {"host_nonce": _receive(self._socket, NONCE_BYTES), "rank_nonce": new_nonce()}
         proof = rank_proof(self.at.secret, **nonces)
@@ -221,13 +221,13 @@ class _Server:
         listener: socket.socket,
         woken: socket.socket,
         at: Address,
-        refused: RefusedConnections,
+        refusals: RefusedConnections,
     ) -> None:
         self._listener = listener
         self._listener.setblocking(False)
         self._woken = woken
         self._at = at
-        self._refused = refused
+        self._refused = refusals
         self._values: dict[str, bytes] = {}
         self._peers: dict[socket.socket, _Peer] = {}
         """Peers in the order in which they connected."""
@@ -241,8 +241,8 @@ class _Server:
             while self._serve():
                 pass
         finally:
-            for each in (self._listener, self._woken, *self._peers):
-                each.close()
+            for link in (self._listener, self._woken, *self._peers):
+                link.close()
             self._selector.close()
 
     def _serve(self) -> bool:
@@ -259,7 +259,7 @@ class _Server:
 
     def _left_s(self) -> float | None:
         """Returns the time until the next deadline."""
-        ends = [each.until_s for each in self._waiting]
+        ends = [request.until_s for request in self._waiting]
         ends += [peer.proves_until_s for peer in self._unproven()]
         return max(min(ends) - time.monotonic(), 0.0) if ends else None
 
@@ -283,15 +283,15 @@ class _Server:
         self._send(peer, peer.nonce)
 
     def _read(self, peer: _Peer) -> None:
-        wanted = 1 << 16 if peer.is_proven else NONCE_BYTES + PROOF_BYTES - len(peer.received)
+        max_bytes = 1 << 16 if peer.is_proven else NONCE_BYTES + PROOF_BYTES - len(peer.received)
         try:
-            found = peer.link.recv(wanted)
+            content = peer.link.recv(max_bytes)
         except OSError:
-            found = b""
-        if not found:
+            content = b""
+        if not content:
             self._leave(peer)
             return
-        peer.received += found
+        peer.received += content
         if peer.is_proven:
             self._answer(peer)
         elif len(peer.received) == NONCE_BYTES + PROOF_BYTES:
@@ -327,29 +327,29 @@ class _Server:
 
     def _settle(self) -> None:
         """Answers the requests for keys that are all set."""
-        for each in [each for each in self._waiting if not self._missing(each)]:
-            self._waiting.remove(each)
-            values = tuple(self._values[key] for key in each.keys)
-            self._send(each.peer, _framed(_Found(values)))
+        for request in [request for request in self._waiting if not self._missing(request)]:
+            self._waiting.remove(request)
+            values = tuple(self._values[key] for key in request.keys)
+            self._send(request.peer, _framed(_Found(values)))
 
     def _missing(self, request: _Waiting) -> tuple[str, ...]:
         return tuple(key for key in request.keys if key not in self._values)
 
     def _expire(self) -> None:
-        now_s = time.monotonic()
-        for each in [each for each in self._waiting if each.until_s <= now_s]:
-            self._waiting.remove(each)
-            self._send(each.peer, _framed(_Found((), self._missing(each))))
-        late = [peer for peer in self._unproven() if peer.proves_until_s <= now_s]
-        self._refuse(late, f"no proof of the secret within {_PROOF_WITHIN_S:g} s")
+        time_s = time.monotonic()
+        for request in [request for request in self._waiting if request.until_s <= time_s]:
+            self._waiting.remove(request)
+            self._send(request.peer, _framed(_Found((), self._missing(request))))
+        expired = [peer for peer in self._unproven() if peer.proves_until_s <= time_s]
+        self._refuse(expired, f"no proof of the secret within {_PROOF_WITHIN_S:g} s")
 
     def _send(self, peer: _Peer, content: bytes) -> None:
         """Sends a small message, or cuts the connection of a peer that does not take it."""
         try:
-            is_taken = peer.link.send(content) == len(content)
+            is_complete = peer.link.send(content) == len(content)
         except OSError:
-            is_taken = False
-        if not is_taken:
+            is_complete = False
+        if not is_complete:
             self._leave(peer)
 
     def _refuse(self, peers: Sequence[_Peer], reason: str) -> None:
@@ -362,7 +362,7 @@ class _Server:
         """Returns False for a peer that is forgotten already."""
         if self._peers.pop(peer.link, None) is None:
             return False
-        self._waiting = [each for each in self._waiting if each.peer is not peer]
+        self._waiting = [request for request in self._waiting if request.peer is not peer]
         self._selector.unregister(peer.link)
         peer.link.close()
         return True
@@ -390,9 +390,9 @@ def _receive(link: socket.socket, size: int) -> bytes:
     """Receives exactly `size` bytes. Raises OSError."""
     received = bytearray()
     while len(received) < size:
-        if not (found := link.recv(size - len(received))):
+        if not (chunk := link.recv(size - len(received))):
             raise ConnectionError("the connection was closed")
-        received += found
+        received += chunk
     return bytes(received)
 
 

@@ -35,7 +35,7 @@ class RefusedConnections:
     @property
     def num_refused(self) -> int:
         with self._lock:
-            return self._num_refused + sum(each.num_dropped for each in list(self._filters))
+            return self._num_refused + sum(listener.num_dropped for listener in list(self._filters))
 
     def add(self, host: str, *, at: str, reason: str) -> None:
         """Counts a connection from `host` to `at` that was cut."""
@@ -57,10 +57,10 @@ class RefusedConnections:
             self._num_refused += listener.num_dropped
 
     def _is_due(self, host: str) -> bool:
-        now_s = self._clock()
-        if now_s - self._logged_s.get(host, -_LOG_EVERY_S) < _LOG_EVERY_S:
+        time_s = self._clock()
+        if time_s - self._logged_s.get(host, -_LOG_EVERY_S) < _LOG_EVERY_S:
             return False
         if len(self._logged_s) >= _MAX_HOSTS:
             self._logged_s.clear()
-        self._logged_s[host] = now_s
+        self._logged_s[host] = time_s
         return True

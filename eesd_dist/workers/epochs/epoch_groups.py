@@ -35,7 +35,7 @@ class EpochGroups:
         self.refused = RefusedConnections()
 
     def host_store(self) -> Address:
-        store = StoreHost(address=self.address, refused=self.refused)
+        store = StoreHost(address=self.address, refusals=self.refused)
         self._hosted = [store]
         return store.at
 
@@ -80,7 +80,7 @@ class EpochGroups:
                 address=self.address,
                 members=members,
                 ordered_sums=self._config.model.numerics == "invariant",
-                refused=self.refused,
+                refusals=self.refused,
             )
         finally:
             self._connecting.discard(store)

@@ -44,13 +44,13 @@ class Joining:
         self.num_pages = epoch.num_pages
         async with self._loading:
             self._refuse_if_over(epoch)
-            part = await asyncio.to_thread(load)
+            loaded = await asyncio.to_thread(load)
         try:
             self._refuse_if_over(epoch)
         except PeerLost:
-            part.abort()
+            loaded.abort()
             raise
-        return part
+        return loaded
 
     async def leave(self) -> bool:
         """Ends all epochs so far. Returns False when a load of one of them is still running."""

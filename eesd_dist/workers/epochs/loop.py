@@ -67,7 +67,7 @@ def _forget_frames(error: BaseException) -> None:
     while causes:
         cause = causes.pop()
         cause.__traceback__ = None
-        causes += [each for each in (cause.__cause__, cause.__context__) if each is not None]
+        causes += [parent for parent in (cause.__cause__, cause.__context__) if parent is not None]
 
 
 def _name_thread(name: str) -> None:

@@ -16,10 +16,10 @@ class RoundLoop:
     """Owns the round loop of one epoch, and stops it."""
 
     def __init__(
-        self, part: DraftEpoch, *, epoch: int, name: str, deliver: Callable[[StepLike], None]
+        self, draft_epoch: DraftEpoch, *, epoch: int, name: str, deliver: Callable[[StepLike], None]
     ) -> None:
         """Begins at once. `deliver` is called in the event loop."""
-        self.part = part
+        self.part = draft_epoch
         self.epoch = epoch
         self._num_computed = 0
         """Tokens committed and prompt rows computed; written by the loop's thread alone, as the two

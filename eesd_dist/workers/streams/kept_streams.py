@@ -55,8 +55,8 @@ class KeptStreams:
     def num_tokens(self, request_id: RequestId) -> int | None:
         """Returns how many tokens of a stream are kept; None for a stream that is not."""
         self.expire()
-        kept = self._live.get(request_id) or self._ended.get(request_id)
-        return None if kept is None else sum(len(e.tokens) for e in kept.emissions)
+        stream = self._live.get(request_id) or self._ended.get(request_id)
+        return None if stream is None else sum(len(e.tokens) for e in stream.emissions)
 
     def begin(self, request: Request) -> tuple[Emission, ...]:
         """Keeps what this submission will make. If it resumes a kept stream, it goes on after what
@@ -65,51 +65,51 @@ class KeptStreams:
         earlier = self._forget(request.request_id)
         if not request.resume_window_s or _lacks_logprobs(request):
             return ()
-        again: list[Emission] = []
+        replayed: list[Emission] = []
         if request.resumption and not request.generated:
-            again = [structs.replace(e, submission=request.submission) for e in earlier]
+            replayed = [structs.replace(e, submission=request.submission) for e in earlier]
         self._live[request.request_id] = _Kept(
             submission=request.submission, window_s=request.resume_window_s
         )
         self._make_room()
-        for emission in again or _known(request):
+        for emission in replayed or _known(request):
             self.add(emission)
-        return tuple(again)
+        return tuple(replayed)
 
     def add(self, emission: Emission) -> None:
-        kept = self._live.get(emission.request_id)
-        if kept is None or kept.submission != emission.submission:
+        stream = self._live.get(emission.request_id)
+        if stream is None or stream.submission != emission.submission:
             return
         size = len(emission.tokens) + len(emission.prompt_logprobs)
-        size += sum(len(each.top) for each in emission.logprobs + emission.prompt_logprobs)
-        kept.emissions.append(emission)
-        kept.size += size
+        size += sum(len(token.top) for token in emission.logprobs + emission.prompt_logprobs)
+        stream.emissions.append(emission)
+        stream.size += size
         self._size += size
         self._make_room()
 
     def end(self, request_id: RequestId) -> None:
         """Begins the window in which the client may come back."""
-        kept = self._live.pop(request_id, None)
-        if kept is not None:
-            kept.expires_s = self._clock() + kept.window_s
-            self._ended[request_id] = kept
+        stream = self._live.pop(request_id, None)
+        if stream is not None:
+            stream.expires_s = self._clock() + stream.window_s
+            self._ended[request_id] = stream
 
     def expire(self) -> None:
         """Forgets the streams that were kept for their whole window."""
-        now_s = self._clock()
+        time_s = self._clock()
         while self._ended:
             first = next(iter(self._ended))
-            if self._ended[first].expires_s > now_s:
+            if self._ended[first].expires_s > time_s:
                 return
             self._forget(first)
 
     def _forget(self, request_id: RequestId) -> list[Emission]:
         """Returns what was kept of it."""
-        kept = self._live.pop(request_id, None) or self._ended.pop(request_id, None)
-        if kept is None:
+        stream = self._live.pop(request_id, None) or self._ended.pop(request_id, None)
+        if stream is None:
             return []
-        self._size -= kept.size
-        return kept.emissions
+        self._size -= stream.size
+        return stream.emissions
 
     def _make_room(self) -> None:
         while self._size > self._max_tokens or len(self) > self._max_streams:

@@ -36,9 +36,9 @@ class Mailbox:
         ended the stream."""
         while True:
             if self._emissions:
-                taken = tuple(self._emissions)
+                emissions = tuple(self._emissions)
                 self._emissions.clear()
-                return taken
+                return emissions
             if self._error is not None:
                 return self._error
             self._arrived.clear()
@@ -79,17 +79,17 @@ class Mailboxes:
         With a `submission` only that submission's box is closed. Returns False when there is none:
         a later submission may have replaced it.
         """
-        found = self._boxes.get(request_id)
-        if found is None or submission not in (None, found.submission):
+        box = self._boxes.get(request_id)
+        if box is None or submission not in (None, box.submission):
             return False
         del self._boxes[request_id]
-        found.fail(EngineError(f"request {request_id} was cancelled"))
+        box.fail(EngineError(f"request {request_id} was cancelled"))
         return True
 
     def deliver(self, emissions: Iterable[Emission]) -> frozenset[RequestId]:
         """Puts emissions into their boxes; drops those without one. Returns requests with late
         emissions, which belong to an earlier submission than the open box."""
-        late: set[RequestId] = set()
+        stale_ids: set[RequestId] = set()
         for emission in emissions:
             box = self._boxes.get(emission.request_id)
             if box is None:
@@ -97,8 +97,8 @@ class Mailboxes:
             if box.submission == emission.submission:
                 box.put(emission)
             else:
-                late.add(emission.request_id)
-        return frozenset(late)
+                stale_ids.add(emission.request_id)
+        return frozenset(stale_ids)
 
     def fail(self, request_id: RequestId, error: EesdError) -> None:
         """Ends the stream with an error, after all pending emissions, and frees the id."""

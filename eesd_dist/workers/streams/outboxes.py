@@ -82,8 +82,8 @@ class Outboxes:
 
     def request_of(self, request_id: RequestId) -> Request | None:
         """Returns the request with an open stream for this id, or None."""
-        found = self._open.get(request_id)
-        return None if found is None else found[1]
+        entry = self._open.get(request_id)
+        return None if entry is None else entry[1]
 
     def open(self, request: Request, *, client: str) -> Request | None:
         """Opens a stream. If it resumes one that is kept, what is kept is to be read first.
@@ -94,14 +94,14 @@ class Outboxes:
         self._check_is_free(request)
         outbox = self._clients.setdefault(client, _Outbox())
         self._open[request.request_id] = (client, request)
-        again = self.kept.begin(request)
-        for emission in again:
+        replayed = self.kept.begin(request)
+        for emission in replayed:
             outbox.put((request.request_id, request.submission), emission)
-        if again and again[-1].finish_reason is not None:
+        if replayed and replayed[-1].finish_reason is not None:
             self._close(request.request_id)
             return None
-        generated = tuple(token for emission in again for token in emission.tokens)
-        return replace(request, generated=generated) if again else request
+        generated = tuple(token for emission in replayed for token in emission.tokens)
+        return replace(request, generated=generated) if replayed else request
 
     def _check_is_free(self, request: Request) -> None:
         earlier = self.request_of(request.request_id)
@@ -129,8 +129,8 @@ class Outboxes:
         With a `submission` only that one's. Returns False when there is none: a later submission
         may have replaced it.
         """
-        found = self._open.get(request_id)
-        if found is None or submission not in (None, found[1].submission):
+        entry = self._open.get(request_id)
+        if entry is None or submission not in (None, entry[1].submission):
             return False
         client, opened = self._close(request_id)
         outbox = self._clients[client]
@@ -141,21 +141,21 @@ class Outboxes:
     def deliver(self, emissions: Iterable[Emission]) -> frozenset[RequestId]:
         """Puts emissions into their outboxes; drops those without an open stream. Returns requests
         with late emissions, which belong to an earlier submission than the open one."""
-        late: set[RequestId] = set()
+        stale_ids: set[RequestId] = set()
         for emission in emissions:
             request_id = emission.request_id
-            found = self._open.get(request_id)
-            if found is None:
+            entry = self._open.get(request_id)
+            if entry is None:
                 continue
-            client, opened = found
+            client, opened = entry
             if opened.submission != emission.submission:
-                late.add(request_id)
+                stale_ids.add(request_id)
                 continue
             self.kept.add(emission)
             self._clients[client].put((request_id, opened.submission), emission)
             if emission.finish_reason is not None:
                 self._close(request_id)
-        return frozenset(late)
+        return frozenset(stale_ids)
 
     def fail(self, request_id: RequestId, error: EesdError) -> None:
         """Ends a stream with an error, after what it has not read yet, and frees the id."""
@@ -172,18 +172,18 @@ class Outboxes:
         confirmed = last[1] if last[0] == outbox.name else 0
         outbox.num_readers += 1
         try:
-            again = _unconfirmed(outbox, confirmed)
-            if again is not None:
-                return again
+            delivery = _unconfirmed(outbox, confirmed)
+            if delivery is not None:
+                return delivery
             try:
                 async with asyncio.timeout(wait_s):
                     await outbox.arrived.wait()
             except TimeoutError:
                 return Delivery(outbox=outbox.name, number=confirmed, items=())
-            again = _unconfirmed(outbox, confirmed)  # another call of this client has taken it
-            if again is None:
-                again = outbox.unconfirmed = outbox.batch()
-            return again
+            delivery = _unconfirmed(outbox, confirmed)  # another call of this client has taken it
+            if delivery is None:
+                delivery = outbox.unconfirmed = outbox.batch()
+            return delivery
         finally:
             outbox.num_readers -= 1
             outbox.unread_s = 0.0
@@ -207,8 +207,8 @@ class Outboxes:
 
 def _unconfirmed(outbox: _Outbox, confirmed: int) -> Delivery | None:
     """Returns the batch of which the reply was lost, if there is one."""
-    sent = outbox.unconfirmed
-    if sent is not None and confirmed < sent.number:
-        return sent
+    delivery = outbox.unconfirmed
+    if delivery is not None and confirmed < delivery.number:
+        return delivery
     outbox.unconfirmed = None
     return None

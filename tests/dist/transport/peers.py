@@ -80,7 +80,7 @@ def join_threads(
     size: int, *, timeout_s: float = 10.0, refusals: RefusedConnections | None = None
 ) -> list[ProcessGroup]:
     """Returns the ranks of one group, all in this process."""
-    host = StoreHost(refused=refusals)
+    host = StoreHost(refusals=refusals)
     groups: dict[int, ProcessGroup] = {}
 
     def join(rank: int) -> None:
@@ -93,7 +93,7 @@ def join_threads(
             size=size,
             timeout_s=timeout_s,
             join_timeout_s=20.0,
-            refused=refusals,
+            refusals=refusals,
         )
 
     in_threads(*(lambda rank=rank: join(rank) for rank in range(size)))

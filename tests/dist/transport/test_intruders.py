@@ -115,8 +115,8 @@ def test_nothing_connects_to_a_running_group_and_packets_that_are_dropped_are_co
     ports: list[int] = []
 
     class KnownDevice(GlooDevice):
-        def __init__(self, address: str, *, refused: RefusedConnections | None = None) -> None:
-            super().__init__(address, refused=refused)
+        def __init__(self, address: str, *, refusals: RefusedConnections | None = None) -> None:
+            super().__init__(address, refusals=refusals)
             ports.extend(port for _, port in self.addresses)
 
     monkeypatch.setattr(rendezvous, "GlooDevice", KnownDevice)
@@ -163,7 +163,7 @@ def test_a_socket_that_was_found_before_its_guard_is_given_up(
 ) -> None:
     refusals = RefusedConnections()
     with _found_first(monkeypatch, times=2) as addresses:
-        device = GlooDevice(INSIDE, refused=refusals)
+        device = GlooDevice(INSIDE, refusals=refusals)
     assert len(addresses) == 3
     assert device.addresses == {addresses[-1]}
     assert refusals.num_refused == 2
@@ -183,7 +183,7 @@ class Planes:
 
     def __init__(self) -> None:
         self.refused = RefusedConnections()
-        self.devices = [GlooDevice(INSIDE, refused=self.refused) for _ in range(2)]
+        self.devices = [GlooDevice(INSIDE, refusals=self.refused) for _ in range(2)]
         for device in self.devices:
             device.guard.admit([INSIDE])
 

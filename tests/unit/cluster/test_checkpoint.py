@@ -59,7 +59,7 @@ def test_a_config_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("fields", "expected"),
     [
         ({}, 2),
         ({"torch_dtype": "float16"}, 2),
@@ -68,10 +68,10 @@ def test_a_config_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_weights_are_as_wide_as_the_checkpoint_says(
-    tmp_path: Path, said: dict[str, str], expected: int
+    tmp_path: Path, fields: dict[str, str], expected: int
 ) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({**FIELDS, **said}))
+    config.write_text(json.dumps({**FIELDS, **fields}))
     shape = read_shape(tmp_path)
     assert (shape.bytes_per_weight, shape.bytes_per_kv) == (expected, expected)
     shape = read_shape(tmp_path, on_cpu=True)

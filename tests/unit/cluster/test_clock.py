@@ -7,42 +7,42 @@ from cluster.preflight.cluster_checks import check_clocks
 class _Clocks:
     """Two clocks, and a connection on which a question takes `delays_s` there and back."""
 
-    def __init__(self, *, ahead_s: float, delays_s: list[tuple[float, float]]) -> None:
+    def __init__(self, *, offset_s: float, delays_s: list[tuple[float, float]]) -> None:
         self._now_s = 1000.0
-        self._ahead_s = ahead_s
+        self._ahead_s = offset_s
         self._delays_s = iter(delays_s)
 
     def ours(self) -> float:
         return self._now_s + self._ahead_s
 
     def other(self) -> float:
-        there_s, back_s = next(self._delays_s)
-        self._now_s += there_s
+        forward_s, back_s = next(self._delays_s)
+        self._now_s += forward_s
         answer = self._now_s
         self._now_s += back_s
         return answer
 
 
-@pytest.mark.parametrize("ahead_s", [0.0, 2.5, -2.5])
-def test_an_equal_way_there_and_back_is_corrected(ahead_s: float) -> None:
-    clocks = _Clocks(ahead_s=ahead_s, delays_s=[(0.2, 0.2)])
-    found = measure_offset(clocks.other, read_ours=clocks.ours, num_readings=1)
-    assert found.offset_s == pytest.approx(ahead_s)
-    assert found.uncertainty_s == pytest.approx(0.2)
+@pytest.mark.parametrize("offset_s", [0.0, 2.5, -2.5])
+def test_an_equal_way_there_and_back_is_corrected(offset_s: float) -> None:
+    clocks = _Clocks(offset_s=offset_s, delays_s=[(0.2, 0.2)])
+    offset = measure_offset(clocks.other, read_ours=clocks.ours, num_readings=1)
+    assert offset.offset_s == pytest.approx(offset_s)
+    assert offset.uncertainty_s == pytest.approx(0.2)
 
 
 def test_the_true_offset_is_within_the_uncertainty_of_an_unequal_way() -> None:
-    clocks = _Clocks(ahead_s=1.0, delays_s=[(0.5, 0.0)])
-    found = measure_offset(clocks.other, read_ours=clocks.ours, num_readings=1)
-    assert found.offset_s == pytest.approx(0.75)
-    assert abs(found.offset_s - 1.0) <= found.uncertainty_s + 1e-9
+    clocks = _Clocks(offset_s=1.0, delays_s=[(0.5, 0.0)])
+    offset = measure_offset(clocks.other, read_ours=clocks.ours, num_readings=1)
+    assert offset.offset_s == pytest.approx(0.75)
+    assert abs(offset.offset_s - 1.0) <= offset.uncertainty_s + 1e-9
 
 
 def test_the_quickest_reading_counts() -> None:
-    clocks = _Clocks(ahead_s=1.0, delays_s=[(0.5, 0.0), (0.01, 0.01), (0.0, 0.9)])
-    found = measure_offset(clocks.other, read_ours=clocks.ours, num_readings=3)
-    assert found.offset_s == pytest.approx(1.0)
-    assert found.uncertainty_s == pytest.approx(0.01)
+    clocks = _Clocks(offset_s=1.0, delays_s=[(0.5, 0.0), (0.01, 0.01), (0.0, 0.9)])
+    offset = measure_offset(clocks.other, read_ours=clocks.ours, num_readings=3)
+    assert offset.offset_s == pytest.approx(1.0)
+    assert offset.uncertainty_s == pytest.approx(0.01)
 
 
 def test_a_difference_within_the_uncertainty_is_no_skew() -> None:

@@ -129,13 +129,13 @@ def _weights(digest: str | None, problem: str | None = None) -> WeightsFacts:
 
 
 def test_weights_must_be_readable_and_the_same() -> None:
-    found = {
+    weights = {
         "a": _weights("1" * 64),
         "b": _weights("1" * 64),
         "c": _weights("2" * 64),
         "d": _weights(None, "there is no such folder"),
     }
-    other, missing = check_weights(found)
+    other, missing = check_weights(weights)
     assert other.nodes == ("c",)
     assert "/model has other weights than a: 222222222222... and 111111111111..." in other.message
     assert missing.nodes == ("d",)

@@ -74,7 +74,7 @@ def test_what_was_not_asked_for_is_not_reported_as_checked(monkeypatch: pytest.M
 def test_several_nodes_are_asked_about_their_network(monkeypatch: pytest.MonkeyPatch) -> None:
     report = _checked(monkeypatch, REQUEST, num_nodes=2)
     assert set(report.checks) == ALWAYS | {"name", "interface"}
-    assert [each.nodes for each in report.findings if each.check == "name"] == [
+    assert [finding.nodes for finding in report.findings if finding.check == "name"] == [
         ("10.0.0.1",),
         ("10.0.0.2",),
     ]
@@ -86,6 +86,6 @@ def test_a_cluster_file_adds_its_nodes_its_placement_and_its_weights(
     deployment = load_deployment(ONPREM)
     request = replace(REQUEST, deployment=deployment, model=Path("model"))
     report = _checked(monkeypatch, request, num_nodes=2)
-    added = {"nodes", "placement", "weights"}
-    assert set(report.checks) == ALWAYS | {"name", "interface"} | added
-    assert "placement" in {each.check for each in report.findings}
+    checks = {"nodes", "placement", "weights"}
+    assert set(report.checks) == ALWAYS | {"name", "interface"} | checks
+    assert "placement" in {finding.check for finding in report.findings}

@@ -87,9 +87,9 @@ def test_another_file_is_refused_with_the_reason(
 ) -> None:
     path = tmp_path / "file.yaml"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(ConfigError, match=message) as failure:
         load_deployment(path)
-    assert str(refused.value).startswith(str(path))
+    assert str(failure.value).startswith(str(path))
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
@@ -99,40 +99,40 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         load_deployment(path)
 
 
-def _onprem(folder: Path, *, added: str) -> Path:
+def _onprem(folder: Path, *, suffix: str) -> Path:
     """Returns a copy of the file with this at the end of the head's `ray start`."""
     content = yaml.safe_load((CONFIGS / "onprem.yaml").read_text())
     commands = content["head_start_ray_commands"]
     (index,) = [i for i, command in enumerate(commands) if "ray start" in command]
-    commands[index] = f"{commands[index].strip()} {added}"
+    commands[index] = f"{commands[index].strip()} {suffix}"
     path = folder / "onprem.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
 
 
 def test_a_separator_in_quotes_ends_no_command(tmp_path: Path) -> None:
-    path = _onprem(tmp_path, added="--labels='a=x;y' --ray-client-server-port=10002")
+    path = _onprem(tmp_path, suffix="--labels='a=x;y' --ray-client-server-port=10002")
     assert load_deployment(path).ports.ray_client == 10002
 
 
 @pytest.mark.parametrize(
-    ("added", "message"),
+    ("suffix", "message"),
     [("--labels='a=x;y", "close the quote"), ("--ray-client-server-port=0", "expected a port")],
 )
 def test_a_wrong_start_command_is_refused_with_its_file(
-    tmp_path: Path, added: str, message: str
+    tmp_path: Path, suffix: str, message: str
 ) -> None:
-    path = _onprem(tmp_path, added=added)
-    with pytest.raises(ConfigError, match=message) as refused:
+    path = _onprem(tmp_path, suffix=suffix)
+    with pytest.raises(ConfigError, match=message) as failure:
         load_deployment(path)
-    assert str(refused.value).startswith(str(path))
+    assert str(failure.value).startswith(str(path))
 
 
 def test_an_export_with_an_open_quote_is_refused_with_its_file(tmp_path: Path) -> None:
-    path = _onprem(tmp_path, added="; export A='x")
-    with pytest.raises(ConfigError, match="a quote without an end") as refused:
+    path = _onprem(tmp_path, suffix="; export A='x")
+    with pytest.raises(ConfigError, match="a quote without an end") as failure:
         load_deployment(path)
-    assert str(refused.value).startswith(str(path))
+    assert str(failure.value).startswith(str(path))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ TRUE = Machine(
         step_s=2e-4,
         step_request_s=4e-5,
         first_s=5e-4,
-        known_s=6e-4,
-        known_request_s=1e-5,
+        prefix_s=6e-4,
+        prefix_request_s=1e-5,
         round_s=1e-3,
         round_request_s=2e-5,
         round_row_s=1e-5,
@@ -128,18 +128,18 @@ def _costs(machine: Machine = TRUE) -> StageCosts:
 
 
 def test_the_rates_of_products_are_found_again() -> None:
-    found = fit_products(_products(TRUE.arithmetic), bytes_per_weight=2)
-    assert found.memory_bytes_per_s == pytest.approx(2e10, rel=1e-6)
-    assert found.flops_per_s == pytest.approx(1e11, rel=1e-6)
-    assert found.product_s == pytest.approx(2e-6, rel=1e-6)
+    arithmetic = fit_products(_products(TRUE.arithmetic), bytes_per_weight=2)
+    assert arithmetic.memory_bytes_per_s == pytest.approx(2e10, rel=1e-6)
+    assert arithmetic.flops_per_s == pytest.approx(1e11, rel=1e-6)
+    assert arithmetic.product_s == pytest.approx(2e-6, rel=1e-6)
 
 
 def test_the_times_of_attention_are_found_again() -> None:
     true = TRUE.arithmetic.attention
     assert true is not None
-    found = fit_attention(_attention(true))
+    times = fit_attention(_attention(true))
     for name in AttentionTimes.__dataclass_fields__:
-        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6)
+        assert getattr(times, name) == pytest.approx(getattr(true, name), rel=1e-6)
 
 
 def test_other_degrees_batches_and_lengths_are_predicted_from_two_batches_of_one_rank() -> None:
@@ -147,14 +147,18 @@ def test_other_degrees_batches_and_lengths_are_predicted_from_two_batches_of_one
     for ranks in (1, 2, 4):
         split = Split(exit_layer=2, verify_tensor_parallel_size=ranks, draft_vocab_size=2048)
         true = StageTimes(shape=SHAPE, machine=TRUE, split=split)
-        found = StageTimes(shape=SHAPE, machine=fitted, split=split)
+        predicted = StageTimes(shape=SHAPE, machine=fitted, split=split)
         for requests in (1, 4, 16):
             batch = Batch(num_requests=requests, context_tokens=60)
             for k in (0, 3, 8):
                 # A product of few rows may be bound by the other rate on the true machine.
-                assert found.verify_s(batch, k) == pytest.approx(true.verify_s(batch, k), rel=0.02)
-                assert found.draft_s(batch, k) == pytest.approx(true.draft_s(batch, k), rel=0.02)
-                host = found.round_host_s(batch, k), true.round_host_s(batch, k)
+                assert predicted.verify_s(batch, k) == pytest.approx(
+                    true.verify_s(batch, k), rel=0.02
+                )
+                assert predicted.draft_s(batch, k) == pytest.approx(
+                    true.draft_s(batch, k), rel=0.02
+                )
+                host = predicted.round_host_s(batch, k), true.round_host_s(batch, k)
                 assert host[0] == pytest.approx(host[1], rel=0.02)
 
 
@@ -175,16 +179,16 @@ def test_a_machine_of_twice_the_speed_is_predicted_to_take_half_the_time() -> No
 def _of_half_the_time(costs: StageCosts) -> StageCosts:
     return changed(
         costs,
-        products=tuple(changed(each, seconds=each.seconds / 2) for each in costs.products),
-        attention=tuple(changed(each, seconds=each.seconds / 2) for each in costs.attention),
+        products=tuple(changed(cost, seconds=cost.seconds / 2) for cost in costs.products),
+        attention=tuple(changed(cost, seconds=cost.seconds / 2) for cost in costs.attention),
         rounds=tuple(
             changed(
-                each,
-                draft_s=each.draft_s / 2,
-                verify_s=each.verify_s / 2,
-                round_s=each.round_s / 2,
+                cost,
+                draft_s=cost.draft_s / 2,
+                verify_s=cost.verify_s / 2,
+                round_s=cost.round_s / 2,
             )
-            for each in costs.rounds
+            for cost in costs.rounds
         ),
     )
 
@@ -192,8 +196,8 @@ def _of_half_the_time(costs: StageCosts) -> StageCosts:
 def test_no_fitted_time_is_negative() -> None:
     columns = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0]])
     falling = np.array([4.0, 3.0, 1.0])
-    found = positive_fit(columns, falling, errors_in=np.ones(3))
-    assert found == pytest.approx([8.0 / 3.0, 0.0])
+    coefficients = positive_fit(columns, falling, errors_in=np.ones(3))
+    assert coefficients == pytest.approx([8.0 / 3.0, 0.0])
 
 
 def test_costs_of_another_model_or_too_few_are_refused() -> None:

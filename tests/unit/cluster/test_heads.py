@@ -43,13 +43,13 @@ def test_measured_survival_is_that_of_the_measured_head(vocabulary: int | None) 
     heads = Heads(measured=head, coverage=0.9)
     full = Split(exit_layer=4)
     assert heads.acceptance_of(full) == head.acceptance
-    found = heads.acceptance_of(replace(full, draft_vocab_size=TRUNCATED))
+    acceptance = heads.acceptance_of(replace(full, draft_vocab_size=TRUNCATED))
     if vocabulary is not None:
-        assert found == head.acceptance
+        assert acceptance == head.acceptance
     else:
-        assert found.rate == pytest.approx(0.6 * 0.9)
-        assert found.survival == pytest.approx((0.8 * 0.9, 0.5 * 0.81))
-        assert not found.is_measured
+        assert acceptance.rate == pytest.approx(0.6 * 0.9)
+        assert acceptance.survival == pytest.approx((0.8 * 0.9, 0.5 * 0.81))
+        assert not acceptance.is_measured
 
 
 def test_other_exit_layers_are_assumed_from_a_measured_head() -> None:

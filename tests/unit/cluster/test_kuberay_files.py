@@ -66,10 +66,10 @@ def test_a_manifest_passes_kuberays_schema(name: str) -> None:
 )
 def test_a_misspelt_field_is_refused_at_any_depth(where: str) -> None:
     manifest = _manifest("70b")
-    place: Any = manifest
+    node: Any = manifest
     for step in where.split("/"):
-        place = place[int(step) if step.isdigit() else step]
-    place["misspelt"] = "x"
+        node = node[int(step) if step.isdigit() else step]
+    node["misspelt"] = "x"
     with pytest.raises(jsonschema.ValidationError, match="misspelt"):
         _validator().validate(manifest)
 
@@ -87,7 +87,7 @@ def test_the_operator_and_the_nodes_have_the_same_token(name: str) -> None:
     for group in _groups(name):
         pod = group["template"]["spec"]
         for container in [*pod.get("initContainers", []), *pod["containers"]]:
-            variables = {each["name"]: each for each in container["env"]}
+            variables = {variable["name"]: variable for variable in container["env"]}
             assert variables["RAY_AUTH_MODE"]["value"] == "token"
             # The key that KubeRay expects in the secret.
             reference = {"name": "eesd-ray-auth", "key": "auth_token"}
@@ -114,7 +114,7 @@ def test_no_rank_and_no_task_is_placed_on_the_head(name: str) -> None:
 def test_the_pods_offer_what_one_pipeline_asks_for(name: str) -> None:
     config = _embedded(name)
     parallel, spares = config.engine.parallel, config.recovery.spares
-    asked: dict[str, float] = {}
+    demand: dict[str, float] = {}
     gpus = 0.0
     for bundle, count in (
         (config.placement.draft, parallel.draft_tensor_parallel_size + spares.num_draft),
@@ -122,10 +122,10 @@ def test_the_pods_offer_what_one_pipeline_asks_for(name: str) -> None:
     ):
         gpus += (bundle.num_gpus or 0) * count
         for resource, amount in bundle.resources.items():
-            asked[resource] = asked.get(resource, 0) + amount * count
+            demand[resource] = demand.get(resource, 0) + amount * count
     workers = _cluster(name)["workerGroupSpecs"]
     offered = {key: amount for group in workers for key, amount in _offered(group).items()}
-    assert {key: amount <= offered[key] for key, amount in asked.items()} == dict.fromkeys(
+    assert {key: amount <= offered[key] for key, amount in demand.items()} == dict.fromkeys(
         offered, True
     )
     assert gpus <= sum(_gpus(group) for group in workers)
@@ -167,7 +167,7 @@ def test_every_pod_is_without_root_and_has_shared_memory_key_and_front(name: str
         assert pod["securityContext"]["runAsNonRoot"] is True
         (container,) = pod["containers"]
         assert any(mount["mountPath"] == "/dev/shm" for mount in container["volumeMounts"])
-        variables = {each["name"]: each for each in container["env"]}
+        variables = {variable["name"]: variable for variable in container["env"]}
         front = "serve_app.ingress.proxy_front:proxy_middlewares"
         assert variables[PROXY_CALLBACK]["value"] == front
         assert variables["EESD_API_KEY"]["valueFrom"]["secretKeyRef"]["name"] == "eesd-api-key"

@@ -66,9 +66,9 @@ class _Cluster:
         return self.ranks[-1]
 
     def get(self, calls: Any, *, timeout: float) -> Any:
-        for each in calls if isinstance(calls, list) else [calls]:
-            if isinstance(each, Exception):
-                raise each
+        for call in calls if isinstance(calls, list) else [calls]:
+            if isinstance(call, Exception):
+                raise call
         return calls
 
     def kill(self, rank: _Rank) -> None:
@@ -86,7 +86,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, **faults: Exception) -> tuple[_Cl
 
 
 @pytest.mark.parametrize(
-    ("method", "failure", "said"),
+    ("method", "failure", "message"),
     [
         ("measure", ray.exceptions.GetTimeoutError(), "the measurement: no answer within 90 s"),
         ("measure", ray.exceptions.RayError("Connection closed by peer"), "closed by peer"),
@@ -94,12 +94,12 @@ def _measured(monkeypatch: pytest.MonkeyPatch, **faults: Exception) -> tuple[_Cl
     ],
 )
 def test_a_group_that_fails_is_named_and_its_ranks_measure_no_other(
-    method: str, failure: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+    method: str, failure: Exception, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, links, findings = _measured(monkeypatch, **{method: failure})
     (finding,) = findings
     assert finding.nodes == ("a",)
-    assert said in finding.message
+    assert message in finding.message
     assert [link.nodes for link in links] == [("b",), ("a", "b")]
     first = [rank for rank in cluster.ranks if rank.node == "a"][:2]
     assert all(rank.num_measured <= 1 for rank in first)

@@ -10,8 +10,8 @@ from tests.support import load_70b_shape
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_each_of_16_ranks_of_either_stage_holds_what_the_planner_says(tmp_path: Path) -> None:
-    found = load_70b_shape.compare(tmp_path)
-    assert float(str(found["largest_error"])) < 0.05
+    report = load_70b_shape.compare(tmp_path)
+    assert float(str(report["largest_error"])) < 0.05
     on_disk = sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*.safetensors"))
     assert on_disk < 2**20, "the files are holes"
 

@@ -38,10 +38,10 @@ def test_a_sum_takes_longer_with_more_ranks_with_more_bytes_and_between_nodes() 
 
 
 def test_ranks_of_one_node_share_its_ethernet_port() -> None:
-    alone = Network(inter=Link(hop_s=0.0, bytes_per_s=1e9), gpus_per_node=8)
+    unshared = Network(inter=Link(hop_s=0.0, bytes_per_s=1e9), gpus_per_node=8)
     shared = Network(inter=Link(hop_s=0.0, bytes_per_s=1e9, is_of_node=True), gpus_per_node=8)
     size = 200_000
-    ratio = (shared.sum_s(size, 16) - alone.sum_s(size, 16)) / (size * 8 / 1e9)
+    ratio = (shared.sum_s(size, 16) - unshared.sum_s(size, 16)) / (size * 8 / 1e9)
     assert ratio == pytest.approx(7.0, rel=1e-6)
 
 
@@ -69,9 +69,9 @@ def test_figures_inside_a_node_say_nothing_about_sums_between_nodes() -> None:
 def test_a_message_between_nodes_takes_the_slower_link() -> None:
     network = Network()
     assert network.message_s(1 << 20, crosses=False) < network.message_s(1 << 20, crosses=True)
-    sent = CollectiveFigures(
+    figures = CollectiveFigures(
         operation="sendrecv", scope="nodes", num_ranks=2, backend="gloo", times=((1, 4e-3),)
     )
-    measured = Network(measured=(sent,))
+    measured = Network(measured=(figures,))
     assert measured.message_s(5, crosses=True) == 4e-3
     assert measured.message_s(5, crosses=False) == network.message_s(5, crosses=False)

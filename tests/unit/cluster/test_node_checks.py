@@ -100,5 +100,7 @@ def test_this_machine_can_be_probed() -> None:
     facts = probe_node()
     assert facts.num_cpus >= 1
     assert dict(facts.versions)["ray"]
-    assert "127.0.0.1" in {address for each in facts.interfaces for address in each.addresses}
+    assert "127.0.0.1" in {
+        address for interface in facts.interfaces for address in interface.addresses
+    }
     assert facts.disk_free_bytes > 0

@@ -19,7 +19,7 @@ RECORDED = Path(__file__).parents[3] / "docs/benchmarks/2026-11-25-plan-2cpu.jso
 def _comparisons() -> list[Comparison]:
     report = json.loads(RECORDED.read_text())
     measured = {
-        int(ranks): [msgspec.convert(each, RoundCost) for each in rounds]
+        int(ranks): [msgspec.convert(cost, RoundCost) for cost in rounds]
         for ranks, rounds in report["rounds"].items()
     }
     shape = read_shape(BUNDLED_MODEL, on_cpu=True)
@@ -27,20 +27,27 @@ def _comparisons() -> list[Comparison]:
 
 
 def test_two_ranks_and_other_batches_are_predicted_within_fifteen_percent() -> None:
-    found = _comparisons()
-    settings = {(each.setting.verify_tp, each.setting.num_requests) for each in found}
+    comparisons = _comparisons()
+    settings = {
+        (comparison.setting.verify_tp, comparison.setting.num_requests)
+        for comparison in comparisons
+    }
     assert settings >= {(1, 4), (1, 16), (2, 1), (2, 4), (2, 8), (2, 16)}
-    assert {each.setting.num_draft_tokens for each in found} >= {0, 4}
-    assert max(each.worst for each in found) < 0.15
+    assert {comparison.setting.num_draft_tokens for comparison in comparisons} >= {0, 4}
+    assert max(comparison.worst for comparison in comparisons) < 0.15
 
 
 def test_nothing_that_is_predicted_was_fitted() -> None:
     costs = read_costs(RECORDED)
     assert costs.verify_tensor_parallel_size == 1
-    fitted = {(1, each.num_requests, each.num_draft_tokens) for each in costs.rounds}
+    fitted = {(1, cost.num_requests, cost.num_draft_tokens) for cost in costs.rounds}
     predicted = {
-        (each.setting.verify_tp, each.setting.num_requests, each.setting.num_draft_tokens)
-        for each in _comparisons()
+        (
+            comparison.setting.verify_tp,
+            comparison.setting.num_requests,
+            comparison.setting.num_draft_tokens,
+        )
+        for comparison in _comparisons()
     }
     assert {batch for _, batch, _ in fitted} == {1, 8}
     assert not fitted & predicted
@@ -48,7 +55,7 @@ def test_nothing_that_is_predicted_was_fitted() -> None:
 
 def test_the_recorded_forecast_is_what_the_planner_predicts() -> None:
     recorded = json.loads(RECORDED.read_text())["comparisons"]
-    assert [each.as_json() for each in _comparisons()] == recorded
+    assert [comparison.as_json() for comparison in _comparisons()] == recorded
 
 
 def test_the_command_takes_the_recorded_costs_and_links(
@@ -61,9 +68,13 @@ def test_the_command_takes_the_recorded_costs_and_links(
     assert main(words) == 0
     report = json.loads(capsys.readouterr().out)
     (row,) = (
-        each
-        for each in _comparisons()
-        if (each.setting.verify_tp, each.setting.num_requests, each.setting.num_draft_tokens)
+        comparison
+        for comparison in _comparisons()
+        if (
+            comparison.setting.verify_tp,
+            comparison.setting.num_requests,
+            comparison.setting.num_draft_tokens,
+        )
         == (2, 4, 4)
     )
     assert report["draft_vocab_size"] == read_costs(RECORDED).model.draft_vocab_size

@@ -105,20 +105,20 @@ def test_a_split_is_compared_with_all_gpus_of_its_nodes(capsys: Output) -> None:
     assert bought["plain"][0]["num_replicas"] == 2
     assert bought["tokens_per_s"] == pytest.approx(ten["tokens_per_s"], rel=0.01)
     assert bought["speedup"] < 0.95 * ten["speedup"]
-    said = "the fastest plain decoding on all 16 GPUs of 2 nodes, by 2 replicas of TP 8"
-    assert f"{said} (speculation leaves 6 of them unused)" in bought["verdict"]
+    basis = "the fastest plain decoding on all 16 GPUs of 2 nodes, by 2 replicas of TP 8"
+    assert f"{basis} (speculation leaves 6 of them unused)" in bought["verdict"]
     four = json.loads(_shown([*words, "--json", "--nodes", "4"], capsys))
     assert (four["num_pipelines"], four["num_used_gpus"], four["num_gpus"]) == (3, 30, 32)
 
 
 def test_the_verdict_says_that_the_acceptance_is_assumed(capsys: Output) -> None:
     words = ["--shape", "llama-3-70b", "--verify-tp", "8"]
-    found = {
+    plans = {
         layer: json.loads(_shown([*words, "--exit-layer", str(layer), "--json"], capsys))
         for layer in (1, 4, 16)
     }
-    assert [plan["acceptance"] for plan in found.values()] == [0.6, 0.7, 0.8]
-    for plan in found.values():
+    assert [plan["acceptance"] for plan in plans.values()] == [0.6, 0.7, 0.8]
+    for plan in plans.values():
         assert f"at an assumed acceptance of {plan['acceptance']:.2f}" in plan["verdict"]
     assert "assumed, 0.6 at exit layer 1, 0.7 at exit layer 4" in _shown(SPLIT, capsys)
     assert "assumed, 0.9 at every exit" in _shown([*SPLIT, "--acceptance", "0.9"], capsys)
@@ -163,8 +163,8 @@ def test_measured_links_replace_those_of_the_preset(tmp_path: Path, capsys: Outp
 def test_a_report_without_links_is_refused(tmp_path: Path, capsys: Output) -> None:
     file = tmp_path / "preflight.json"
     file.write_text(json.dumps({"links": [], "healthy": True}))
-    said = _refused(["--shape", "llama-3-70b", "--links", str(file)], capsys)
-    assert "preflight.json: found no measured links: run `eesd preflight --address auto" in said
+    message = _refused(["--shape", "llama-3-70b", "--links", str(file)], capsys)
+    assert "preflight.json: found no measured links: run `eesd preflight --address auto" in message
 
 
 def test_a_head_that_was_measured_untruncated_is_accepted_less_when_truncated(
@@ -178,13 +178,16 @@ def test_a_head_that_was_measured_untruncated_is_accepted_less_when_truncated(
     words = ["--model", str(BUNDLED_MODEL), "--on-cpu", "--exit-layer", "1", "--search", "--json"]
     coverage = ["--draft-coverage", "0.99"]
     plans = json.loads(_shown([*words, "--costs", str(file), *coverage], capsys))["plans"]
-    found = {plan["draft_vocab_size"]: plan for plan in plans}
-    assert set(found) == {None, 1024}
-    ratio = found[1024]["acceptance"] / found[None]["acceptance"]
+    by_vocabulary = {plan["draft_vocab_size"]: plan for plan in plans}
+    assert set(by_vocabulary) == {None, 1024}
+    ratio = by_vocabulary[1024]["acceptance"] / by_vocabulary[None]["acceptance"]
     assert ratio == pytest.approx(0.99)
-    assert found[None]["acceptance_is_measured"] > found[1024]["acceptance_is_measured"]
-    said = _refused([*words, "--costs", str(RECORDED), *coverage], capsys)
-    assert "found --draft-coverage 0.99, which would have no effect" in said
+    assert (
+        by_vocabulary[None]["acceptance_is_measured"]
+        > by_vocabulary[1024]["acceptance_is_measured"]
+    )
+    message = _refused([*words, "--costs", str(RECORDED), *coverage], capsys)
+    assert "found --draft-coverage 0.99, which would have no effect" in message
 
 
 def test_the_defaults_of_the_engine_are_those_of_the_forecast() -> None:
@@ -193,7 +196,7 @@ def test_the_defaults_of_the_engine_are_those_of_the_forecast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "found no model"),
         (["--shape", "llama-3-70b", "--model", "x"], "expected one of them"),
@@ -216,12 +219,14 @@ def test_the_defaults_of_the_engine_are_those_of_the_forecast() -> None:
         (["--shape", "llama-3-70b", "--gpu", "tpu"], "tpu"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(words: list[str], said: str, capsys: Output) -> None:
-    assert said in _refused(words, capsys)
+def test_what_cannot_be_is_refused_in_one_line(
+    words: list[str], message: str, capsys: Output
+) -> None:
+    assert message in _refused(words, capsys)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--draft-tp", "3", "--verify-tp", "7"], "found --draft-tp 3, which would have no effect"),
         (["--verify-tp", "7"], "a search chooses the ranks of both stages: give --exit-layer"),
@@ -237,8 +242,10 @@ def test_what_cannot_be_is_refused_in_one_line(words: list[str], said: str, caps
         (["--exit-layer", "1", "--shared-gpu", "--on-cpu"], "--on-cpu has no GPU"),
     ],
 )
-def test_an_option_without_effect_is_refused(words: list[str], said: str, capsys: Output) -> None:
-    assert said in _refused(["--shape", "llama-3-70b", *words], capsys)
+def test_an_option_without_effect_is_refused(
+    words: list[str], message: str, capsys: Output
+) -> None:
+    assert message in _refused(["--shape", "llama-3-70b", *words], capsys)
 
 
 ODD_NUMBERS = st.one_of(

@@ -66,9 +66,9 @@ def test_a_deep_exit_on_one_gpu_loses_against_eight() -> None:
     assert forecast.plain[0].num_ranks == 8
     assert forecast.plain[0].step_s == pytest.approx(5.1e-3, rel=0.02)
     assert not forecast.pays
-    said = verdict(forecast)
-    assert "does not pay here at an assumed acceptance of 0.80" in said
-    assert "the fastest plain decoding on all 9 GPUs of 2 nodes, by TP 8" in said
+    text = verdict(forecast)
+    assert "does not pay here at an assumed acceptance of 0.80" in text
+    assert "the fastest plain decoding on all 9 GPUs of 2 nodes, by TP 8" in text
 
 
 def test_a_shallow_exit_pays() -> None:
@@ -86,11 +86,11 @@ def test_slow_sums_on_the_verify_side_make_speculation_win_more() -> None:
 
 
 def test_draft_ranks_and_a_smaller_vocabulary_shorten_the_draft_step() -> None:
-    one = _plan(EIGHT_GPUS).draft_step_s
-    two = _plan(replace(EIGHT_GPUS, draft_tensor_parallel_size=2)).draft_step_s
+    single_s = _plan(EIGHT_GPUS).draft_step_s
+    double_s = _plan(replace(EIGHT_GPUS, draft_tensor_parallel_size=2)).draft_step_s
     small = _plan(replace(EIGHT_GPUS, draft_vocab_size=8000)).draft_step_s
-    assert two == pytest.approx(one / 2, rel=1e-6)
-    assert small < one
+    assert double_s == pytest.approx(single_s / 2, rel=1e-6)
+    assert small < single_s
 
 
 def test_a_single_rank_waits_for_no_other() -> None:
@@ -108,8 +108,8 @@ def test_two_microbatches_pay_where_rows_are_bound_by_arithmetic() -> None:
     half = Batch(num_requests=1024, context_tokens=0)
     assert row.num_microbatches == 2
     assert row.round_s >= 2 * max(times.draft_s(half, 1), times.verify_s(half, 1))
-    alone = PipelineForecast(times=times, load=crowd, overlaps=False).lengths(USUAL)[1]
-    assert alone.round_s > 1.05 * row.round_s
+    sequential = PipelineForecast(times=times, load=crowd, overlaps=False).lengths(USUAL)[1]
+    assert sequential.round_s > 1.05 * row.round_s
 
 
 def test_one_batch_is_kept_where_each_microbatch_would_read_the_weights_again() -> None:
@@ -120,15 +120,15 @@ def test_one_batch_is_kept_where_each_microbatch_would_read_the_weights_again() 
 def test_a_microbatch_reads_the_keys_and_values_of_its_own_requests() -> None:
     times = _times(IDEAL, EIGHT_GPUS)
     for length in (0, 4):  # drafted rows of a request share its keys and values
-        empty, one, four = (
+        empty, short, long = (
             times.verify_s(Batch(num_requests=4, context_tokens=tokens), length)
             - times.verify_s(Batch(num_requests=4, context_tokens=0), length)
             for tokens in (0, 8192, 4 * 8192)
         )
         assert empty == 0.0
         kv_bytes = 72 * 4 * 8192 * LLAMA_70B.kv_bytes_per_token_of(8)
-        assert one == pytest.approx(kv_bytes / 3.35e12)
-        assert four == pytest.approx(4 * one)
+        assert short == pytest.approx(kv_bytes / 3.35e12)
+        assert long == pytest.approx(4 * short)
     crowd = _plan(EIGHT_GPUS, Load(num_requests=2048, context_tokens=64))
     row = crowd.lengths[4]
     assert row.num_microbatches == 2
@@ -168,18 +168,18 @@ def test_plain_decoding_gets_the_draft_ranks_too() -> None:
 def test_more_replicas_beat_one_wide_group_when_many_requests_are_served() -> None:
     crowd = Load(num_requests=256, context_tokens=2048)
     slow_network = Machine(network=Network(inter=Link(hop_s=30e-6, bytes_per_s=3e9)))
-    found = plain_forecasts(LLAMA_70B, machine=slow_network, load=crowd, num_gpus=16)
-    assert found[0].num_replicas > 1
-    wide = next(each for each in found if each.num_ranks == 16)
-    assert found[0].tokens_per_s > wide.tokens_per_s
-    alone = plain_forecasts(LLAMA_70B, machine=slow_network, load=ALONE, num_gpus=16)
-    assert {each.num_replicas for each in alone} == {1}
+    forecasts = plain_forecasts(LLAMA_70B, machine=slow_network, load=crowd, num_gpus=16)
+    assert forecasts[0].num_replicas > 1
+    wide = next(forecast for forecast in forecasts if forecast.num_ranks == 16)
+    assert forecasts[0].tokens_per_s > wide.tokens_per_s
+    single = plain_forecasts(LLAMA_70B, machine=slow_network, load=ALONE, num_gpus=16)
+    assert {forecast.num_replicas for forecast in single} == {1}
 
 
 def test_a_plain_group_that_does_not_fit_the_memory_is_no_alternative() -> None:
     small = replace(IDEAL, memory_bytes=40e9)
-    found = plain_forecasts(LLAMA_70B, machine=small, load=ALONE, num_gpus=8)
-    assert sorted(each.num_ranks for each in found) == [4, 8]
+    forecasts = plain_forecasts(LLAMA_70B, machine=small, load=ALONE, num_gpus=8)
+    assert sorted(forecast.num_ranks for forecast in forecasts) == [4, 8]
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,8 @@ def test_a_pipeline_without_overlap_has_one_batch() -> None:
     rows = PipelineForecast(times=times, load=load, overlaps=False).lengths(USUAL)
     assert {row.num_microbatches for row in rows} == {1}
     for row in rows:
-        parts = row.draft_s + row.transfer_s + row.verify_s + row.host_s
-        assert row.round_s == pytest.approx(parts)
+        total_s = row.draft_s + row.transfer_s + row.verify_s + row.host_s
+        assert row.round_s == pytest.approx(total_s)
 
 
 ONE_GPU = Split(exit_layer=4, shares_gpu=True)

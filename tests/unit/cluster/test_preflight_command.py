@@ -38,9 +38,9 @@ def test_the_command_takes_the_auth_mode_from_the_cluster_file(
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert main(["preflight", "--json", "--cluster-file", str(ONPREM)]) == 1
     (finding,) = [
-        each
-        for each in json.loads(capsys.readouterr().out)["findings"]
-        if each["severity"] == "error"
+        finding
+        for finding in json.loads(capsys.readouterr().out)["findings"]
+        if finding["severity"] == "error"
     ]
     assert finding["message"] == "RAY_AUTH_MODE is disabled here and token in the cluster file"
     assert finding["fix"] == "export RAY_AUTH_MODE=token"

@@ -46,12 +46,12 @@ def test_a_port_that_drops_connections_is_given_up_at_the_deadline() -> None:
         full.listen(0)
         port = full.getsockname()[1]
         waiting = [socket.socket() for _ in range(4)]
-        for each in waiting:
-            each.setblocking(False)
-            each.connect_ex(("127.0.0.1", port))
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
         (failure,) = connect_all([_target(port)], timeout_s=0.3)
-        for each in waiting:
-            each.close()
+        for client in waiting:
+            client.close()
     assert failure.reason == "no answer within 0.3 s"
 
 
@@ -94,20 +94,20 @@ def test_many_targets_take_one_deadline_together() -> None:
 
 
 def test_a_worker_needs_the_head_and_every_other_worker() -> None:
-    head, one, two = cluster_node("h", Resources=HEAD), cluster_node("a"), cluster_node("b")
+    head, worker, other = cluster_node("h", Resources=HEAD), cluster_node("a"), cluster_node("b")
     opened = {"h": OPENED, "a": OPENED, "b": OPENED}
-    targets = targets_of(one, [head, one, two], opened, gcs_port=6379)
-    assert {(each.node, each.port) for each in targets} == {
+    targets = targets_of(worker, [head, worker, other], opened, gcs_port=6379)
+    assert {(target.node, target.port) for target in targets} == {
         *(("h", 6379), ("h", 6380), ("h", 8076), ("h", 20_999), ("h", 40_000)),
         *(("b", 6380), ("b", 8076), ("b", 20_999), ("b", 40_000)),
     }
-    from_head = targets_of(head, [head, one, two], opened, gcs_port=6379)
-    assert ("a", 52365) in {(each.node, each.port) for each in from_head}
+    from_head = targets_of(head, [head, worker, other], opened, gcs_port=6379)
+    assert ("a", 52365) in {(target.node, target.port) for target in from_head}
 
 
 def test_a_node_that_did_not_answer_is_no_target() -> None:
-    head, one = cluster_node("h", Resources=HEAD), cluster_node("a")
-    assert targets_of(head, [head, one], {"h": OPENED}, gcs_port=6379) == []
+    head, worker = cluster_node("h", Resources=HEAD), cluster_node("a")
+    assert targets_of(head, [head, worker], {"h": OPENED}, gcs_port=6379) == []
 
 
 def test_a_connection_that_fails_names_both_nodes_and_the_port() -> None:

@@ -24,8 +24,8 @@ auth: {ssh_user: u}
 def test_a_cluster_file_is_filled_in_as_ray_up_does() -> None:
     prepared = prepared_cluster_config(yaml.safe_load(_FILE))
     types = prepared["available_node_types"]
-    assert {each["max_workers"] for each in types.values()} == {1}
-    assert all("resources" in each for each in types.values())
+    assert {node_type["max_workers"] for node_type in types.values()} == {1}
+    assert all("resources" in node_type for node_type in types.values())
 
 
 def test_a_key_that_ray_does_not_know_is_refused_by_its_schema() -> None:
@@ -38,13 +38,13 @@ def test_nothing_else_imports_what_ray_keeps_to_itself() -> None:
     private = re.compile(
         r"(?:from|import) ray[\w.]*\._|from ray[\w.]* import _|ray\.serve\.context"
     )
-    found = [
+    importers = [
         str(file.relative_to(root))
         for package in ("eesd_dist", "serve_app", "cluster")
         for file in (root / package).rglob("*.py")
         if private.search(file.read_text())
     ]
-    assert found == ["cluster/ray_compat.py"]
+    assert importers == ["cluster/ray_compat.py"]
 
 
 _IN_A_PROXY = """

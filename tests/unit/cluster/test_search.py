@@ -21,10 +21,10 @@ def _search(load: Load, num_gpus: int, machine: Machine = MACHINE) -> tuple[Plan
 
 def test_the_search_finds_what_trying_every_split_finds() -> None:
     load = Load(num_requests=8, max_draft_tokens=4)
-    found = _search(load, 4)
+    plans = _search(load, 4)
     degrees = [(draft, verify) for draft in (1, 2, 4) for verify in (1, 2, 4)]
     tried = []
-    for (draft, verify), shares_gpu in [*((each, False) for each in degrees), ((1, 1), True)]:
+    for (draft, verify), shares_gpu in [*((degree, False) for degree in degrees), ((1, 1), True)]:
         pipelines = 4 if shares_gpu else 4 // (draft + verify)
         for layer in range(1, 11):
             for vocabulary in (None, 8000):
@@ -47,32 +47,32 @@ def test_the_search_finds_what_trying_every_split_finds() -> None:
                             num_gpus=4,
                         )
                     )
-    assert len(found) == len(tried)
-    assert found[0].tokens_per_s == max(each.tokens_per_s for each in tried)
-    assert [each.tokens_per_s for each in found] == pytest.approx(
-        sorted((each.tokens_per_s for each in tried), reverse=True)
+    assert len(plans) == len(tried)
+    assert plans[0].tokens_per_s == max(candidate.tokens_per_s for candidate in tried)
+    assert [candidate.tokens_per_s for candidate in plans] == pytest.approx(
+        sorted((candidate.tokens_per_s for candidate in tried), reverse=True)
     )
 
 
 def test_pipelines_share_the_requests_and_all_of_them_count() -> None:
-    found = _search(Load(num_requests=64), 8)
-    several = next(each for each in found if each.num_pipelines > 1)
-    share = several.forecast.load.num_requests
-    assert share * several.num_pipelines >= 64
-    assert several.tokens_per_s == pytest.approx(
-        64 * several.best.expected_tokens / several.best.round_s
+    plans = _search(Load(num_requests=64), 8)
+    replicated = next(candidate for candidate in plans if candidate.num_pipelines > 1)
+    share = replicated.forecast.load.num_requests
+    assert share * replicated.num_pipelines >= 64
+    assert replicated.tokens_per_s == pytest.approx(
+        64 * replicated.best.expected_tokens / replicated.best.round_s
     )
 
 
 def test_a_single_request_uses_a_single_pipeline() -> None:
-    found = _search(Load(), 8)
-    assert {each.num_pipelines for each in found} == {1}
+    plans = _search(Load(), 8)
+    assert {candidate.num_pipelines for candidate in plans} == {1}
 
 
 def test_splits_that_do_not_fit_the_memory_are_left_out() -> None:
     small = replace(MACHINE, memory_bytes=20e9)
-    found = _search(Load(), 8, small)
-    assert 1 not in {each.split.verify_tensor_parallel_size for each in found}
+    plans = _search(Load(), 8, small)
+    assert 1 not in {candidate.split.verify_tensor_parallel_size for candidate in plans}
     tiny = replace(MACHINE, memory_bytes=1e9)
     with pytest.raises(ConfigError, match=r"no split fits 8 GPUs; the last one tried: a "):
         _search(Load(), 8, tiny)

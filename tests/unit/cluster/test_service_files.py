@@ -87,7 +87,7 @@ def test_the_deployments_of_a_serve_file_are_those_of_the_application() -> None:
     assert application._bound_deployment.name in built
     for name in SERVE_FILES:
         (schema,) = _schema(name).applications
-        assert {each.name for each in schema.deployments} == built
+        assert {deployment.name for deployment in schema.deployments} == built
 
 
 @pytest.mark.parametrize("name", SERVE_FILES)
@@ -109,16 +109,16 @@ def test_the_node_types_of_a_cloud_can_hold_one_pipeline(file: str, name: str) -
     resources, gpus = _asked(_service(name))
     offered = {}
     for node_type in load_cluster_file(CONFIGS / file).node_types:
-        here = dict(node_type.resources)
-        if here.keys() & resources.keys():
-            offered |= here | {"GPU": here["GPU"] + offered.get("GPU", 0)}
+        amounts = dict(node_type.resources)
+        if amounts.keys() & resources.keys():
+            offered |= amounts | {"GPU": amounts["GPU"] + offered.get("GPU", 0)}
     assert {key: offered[key] >= amount for key, amount in resources.items()} == dict.fromkeys(
         resources, True
     )
     assert offered["GPU"] >= gpus
     types = _cluster(file)["available_node_types"].values()
-    given = {pair for each in types for pair in each.get("labels", {}).items()}
-    assert _labels(_service(name)) <= given
+    labels = {pair for node_type in types for pair in node_type.get("labels", {}).items()}
+    assert _labels(_service(name)) <= labels
 
 
 @pytest.mark.parametrize("name", SERVE_FILES)
@@ -149,11 +149,13 @@ def _inventory(path: Path) -> list[list[str]]:
 
 @pytest.mark.skipif(shutil.which("hostname") is None, reason="no `hostname` command")
 def test_a_host_finds_its_line_by_address_or_name_and_no_other(tmp_path: Path) -> None:
-    here = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()
+    hostname = subprocess.run(
+        ["hostname"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     hosts = tmp_path / "hosts.txt"
-    hosts.write_text(f"# {here} is a comment\n{here}0 draft 1 0\n{here} verify 4 8\n")
-    assert _in_node_shell(f"eesd_host {hosts}", home=tmp_path).stdout == f"{here} verify 4 8\n"
-    hosts.write_text(f"{here}0 draft 1 0\n")
+    hosts.write_text(f"# {hostname} is a comment\n{hostname}0 draft 1 0\n{hostname} verify 4 8\n")
+    assert _in_node_shell(f"eesd_host {hosts}", home=tmp_path).stdout == f"{hostname} verify 4 8\n"
+    hosts.write_text(f"{hostname}0 draft 1 0\n")
     missing = _in_node_shell(f"eesd_host {hosts}", home=tmp_path)
     assert missing.returncode == 1
     assert f"{hosts} has no line for this host" in missing.stderr
@@ -173,10 +175,10 @@ def test_a_node_keeps_what_its_environment_says(tmp_path: Path) -> None:
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "eesd_api_key").write_text("from-file")
     show = 'echo "$EESD_API_KEY $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"'
-    given = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
-    assert _in_node_shell(show, home=tmp_path, **given).stdout == "from-file ib0 =ib0\n"
-    given["EESD_API_KEY"] = "from-environment"
-    assert _in_node_shell(show, home=tmp_path, **given).stdout == "from-environment ib0 =ib0\n"
+    variables = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
+    assert _in_node_shell(show, home=tmp_path, **variables).stdout == "from-file ib0 =ib0\n"
+    variables["EESD_API_KEY"] = "from-environment"
+    assert _in_node_shell(show, home=tmp_path, **variables).stdout == "from-environment ib0 =ib0\n"
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="no `ip` command")
@@ -184,12 +186,12 @@ def test_gloo_and_nccl_use_the_interface_of_the_route_to_the_head(tmp_path: Path
     route = subprocess.run(
         ["ip", "-o", "route", "get", "192.0.2.1"], capture_output=True, text=True, check=False
     )
-    found = re.search(r" dev (\S+)", route.stdout)
-    if found is None:
+    device = re.search(r" dev (\S+)", route.stdout)
+    if device is None:
         pytest.skip("this machine has no route")
     show = 'echo "$GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"'
     done = _in_node_shell(show, home=tmp_path, RAY_HEAD_IP="192.0.2.1")
-    assert done.stdout == f"{found[1]} ={found[1]}\n"
+    assert done.stdout == f"{device[1]} ={device[1]}\n"
     on_the_head_itself = _in_node_shell(show, home=tmp_path, RAY_HEAD_IP="127.0.0.1")
     assert on_the_head_itself.stdout == " \n"
 
@@ -236,10 +238,10 @@ _HEAD_PORTS = {"port": 6379, "dashboard-port": 8265, "ray-client-server-port": 1
 
 @pytest.mark.parametrize("file", CLUSTER_FILES)
 def test_every_port_of_a_node_is_fixed_and_listed_in_the_guide(file: str) -> None:
-    wanted = {"head": _PORTS | _HEAD_PORTS, "worker": _PORTS}
-    for kind, ports in wanted.items():
-        given = dict(re.findall(r"--([a-z-]*port)=(\d+)", _start(file, kind)))
-        assert given == {flag: str(port) for flag, port in ports.items()}
+    expected = {"head": _PORTS | _HEAD_PORTS, "worker": _PORTS}
+    for kind, ports in expected.items():
+        options = dict(re.findall(r"--([a-z-]*port)=(\d+)", _start(file, kind)))
+        assert options == {flag: str(port) for flag, port in ports.items()}
     guide = (CONFIGS.parents[1] / "docs" / "deploy.md").read_text()
     table = guide[guide.index("## Ports") :]
     for port in [*_HEAD_PORTS.values(), *_PORTS.values()]:

@@ -26,7 +26,7 @@ DRAFTING = SpeculationConfig(
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("target"), later=0.5)
+    return save_target(tmp_path_factory.mktemp("target"), tail_scale=0.5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

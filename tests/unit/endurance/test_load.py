@@ -54,8 +54,8 @@ def test_every_kind_of_request_is_answered_as_before(port: int, references: Refe
 
 def test_other_tokens_and_texts_than_before_are_noticed(port: int, references: References) -> None:
     streams = [
-        (body, replace(heard, tokens=(heard.tokens[0] + 1, *heard.tokens[1:])))
-        for body, heard in references.streams
+        (body, replace(streamed, tokens=(streamed.tokens[0] + 1, *streamed.tokens[1:])))
+        for body, streamed in references.streams
     ]
     choices = [(body, ("other", *texts[1:])) for body, texts in references.choices]
     answers = loaded(port, References(streams=streams, choices=choices)).answers

@@ -53,12 +53,12 @@ def test_a_childs_memory_handles_sockets_and_threads_are_read() -> None:
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        found = {pid.number: held for pid, held in family.holdings().items()}[child.pid]
-        assert found.role == OTHER
-        assert found.sockets == 7
-        assert found.handles == 3 + 7 + 5
-        assert found.threads == 2
-        assert found.memory_bytes > 50 * 2**20
+        holdings = {pid.number: held for pid, held in family.holdings().items()}[child.pid]
+        assert holdings.role == OTHER
+        assert holdings.sockets == 7
+        assert holdings.handles == 3 + 7 + 5
+        assert holdings.threads == 2
+        assert holdings.memory_bytes > 50 * 2**20
         child.communicate()
     until(lambda: child.pid not in {pid.number for pid in family.holdings()})
 

@@ -57,17 +57,17 @@ def figures(
     processes: Callable[[float], Mapping[Pid, Holdings]], *, pages: int = 0
 ) -> dict[str, Figure]:
     idle = [IdleReading(at_s=30.0 * i, pages_in_use=pages) for i in range(40)]
-    found = figures_of(readings(processes), idle, warmup_s=300.0, settle_s=60.0)
-    return {figure.name: figure for figure in found}
+    evaluated = figures_of(readings(processes), idle, warmup_s=300.0, settle_s=60.0)
+    return {figure.name: figure for figure in evaluated}
 
 
 def test_a_service_that_holds_the_same_has_not_grown_although_a_rank_was_replaced() -> None:
-    found = figures(service)
-    assert not [each.name for each in found.values() if each.has_grown]
-    assert found["memory of rank"].first == 200.0
-    assert found["memory of rank"].last == 250.0
-    assert found["memory of rank"].slope is not None
-    assert found["memory of rank"].slope.per_h == 0.0
+    by_name = figures(service)
+    assert not [figure.name for figure in by_name.values() if figure.has_grown]
+    assert by_name["memory of rank"].first == 200.0
+    assert by_name["memory of rank"].last == 250.0
+    assert by_name["memory of rank"].slope is not None
+    assert by_name["memory of rank"].slope.per_h == 0.0
 
 
 def test_a_leak_is_found_in_its_role_and_in_its_process_and_nowhere_else() -> None:
@@ -77,7 +77,7 @@ def test_a_leak_is_found_in_its_role_and_in_its_process_and_nowhere_else() -> No
         mib = 100.0 + 6.0 * at_s / 3600.0 + rng.gauss(0.0, 0.1)
         return service(at_s) | {_RANK_0: held("rank", mib=mib)}
 
-    grown = {each.name for each in figures(leaks).values() if each.has_grown}
+    grown = {figure.name for figure in figures(leaks).values() if figure.has_grown}
     assert grown == {"memory of rank", "memory of rank, pid 20"}
 
 
@@ -91,14 +91,14 @@ def test_handles_that_add_up_are_found() -> None:
 
 def test_what_grows_in_rays_own_processes_is_told_and_fails_nothing() -> None:
     monitor = Pid(number=30, started_s=_BEGAN_UNIX_S - 20.0)
-    found = figures(
+    by_name = figures(
         lambda at_s: service(at_s) | {monitor: held(OTHER, handles=40 + int(at_s / 60.0))}
     )
-    told = outcome(figures=list(found.values()))
-    assert complaints(told) == []
-    (growth,) = growth_in_ray(told)
+    run_outcome = outcome(figures=list(by_name.values()))
+    assert complaints(run_outcome) == []
+    (growth,) = growth_in_ray(run_outcome)
     assert growth.startswith("handles of other grows: ")
-    assert f"in Ray's own processes: {growth}" in table(told, {})
+    assert f"in Ray's own processes: {growth}" in table(run_outcome, {})
 
 
 def test_a_new_process_counts_only_when_it_has_settled() -> None:
@@ -126,19 +126,19 @@ def test_processes_that_are_never_ended_are_found_by_their_number() -> None:
 
 
 def outcome(**changes: object) -> Outcome:
-    found = {
+    fields = {
         "figures": list(figures(lambda at_s: {_INGRESS: held("ingress")}).values()),
         "idle": [IdleReading(at_s=30.0, pages_in_use=0)],
         "answers": Answers(),
     } | changes
-    return Outcome(**found)
+    return Outcome(**fields)
 
 
 def test_a_clean_run_has_no_complaint_and_each_other_one_says_what_is_wrong() -> None:
     assert complaints(outcome()) == []
     wrong = Answers()
     wrong.note("stream", "changed: no error", name="endure-7")
-    for changes, said in (
+    for changes, message in (
         ({"idle": [IdleReading(at_s=1.0, pages_in_use=3)]}, "3 pages in use without a request"),
         ({"idle": []}, "never idle"),
         ({"answers": wrong}, "1 answers wrong: stream: changed"),
@@ -147,12 +147,12 @@ def test_a_clean_run_has_no_complaint_and_each_other_one_says_what_is_wrong() ->
         ({"ended_early": True}, "ended early"),
     ):
         (complaint,) = complaints(outcome(**changes))
-        assert said in complaint
+        assert message in complaint
 
 
 def test_the_report_is_json_and_the_table_names_what_grows() -> None:
     leaking = figures(lambda at_s: {_INGRESS: held("ingress", mib=100.0 + at_s)})
-    rows = json.loads(json.dumps([each.as_json() for each in leaking.values()]))
+    rows = json.loads(json.dumps([figure.as_json() for figure in leaking.values()]))
     by_name = {row["name"]: row for row in rows}
     assert by_name["memory of ingress"]["passed"] is False
     assert by_name["memory of ingress"]["per_h"] == 3600.0

@@ -20,19 +20,21 @@ def samples(
 
 
 def slope(series: Sequence[Sample], *, block_s: float = 20.0) -> Slope:
-    found = slope_of(series, block_s=block_s)
-    assert found is not None
-    return found
+    fitted = slope_of(series, block_s=block_s)
+    assert fitted is not None
+    return fitted
 
 
 def wander(rng: Random, *, memory_s: float) -> Callable[[float], float]:
     """Noise of standard deviation 1 that forgets within `memory_s`."""
-    kept = math.exp(-_EVERY_S / memory_s)
+    correlation = math.exp(-_EVERY_S / memory_s)
     value = rng.gauss(0.0, 1.0)
 
     def at(at_s: float) -> float:
         nonlocal value
-        value = kept * value + math.sqrt(1.0 - kept * kept) * rng.gauss(0.0, 1.0)
+        value = correlation * value + math.sqrt(1.0 - correlation * correlation) * rng.gauss(
+            0.0, 1.0
+        )
         return value
 
     return at
@@ -40,18 +42,18 @@ def wander(rng: Random, *, memory_s: float) -> Callable[[float], float]:
 
 def test_a_leak_of_two_mebibytes_an_hour_is_found_and_measured() -> None:
     rng = Random(1)
-    found = slope(samples(lambda at_s: 200.0 + 2.0 * at_s / _HOUR_S + rng.gauss(0.0, 0.2)))
-    assert not found.is_below(1.0)
-    assert found.low_per_h < 2.0 < found.high_per_h
-    assert found.high_per_h - found.low_per_h < 1.0
+    fitted = slope(samples(lambda at_s: 200.0 + 2.0 * at_s / _HOUR_S + rng.gauss(0.0, 0.2)))
+    assert not fitted.is_below(1.0)
+    assert fitted.low_per_h < 2.0 < fitted.high_per_h
+    assert fitted.high_per_h - fitted.low_per_h < 1.0
 
 
 def test_a_growth_that_is_certainly_small_is_below_the_limit() -> None:
     rng = Random(2)
-    found = slope(samples(lambda at_s: 200.0 + 0.5 * at_s / _HOUR_S + rng.gauss(0.0, 0.05)))
-    assert found.low_per_h > 0.0
-    assert found.is_below(1.0)
-    assert not found.is_below(0.1)
+    fitted = slope(samples(lambda at_s: 200.0 + 0.5 * at_s / _HOUR_S + rng.gauss(0.0, 0.05)))
+    assert fitted.low_per_h > 0.0
+    assert fitted.is_below(1.0)
+    assert not fitted.is_below(0.1)
 
 
 def test_what_shrinks_is_below_every_limit() -> None:
@@ -59,9 +61,9 @@ def test_what_shrinks_is_below_every_limit() -> None:
 
 
 def test_a_constant_has_no_slope_and_no_interval() -> None:
-    found = slope(samples(lambda at_s: 7.0))
-    assert (found.per_h, found.low_per_h, found.high_per_h) == (0.0, 0.0, 0.0)
-    assert found.is_below(1.0)
+    fitted = slope(samples(lambda at_s: 7.0))
+    assert (fitted.per_h, fitted.low_per_h, fitted.high_per_h) == (0.0, 0.0, 0.0)
+    assert fitted.is_below(1.0)
 
 
 @pytest.mark.parametrize("memory_s", [0.1, 10.0, 30.0, 100.0])
@@ -79,9 +81,9 @@ def test_a_line_fitted_to_the_same_noise_without_regard_to_correlation_would_oft
     alarms = 0
     for _ in range(100):
         series = samples(wander(rng, memory_s=30.0))
-        found = slope(series, block_s=_EVERY_S)
-        widening = math.sqrt((1.0 + found.correlation) / (1.0 - found.correlation))
-        alarms += found.per_h > (found.high_per_h - found.per_h) / widening
+        fitted = slope(series, block_s=_EVERY_S)
+        widening = math.sqrt((1.0 + fitted.correlation) / (1.0 - fitted.correlation))
+        alarms += fitted.per_h > (fitted.high_per_h - fitted.per_h) / widening
     assert alarms >= 20
 
 
@@ -90,20 +92,20 @@ def test_the_interval_has_the_true_slope_in_it_as_often_as_it_says() -> None:
     hits = 0
     for _ in range(100):
         noise = wander(rng, memory_s=20.0)
-        found = slope(samples(lambda at_s, noise=noise: 6.0 * at_s / _HOUR_S + noise(at_s)))
-        hits += found.low_per_h <= 6.0 <= found.high_per_h
+        fitted = slope(samples(lambda at_s, noise=noise: 6.0 * at_s / _HOUR_S + noise(at_s)))
+        hits += fitted.low_per_h <= 6.0 <= fitted.high_per_h
     assert hits >= 90
 
 
 def test_a_process_that_starts_higher_than_the_one_before_is_no_leak() -> None:
     rng = Random(5)
     first = samples(lambda at_s: 200.0 + rng.gauss(0.0, 0.2), run_s=400.0, life="first")
-    later = samples(
+    second = samples(
         lambda at_s: 260.0 + rng.gauss(0.0, 0.2), run_s=400.0, life="later", since_s=460.0
     )
-    assert slope(first + later).is_below(1.0)
-    one_life = [Sample(at_s=s.at_s, life="one", value=s.value) for s in first + later]
-    assert slope(one_life).per_h > 100.0  # the test can tell
+    assert slope(first + second).is_below(1.0)
+    single_life = [Sample(at_s=s.at_s, life="one", value=s.value) for s in first + second]
+    assert slope(single_life).per_h > 100.0  # the test can tell
 
 
 def test_a_leak_in_every_life_is_found_although_each_starts_again() -> None:

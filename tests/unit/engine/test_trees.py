@@ -57,7 +57,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     """Writes targets and heads, by name. In "deep" the later layers change the result, and so does
     the content of their pages; in "flat" they add nothing."""
     folder = tmp_path_factory.mktemp("trees")
-    flat, deep = save_target(folder / "flat"), save_target(folder / "deep", later=0.35)
+    flat, deep = save_target(folder / "flat"), save_target(folder / "deep", tail_scale=0.35)
     agreements: tuple[Agreement, ...] = ("always", "sometimes", "never")
     heads = {name: (flat, save_head(flat, folder / name, name)) for name in agreements}
     return heads | {"deep": (deep, save_head(deep, folder / "head", "always"))}

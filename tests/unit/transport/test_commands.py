@@ -69,8 +69,8 @@ def plain(command: Command) -> tuple[object, list[object]]:
 @given(commands())
 @settings(max_examples=60, deadline=None)
 def test_a_command_arrives_as_it_was_announced(command: Command) -> None:
-    found = decoded(encode_command(command, epoch=4, number=9))
-    assert plain(found) == plain(command)
+    received = decoded(encode_command(command, epoch=4, number=9))
+    assert plain(received) == plain(command)
 
 
 def test_a_command_longer_than_a_frame_travels_in_a_second_message() -> None:
@@ -102,7 +102,7 @@ GOOD = RowSegment(3, 2, PageTable((1, 0)), (-1, 0))
 
 
 @pytest.mark.parametrize(
-    ("segment", "said"),
+    ("segment", "error"),
     [
         (replace(GOOD, start=-1), r"Expected `int` >= 0 .*\[0\]"),
         (replace(GOOD, num_rows=0), r"Expected `int` >= 1 .*\[1\]"),
@@ -111,14 +111,14 @@ GOOD = RowSegment(3, 2, PageTable((1, 0)), (-1, 0))
         (replace(GOOD, num_rows=3), "found 2 tokens in a command, expected 3"),
     ],
 )
-def test_rows_that_cannot_be_are_refused(segment: RowSegment, said: str) -> None:
+def test_rows_that_cannot_be_are_refused(segment: RowSegment, error: str) -> None:
     command = RunLayers(tokens=(5, 6), segments=(segment,))
-    with pytest.raises(WireError, match=said):
+    with pytest.raises(WireError, match=error):
         decoded(encode_command(command, epoch=4, number=1))
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "error"),
     [
         (RunLayers(tokens=(), segments=()), "Expected `array` of length >= 1"),
         (RunHead(segments=(), hidden_TD=torch.zeros(0, 3)), "Expected `array` of length >= 1"),
@@ -126,8 +126,8 @@ def test_rows_that_cannot_be_are_refused(segment: RowSegment, said: str) -> None
         (MoveSlots(moves=()), "Expected `array` of length >= 1"),
     ],
 )
-def test_a_command_that_asks_for_nothing_is_refused(command: Command, said: str) -> None:
-    with pytest.raises(WireError, match=said):
+def test_a_command_that_asks_for_nothing_is_refused(command: Command, error: str) -> None:
+    with pytest.raises(WireError, match=error):
         decoded(encode_command(command, epoch=4, number=1))
 
 

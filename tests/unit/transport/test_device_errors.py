@@ -49,9 +49,9 @@ def group(plane: FailingPlane) -> ProcessGroup:
 def test_a_collective_that_nccl_refuses_names_all_other_ranks() -> None:
     failing = group(FailingPlane())
     for operation in (failing.all_reduce, failing.broadcast):
-        with pytest.raises(PeerLost, match="verify rank 1 or verify rank 2") as found:
+        with pytest.raises(PeerLost, match="verify rank 1 or verify rank 2") as failure:
             operation(ON_DEVICE)
-        assert "NCCL error" in str(found.value)
+        assert "NCCL error" in str(failure.value)
 
 
 def test_a_transfer_that_nccl_refuses_names_its_peer() -> None:
@@ -65,21 +65,21 @@ def test_what_this_ranks_own_device_raises_names_this_rank(kind: type[RuntimeErr
     assert failing.number is None
     failing.doing(7)
     assert failing.number == 7
-    with pytest.raises(EngineError, match=r"verify rank 0 .* own device .* of round 7") as found:
+    with pytest.raises(EngineError, match=r"verify rank 0 .* own device .* of round 7") as failure:
         failing.all_reduce(ON_DEVICE)
-    assert not isinstance(found.value, PeerLost)
-    assert isinstance(found.value.__cause__, kind)
-    with pytest.raises(EngineError, match="verify rank 0 failed on its own device") as found:
+    assert not isinstance(failure.value, PeerLost)
+    assert isinstance(failure.value.__cause__, kind)
+    with pytest.raises(EngineError, match="verify rank 0 failed on its own device") as failure:
         failing.isend(ON_DEVICE, to=2, tag=Tag.ROUND, operation="round 7")
-    assert "verify rank 2" not in str(found.value)
+    assert "verify rank 2" not in str(failure.value)
 
 
 def test_what_follows_from_work_that_was_given_up_is_still_that_peers_loss() -> None:
     plane = FailingPlane(torch.AcceleratorError)
-    late = group(plane)
+    ranks = group(plane)
     plane.lost = "all_reduce of round 8"
     with pytest.raises(PeerLost, match="all_reduce of round 8"):
-        late.all_reduce(ON_DEVICE)
+        ranks.all_reduce(ON_DEVICE)
 
 
 def test_what_is_raised_after_work_was_given_up_is_that_peers_loss() -> None:

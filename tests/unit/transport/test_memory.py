@@ -11,8 +11,10 @@ from eesd_dist.transport.memory import MemoryChannel, memory_pair
 from tests.unit.transport.rounds import header, hidden, reply_with
 
 
-def answer(sent: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> VerifyReply:
-    return reply_with([sent.round_id] * sent.num_sampled, round_id=sent.round_id)
+def answer(round_header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> VerifyReply:
+    return reply_with(
+        [round_header.round_id] * round_header.num_sampled, round_id=round_header.round_id
+    )
 
 
 def test_replies_come_in_the_order_of_their_rounds() -> None:
@@ -26,9 +28,11 @@ def test_replies_come_in_the_order_of_their_rounds() -> None:
 def test_nothing_is_verified_before_a_wait_for_it() -> None:
     verified: list[int] = []
 
-    def verify(sent: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> VerifyReply:
-        verified.append(sent.round_id)
-        return answer(sent, hidden_TD, probs_KV)
+    def verify(
+        round_header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None
+    ) -> VerifyReply:
+        verified.append(round_header.round_id)
+        return answer(round_header, hidden_TD, probs_KV)
 
     channel = MemoryChannel(verify)
     channel.send(header(1), hidden())

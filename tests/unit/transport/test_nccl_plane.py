@@ -43,14 +43,14 @@ class Backend:
 
     Options = SimpleNamespace
     fails = False
-    made: "list[Backend]"
+    backends: "list[Backend]"
 
     def __init__(self, store: Store, rank: int, size: int, options: object) -> None:
         self.size = size
         self.asked: list[str] = []
         self.num_aborts = 0
         self.was_aborted = threading.Event()
-        self.made.append(self)
+        self.backends.append(self)
 
     def allreduce(self, tensors: list[Tensor]) -> Work:
         self.asked.append("allreduce")
@@ -82,13 +82,13 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Backend]]:
     class Own(Backend):
         pass
 
-    Own.made = []
+    Own.backends = []
     monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", Own, raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     with FakeTensorMode():
         yield Own
-    assert all(each.num_aborts == 1 for each in Own.made)
+    assert all(instance.num_aborts == 1 for instance in Own.backends)
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ def test_a_device_that_is_no_single_gpu_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"on device {device}: expected one GPU with its index"):
         make_plane(device=torch.device(device))
-    assert (current_devices, backend.made) == ([], [])
+    assert (current_devices, backend.backends) == ([], [])
 
 
 def test_a_device_that_torch_does_not_see_is_refused() -> None:
@@ -168,7 +168,7 @@ def test_a_plane_without_references_is_aborted_and_its_watchdog_ends(
     plane.all_reduce(torch.zeros(1, device=GPU), operation="all_reduce of round 7")
     del plane
     gc.collect()
-    assert backend.made[0].num_aborts == 1
+    assert backend.backends[0].num_aborts == 1
     own.join(5.0)
     assert not own.is_alive()
 
@@ -190,19 +190,19 @@ def test_a_plane_with_a_failing_first_collective_is_aborted_though_its_error_is_
 ) -> None:
     before = watchdogs()
     backend.fails = True
-    with pytest.raises(torch.distributed.DistBackendError) as kept:
+    with pytest.raises(torch.distributed.DistBackendError) as failure:
         make_plane()
-    assert backend.made[0].num_aborts == 1
+    assert backend.backends[0].num_aborts == 1
     for own in set(watchdogs()) - set(before):
         own.join(5.0)
         assert not own.is_alive()
-    del kept
+    del failure
 
 
 def test_work_that_is_late_aborts_once_and_is_named(backend: type[Backend]) -> None:
     plane = make_plane(timeout_s=0.05)
     plane.all_reduce(torch.zeros(1, device=GPU), operation="all_reduce of round 7")
-    assert backend.made[0].was_aborted.wait(5.0)
+    assert backend.backends[0].was_aborted.wait(5.0)
     assert plane.lost == "all_reduce of round 7"
     plane.abort()
 
@@ -215,7 +215,7 @@ def test_a_plane_is_aborted_only_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "ordered_sums", "num_rows", "asked"),
+    ("size", "ordered_sums", "num_rows", "operations"),
     [
         (2, True, 16, ["allreduce"]),
         (4, True, 16, ["allgather"]),
@@ -225,10 +225,10 @@ def test_a_plane_is_aborted_only_once() -> None:
     ],
 )
 def test_from_three_ranks_on_sums_are_gathered_and_added_here(
-    backend: type[Backend], size: int, ordered_sums: bool, num_rows: int, asked: list[str]
+    backend: type[Backend], size: int, ordered_sums: bool, num_rows: int, operations: list[str]
 ) -> None:
     plane = make_plane(size=size, ordered_sums=ordered_sums)
     x = torch.zeros(num_rows, 191, dtype=torch.bfloat16, device=GPU)
     plane.all_reduce(x, operation="all_reduce of round 7")
-    assert backend.made[0].asked == ["allreduce", *asked]
+    assert backend.backends[0].asked == ["allreduce", *operations]
     plane.abort()

@@ -22,7 +22,9 @@ class ThreadExchange:
 
     def swapped(self, x_GW: Tensor) -> Tensor:
         self.received_bytes += x_GW.nbytes * (self._group.size - 1) // self._group.size
-        return torch.stack([part[self._group.rank] for part in self._group.all_gather(x_GW)])
+        return torch.stack(
+            [contribution[self._group.rank] for contribution in self._group.all_gather(x_GW)]
+        )
 
 
 def sums(inputs: list[Tensor]) -> tuple[list[Tensor], int]:
@@ -31,8 +33,8 @@ def sums(inputs: list[Tensor]) -> tuple[list[Tensor], int]:
         total = sum_over_ranks(inputs[group.rank], exchange, size=group.size)
         return total, exchange.received_bytes
 
-    found = on_ranks(len(inputs), rank)
-    return [total for total, _ in found], found[0][1]
+    results = on_ranks(len(inputs), rank)
+    return [total for total, _ in results], results[0][1]
 
 
 def random_inputs(num_ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -58,8 +60,8 @@ def test_every_rank_has_the_sum_in_rank_order(
     totals, received_bytes = sums(inputs)
     assert all(torch.equal(total, expected) for total in totals)
     padding_bytes = 2 * num_ranks * inputs[0].itemsize
-    counted = bytes_of_sum(inputs[0].nbytes, size=num_ranks)
-    assert counted <= received_bytes <= counted + padding_bytes
+    expected_bytes = bytes_of_sum(inputs[0].nbytes, size=num_ranks)
+    assert expected_bytes <= received_bytes <= expected_bytes + padding_bytes
 
 
 def test_both_ways_are_taken_and_another_order_would_be_seen() -> None:
@@ -76,9 +78,9 @@ def test_both_ways_are_taken_and_another_order_would_be_seen() -> None:
 @pytest.mark.parametrize("num_rows", [1, 16, 700])
 def test_a_rows_sum_does_not_depend_on_the_other_rows(num_rows: int) -> None:
     inputs = random_inputs(3, (700, 512), torch.bfloat16)
-    alone, _ = sums([x[:num_rows].contiguous() for x in inputs])
-    together, _ = sums(inputs)
-    assert torch.equal(alone[1], together[2][:num_rows])
+    few_rows, _ = sums([x[:num_rows].contiguous() for x in inputs])
+    all_rows, _ = sums(inputs)
+    assert torch.equal(few_rows[1], all_rows[2][:num_rows])
 
 
 def test_a_tensor_with_gaps_is_summed_and_stays_as_it_is() -> None:

@@ -32,11 +32,11 @@ def test_a_sum_works_in_place_on_a_tensor_with_gaps() -> None:
 
 def test_every_rank_gets_the_same_and_its_own_copy() -> None:
     def work(group: ThreadGroup) -> list[list[float]]:
-        parts = group.all_gather(torch.full((2,), float(group.rank)))
-        for part in parts:
-            part += 0.5
-        sent = group.broadcast(torch.full((2,), float(group.rank)), source=1)
-        return [*(part.tolist() for part in parts), sent.tolist()]
+        contributions = group.all_gather(torch.full((2,), float(group.rank)))
+        for contribution in contributions:
+            contribution += 0.5
+        shared = group.broadcast(torch.full((2,), float(group.rank)), source=1)
+        return [*(contribution.tolist() for contribution in contributions), shared.tolist()]
 
     assert on_ranks(3, work) == [[[0.5] * 2, [1.5] * 2, [2.5] * 2, [1.0] * 2]] * 3
 

@@ -36,10 +36,10 @@ def size_of(message: wire.Message) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(sent=headers())
-def test_every_header_arrives_as_it_left(sent: RoundHeader) -> None:
-    message = wire.encode_round(sent, hidden(sent.num_rows, 3))
-    assert through_the_wire(message, epoch=sent.epoch) == sent
+@given(round_header=headers())
+def test_every_header_arrives_as_it_left(round_header: RoundHeader) -> None:
+    message = wire.encode_round(round_header, hidden(round_header.num_rows, 3))
+    assert through_the_wire(message, epoch=round_header.epoch) == round_header
 
 
 @settings(max_examples=80, deadline=None)
@@ -60,7 +60,7 @@ def test_every_reply_arrives_as_it_left(
     size_bytes: int,
 ) -> None:
     rng = np.random.default_rng(num_tokens)
-    sent = VerifyReply(
+    reply = VerifyReply(
         round_id=9,
         tokens=rng.integers(0, 2**31, num_tokens, np.int32),
         accepted=rng.integers(0, 2, num_accepted, np.int32),
@@ -71,12 +71,12 @@ def test_every_reply_arrives_as_it_left(
         received_to_sent_s=seconds / 3,
         group=Traffic(sent_bytes=size_bytes, received_bytes=size_bytes // 2, wait_s=seconds / 7),
     )
-    message = wire.encode_reply(sent, epoch=4)
-    sent = replace(sent, wire_bytes=sum(part.nbytes for part in message.parts))
+    message = wire.encode_reply(reply, epoch=4)
+    reply = replace(reply, wire_bytes=sum(tensor.nbytes for tensor in message.parts))
     prefix = wire.decode_prefix(message.frame, epoch=4)
     got = wire.decode_reply(prefix, message.frame, message.overflow)
     for name in VerifyReply.__struct_fields__:
-        a, b = getattr(got, name), getattr(sent, name)
+        a, b = getattr(got, name), getattr(reply, name)
         np.testing.assert_array_equal(a, b, err_msg=name, strict=True)
 
 
@@ -91,8 +91,8 @@ FEATURES = RowFeatures(
 def test_features_arrive_as_they_left_however_large() -> None:
     for width in (3, 4000):
         wide = replace(FEATURES, hidden=(np.random.rand(2, width).astype(np.float32),))
-        sent = replace(reply_with([1, 2]), features=wide)
-        got = reply_through_the_wire(wire.encode_reply(sent, epoch=3)).features
+        reply = replace(reply_with([1, 2]), features=wide)
+        got = reply_through_the_wire(wire.encode_reply(reply, epoch=3)).features
         assert got is not None
         np.testing.assert_array_equal(got.hidden[0], wide.hidden[0], strict=True)
         for name in ("top_ids", "top_logits", "lse"):
@@ -133,24 +133,24 @@ def test_one_flipped_bit_anywhere_in_a_reply_is_refused(data: st.DataObject, bit
 
 
 def test_a_header_longer_than_a_frame_travels_in_a_second_message() -> None:
-    sent = replace(header(), segments=(segment(history=tuple(range(20_000))),))
-    message = wire.encode_round(sent, hidden())
+    round_header = replace(header(), segments=(segment(history=tuple(range(20_000))),))
+    message = wire.encode_round(round_header, hidden())
     assert message.overflow is not None
-    assert through_the_wire(message, epoch=3) == sent
+    assert through_the_wire(message, epoch=3) == round_header
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_small_tensors_ride_in_the_frame_and_keep_their_bits(dtype: torch.dtype) -> None:
-    sent_TD, sent_KV = hidden(4, 16, dtype), torch.rand(3, 9)
-    message = wire.encode_round(header(), sent_TD, sent_KV)
+    hidden_TD, probs_KV = hidden(4, 16, dtype), torch.rand(3, 9)
+    message = wire.encode_round(header(), hidden_TD, probs_KV)
     prefix = wire.decode_prefix(message.frame, epoch=3)
     assert message.separate == ()
     got_TD, got_KV = wire.inline_tensors(prefix, message.frame)
     assert got_TD is not None
     assert got_KV is not None
-    assert torch.equal(got_TD, sent_TD)
+    assert torch.equal(got_TD, hidden_TD)
     assert got_TD.dtype == dtype
-    assert torch.equal(got_KV, sent_KV)
+    assert torch.equal(got_KV, probs_KV)
 
 
 def test_large_tensors_are_announced_and_sent_after_the_frame() -> None:
@@ -192,9 +192,9 @@ def test_one_flipped_bit_anywhere_in_a_header_is_refused(data: st.DataObject, bi
 @given(data=st.data())
 def test_a_message_cut_short_is_refused(data: st.DataObject) -> None:
     message = wire.encode_round(header(), hidden())
-    kept = data.draw(st.integers(0, size_of(message) - 1))
+    num_bytes = data.draw(st.integers(0, size_of(message) - 1))
     with pytest.raises(WireError, match="found"):
-        through_the_wire(dataclasses.replace(message, frame=message.frame[:kept]), epoch=3)
+        through_the_wire(dataclasses.replace(message, frame=message.frame[:num_bytes]), epoch=3)
 
 
 def test_hidden_states_cut_short_are_refused() -> None:
@@ -232,17 +232,17 @@ def test_a_number_too_large_for_its_field_is_not_sent() -> None:
         wire.encode_round(replace(header(), segments=(big,)), hidden())
 
 
-def tree(*parents: int, num_known: int = 1) -> RoundHeader:
-    rows = num_known + len(parents)
+def tree(*parents: int, num_prefix_rows: int = 1) -> RoundHeader:
+    rows = num_prefix_rows + len(parents)
     branching = replace(segment(num_rows=rows), num_sampled=1 + len(parents), parents=parents)
     return replace(header(num_rows=rows), segments=(branching,))
 
 
 @pytest.mark.parametrize("parents", [(-1, -1, 0, 0, 1), (-1,), (-1, 0, -1)])
 def test_a_tree_and_its_moves_arrive_as_they_left(parents: tuple[int, ...]) -> None:
-    sent = replace(tree(*parents, num_known=3), kv_moves=((7, 3), (9, 4)))
-    message = wire.encode_round(sent, hidden(sent.num_rows))
-    assert through_the_wire(message, epoch=3) == sent
+    round_header = replace(tree(*parents, num_prefix_rows=3), kv_moves=((7, 3), (9, 4)))
+    message = wire.encode_round(round_header, hidden(round_header.num_rows))
+    assert through_the_wire(message, epoch=3) == round_header
 
 
 def test_a_segment_pays_five_bytes_for_what_it_does_not_want_and_a_move_three() -> None:
@@ -253,12 +253,14 @@ def test_a_segment_pays_five_bytes_for_what_it_does_not_want_and_a_move_three() 
     )
     segments = wire._encoder.encode(plain.segments)
     assert len(segments) == len(without) + 5 * len(plain.segments)  # features, forced, masks
-    sizes = [size_of(wire.encode_round(sent, hidden())) for sent in (plain, with_move)]
+    sizes = [
+        size_of(wire.encode_round(round_header, hidden())) for round_header in (plain, with_move)
+    ]
     assert sizes[1] == sizes[0] + 3  # one move: an array of two small numbers
 
 
 @pytest.mark.parametrize(
-    ("parents", "found"),
+    ("parents", "error"),
     [
         ((-1, 1), "parent 1 of drafted row 1"),
         ((0,), "parent 0"),
@@ -266,17 +268,17 @@ def test_a_segment_pays_five_bytes_for_what_it_does_not_want_and_a_move_three() 
     ],
 )
 def test_a_tree_that_refers_ahead_or_out_of_range_is_refused(
-    parents: tuple[int, ...], found: str
+    parents: tuple[int, ...], error: str
 ) -> None:
-    sent = tree(*parents)
-    message = wire.encode_round(sent, hidden(sent.num_rows))
-    with pytest.raises(WireError, match=found):
+    round_header = tree(*parents)
+    message = wire.encode_round(round_header, hidden(round_header.num_rows))
+    with pytest.raises(WireError, match=error):
         through_the_wire(message, epoch=3)
 
 
 def test_a_tree_with_rows_too_few_or_too_many_is_refused() -> None:
     for num_sampled in (2, 4):
-        whole = tree(-1, -1, num_known=3)
+        whole = tree(-1, -1, num_prefix_rows=3)
         cut = replace(whole.segments[0], num_sampled=num_sampled)
         message = wire.encode_round(replace(whole, segments=(cut,)), hidden(whole.num_rows))
         with pytest.raises(WireError, match=f"2 parents in a segment with {num_sampled} sampled"):
@@ -345,14 +347,14 @@ def test_a_payload_changed_before_its_checksum_is_refused_or_within_its_bounds(
         at = data.draw(st.integers(0, len(changed) - 1))
         changed[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=6))
     try:
-        found = read(lying(bytes(changed), kind=kind), kind)
+        content = read(lying(bytes(changed), kind=kind), kind)
     except WireError:
         return
-    if isinstance(found, RoundHeader):
-        assert 0 <= found.num_sampled <= found.num_rows == 4
-        assert all(min(s.pages, default=0) >= 0 for s in found.segments)
+    if isinstance(content, RoundHeader):
+        assert 0 <= content.num_sampled <= content.num_rows == 4
+        assert all(min(s.pages, default=0) >= 0 for s in content.segments)
     else:
-        assert found.top_ids.shape == found.top_logprobs.shape
+        assert content.top_ids.shape == content.top_logprobs.shape
 
 
 @pytest.mark.parametrize("kind", HONEST)
@@ -361,9 +363,9 @@ def test_a_payload_changed_before_its_checksum_is_refused_or_within_its_bounds(
 def test_a_payload_cut_short_before_its_checksum_is_refused(
     kind: wire.Kind, data: st.DataObject
 ) -> None:
-    kept = data.draw(st.integers(0, len(HONEST[kind]) - 1))
+    num_bytes = data.draw(st.integers(0, len(HONEST[kind]) - 1))
     with pytest.raises(WireError, match="truncated"):
-        read(lying(HONEST[kind][:kept], kind=kind), kind)
+        read(lying(HONEST[kind][:num_bytes], kind=kind), kind)
 
 
 @pytest.mark.parametrize("kind", HONEST)
@@ -393,7 +395,7 @@ def test_an_overflow_larger_than_any_payload_is_refused_before_there_is_room_for
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "error"),
     [
         ({"rows": -1}, "Expected `int` >= 0"),
         ({"columns": 2**31}, "Expected `int` <= 2147483647"),
@@ -402,13 +404,13 @@ def test_an_overflow_larger_than_any_payload_is_refused_before_there_is_room_for
     ],
 )
 def test_a_matrix_that_cannot_be_is_refused_before_there_is_room_for_it(
-    change: dict[str, Any], said: str
+    change: dict[str, Any], error: str
 ) -> None:
     message = wire.encode_round(header(), hidden())
     prefix = wire.decode_prefix(message.frame, epoch=3)
     assert prefix.hidden is not None
     lying_prefix = replace(prefix, hidden=replace(prefix.hidden, **change))
-    with pytest.raises(WireError, match=said):
+    with pytest.raises(WireError, match=error):
         wire.decode_prefix(with_prefix(message.frame, lying_prefix), epoch=3)
 
 
@@ -457,15 +459,15 @@ def test_the_largest_prefix_fits_its_place() -> None:
 def test_a_value_out_of_its_bounds_is_refused(change: dict[str, Any]) -> None:
     (name,) = change
     at = list(segment().__struct_fields__).index(name)
-    sent = replace(header(), segments=(replace(segment(), **change),))
+    round_header = replace(header(), segments=(replace(segment(), **change),))
     with pytest.raises(WireError, match=rf"ROUND message 17: .* at `\$\[2\]\[0\]\[{at}\]"):
-        read(lying(wire._encoder.encode(sent)), wire.Kind.ROUND)
+        read(lying(wire._encoder.encode(round_header)), wire.Kind.ROUND)
 
 
 def test_a_header_that_contradicts_its_prefix_is_refused() -> None:
-    for sent, what in ((header(18), "round"), (header(epoch=4), "epoch")):
+    for round_header, what in ((header(18), "round"), (header(epoch=4), "epoch")):
         with pytest.raises(WireError, match=f"{what} of the header: found"):
-            read(lying(wire._encoder.encode(sent)), wire.Kind.ROUND)
+            read(lying(wire._encoder.encode(round_header)), wire.Kind.ROUND)
 
 
 def test_a_reply_with_arrays_that_contradict_each_other_is_refused() -> None:

@@ -24,18 +24,18 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_without_room_for_a_process_is_named(disk: Path) -> None:
     require_room([disk])
     (disk / "log").write_bytes(bytes(10 * 2**20))
-    with pytest.raises(EngineError) as refused:
+    with pytest.raises(EngineError) as failure:
         require_room([disk])
-    assert str(refused.value).startswith(
+    assert str(failure.value).startswith(
         f"no space on the disk of {disk}: found 10.0 MiB free, expected at least 16 MiB"
     )
 
 
 def test_a_disk_without_inodes_is_named(tmp_path: Path) -> None:
     def room(folder: Path) -> os.statvfs_result:
-        known = os.statvfs(folder)
+        stats = os.statvfs(folder)
         free_blocks = 2**30
-        return os.statvfs_result((*known[:3], free_blocks, free_blocks, 1000, 0, 0, *known[8:]))
+        return os.statvfs_result((*stats[:3], free_blocks, free_blocks, 1000, 0, 0, *stats[8:]))
 
     with pytest.raises(EngineError, match="no free inode"):
         require_room([tmp_path], room=room)

@@ -76,12 +76,12 @@ class Router:
         self.met: list[str] = []
         self.ended: list[str] = []
 
-    async def __call__(self, news: RouterNews) -> RouterAdvice:
-        self.met += [new.request_id for new in news.admitted]
-        self.live |= {new.request_id for new in news.admitted}
-        self.live |= {outcome.request_id for outcome in news.outcomes}
-        self.live -= set(news.finished)
-        self.ended += news.finished
+    async def __call__(self, update: RouterNews) -> RouterAdvice:
+        self.met += [new.request_id for new in update.admitted]
+        self.live |= {new.request_id for new in update.admitted}
+        self.live |= {outcome.request_id for outcome in update.outcomes}
+        self.live -= set(update.finished)
+        self.ended += update.finished
         return RouterAdvice(plans={})
 
 
@@ -142,12 +142,12 @@ def test_the_router_hears_the_end_of_requests_that_are_cancelled_unread_or_refus
             {"model": {"path": "."}, "scheduler": {"max_waiting": 2}}
         )
         async with _joined(ToyDrafter(config), ask_router=router) as (actor, client):
-            cancelled, refused = _request("cancelled"), _request("refused")
+            cancelled, rejected = _request("cancelled"), _request("refused")
             await actor.submit(_request("unread"), "a client that has died")
             await client.submit(cancelled)
             await client.next(cancelled)
-            await client.submit(refused)
-            assert isinstance(await client.error(refused), QueueFull)
+            await client.submit(rejected)
+            assert isinstance(await client.error(rejected), QueueFull)
             await actor.cancel(cancelled.request_id, cancelled.submission)
             await asyncio.sleep(0.6)
             assert router.live == set()
@@ -304,34 +304,34 @@ def test_a_crash_counts_against_the_requests_in_the_engine_and_says_whether_one_
     async def run() -> None:
         drafter = _Slow(CONFIG)
         async with _joined(drafter) as (actor, client):
-            one, two = _request("one"), _request("two")
-            await client.submit(one)
-            await client.submit(two)
+            first, second = _request("one"), _request("two")
+            await client.submit(first)
+            await client.submit(second)
             assert await actor.live() == ("one", "two")
             drafter.may_leave.set()
             assert await actor.leave(EngineError("index out of range"), True)
-            for request in (one, two):
+            for request in (first, second):
                 error = await client.error(request)
                 assert isinstance(error, EngineCrashed)
                 assert not error.was_alone
                 assert "index out of range" in str(error)
-            await client.submit(_again(one))
-            assert "between two epochs" in str(await client.error(_again(one)))
+            await client.submit(_again(first))
+            assert "between two epochs" in str(await client.error(_again(first)))
 
             await actor.join(_epoch(2))
             assert drafter.load().num_running == 0, "the engine was kept, its requests were not"
             drafter.may_leave.clear()
             drafter.has_made.clear()
-            suspect = replace(_again(one), submission=3, is_suspect=True)
+            suspect = replace(_again(first), submission=3, is_suspect=True)
             await client.submit(suspect)
-            await client.submit(_again(two))
+            await client.submit(_again(second))
             await asyncio.to_thread(drafter.has_made.wait, 5.0)
             drafter.may_leave.set()
             assert await actor.leave(EngineError("index out of range"), True)
             crashed = await client.error(suspect)
             assert isinstance(crashed, EngineCrashed)
             assert crashed.was_alone
-            assert isinstance(await client.error(_again(two)), PeerLost), "it was not inside"
+            assert isinstance(await client.error(_again(second)), PeerLost), "it was not inside"
             assert await actor.live() == ()
 
     asyncio.run(run())
@@ -378,9 +378,9 @@ def test_a_suspect_waits_until_no_round_with_another_request_is_in_flight_and_is
             await client.submit(other)
             await asyncio.to_thread(drafter.has_made.wait, 5.0)
             await client.submit(suspect)
-            sent_on = await client.error(other)
-            assert isinstance(sent_on, Migrated)
-            assert (sent_on.by, sent_on.to) == ("", None), "any pipeline, this one too"
+            migrated = await client.error(other)
+            assert isinstance(migrated, Migrated)
+            assert (migrated.by, migrated.to) == ("", None), "any pipeline, this one too"
             await client.submit(_again(other))
             await asyncio.sleep(0.2)
             assert drafter.entries == [("other", set())], "a round is in flight"
@@ -405,19 +405,19 @@ def test_a_suspect_that_the_engine_refuses_lets_the_others_in(tmp_path: Path) ->
         drafter.may_leave.set()
         drafter.refused.add("refused")
         async with _joined(drafter) as (_, client):
-            refused, second = (
+            rejected, second = (
                 replace(_request(name), is_suspect=True) for name in ("refused", "second")
             )
             ordinary, other = _request("ordinary"), _request("other", max_tokens=4)
             with held(config, at=0):  # no round that ends would look at the queue
                 await client.submit(ordinary)
                 await asyncio.sleep(0.2)
-                await client.submit(refused)
+                await client.submit(rejected)
                 await client.submit(other)
                 await client.submit(second)
                 assert isinstance(await client.error(second), CapacityError)
                 assert isinstance(await client.error(ordinary), Migrated)
-                assert isinstance(await client.error(refused), RequestError)
+                assert isinstance(await client.error(rejected), RequestError)
                 assert drafter.entries == [("ordinary", set()), ("other", set())]
             assert len(await client.tokens(other)) == 4
 
@@ -511,10 +511,12 @@ class _Spinning(ToyDrafter):
         self.num_prefill_rows = 0
 
     def step(self, *, wait_s: float) -> ToyStep:
-        (made,) = super().step(wait_s=wait_s).rounds or (None,)
-        if made is None:
+        (round_stats,) = super().step(wait_s=wait_s).rounds or (None,)
+        if round_stats is None:
             return ToyStep()
-        stats = replace(made, num_emitted=self.num_emitted, num_prefill_rows=self.num_prefill_rows)
+        stats = replace(
+            round_stats, num_emitted=self.num_emitted, num_prefill_rows=self.num_prefill_rows
+        )
         self.num_emitted = self.num_prefill_rows = 0
         return ToyStep(rounds=(stats,))
 
@@ -602,8 +604,8 @@ def test_a_supervisor_that_has_lost_its_worker_learns_it_from_the_next_heartbeat
         ):
             await actor.join(_epoch(4))
             await actor.beat(LEASE)
-            found = await actor.tenancy()
-            assert (found.owner, found.epoch, found.identity) == ("supervisor", 4, identity)
+            tenancy = await actor.tenancy()
+            assert (tenancy.owner, tenancy.epoch, tenancy.identity) == ("supervisor", 4, identity)
             other = Lease(owner="another", seconds=60.0)
             assert await actor.claim(other, "supervisor") == identity
             assert (await actor.beat(other)).epoch == 4
@@ -780,10 +782,12 @@ class _Featuring(ToyDrafter):
 
     def step(self, *, wait_s: float) -> ToyStep:
         result = super().step(wait_s=wait_s)
-        ended = [one for one in result.emissions if one.finish_reason is not None]
+        ended = [emission for emission in result.emissions if emission.finish_reason is not None]
         return replace(
             result,
-            features=tuple(_ToyText(one.request_id, len(one.tokens)) for one in ended),
+            features=tuple(
+                _ToyText(emission.request_id, len(emission.tokens)) for emission in ended
+            ),
         )
 
 

@@ -30,12 +30,12 @@ def test_the_latest_progress_is_told_with_the_peak_memory() -> None:
 def test_the_log_hears_of_it_every_few_seconds_and_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    now_s = 0.0
-    watch = LoadWatch(clock=lambda: now_s)
+    time_s = 0.0
+    watch = LoadWatch(clock=lambda: time_s)
     saw = watch.of("verify rank 1")
     with caplog.at_level(logging.INFO, logger="eesd_dist.workers.load_watch"):
         for done in range(28):
-            now_s += 1.0
+            time_s += 1.0
             saw(_progress(done))
         assert len(caplog.records) == 5
         saw(_progress(28))

@@ -104,7 +104,7 @@ def test_a_rank_that_loads_tells_how_far_it_is() -> None:
         status = await actor.beat(LEASE)
         assert (status.phase, status.progress, status.is_busy) == ("loading", 30, True)
         assert status.load is not None
-        assert (status.load.bytes_done, status.load.piece) == (30, "layer 1")
+        assert (status.load.bytes_done, status.load.module) == (30, "layer 1")
 
     asyncio.run(run())
 

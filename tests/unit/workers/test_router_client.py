@@ -27,14 +27,14 @@ class Router:
         self.adopted: list[Priors] = []
         self.priors_id = "1"
 
-    async def ask(self, news: RouterNews) -> RouterAdvice:
-        self.heard.append(news)
+    async def ask(self, update: RouterNews) -> RouterAdvice:
+        self.heard.append(update)
         if not self.answers:
             await asyncio.Event().wait()
-        is_news = news.known_priors not in (None, self.priors_id)
-        plans = {R: PLAN} if news.outcomes else {}
+        has_new_priors = update.priors_id not in (None, self.priors_id)
+        plans = {R: PLAN} if update.outcomes else {}
         return RouterAdvice(
-            plans=plans, priors=PRIORS if is_news else None, priors_id=self.priors_id
+            plans=plans, priors=PRIORS if has_new_priors else None, priors_id=self.priors_id
         )
 
     def link(
@@ -42,7 +42,7 @@ class Router:
         apply: Callable[[Plans], None] | None = None,
         *,
         timeout_s: float = 20.0,
-        priors_every_s: float = RARELY_S,
+        priors_interval_s: float = RARELY_S,
     ) -> RouterLink:
         return RouterLink(
             pipeline="p",
@@ -51,7 +51,7 @@ class Router:
             adopt=self.adopted.append,
             interval_s=0.01,
             timeout_s=timeout_s,
-            priors_every_s=priors_every_s,
+            priors_interval_s=priors_interval_s,
         )
 
     def _apply(self, plans: Plans) -> None:
@@ -86,7 +86,7 @@ def test_news_of_several_rounds_go_out_as_one_without_evidence_and_the_answer_is
                 admitted=(Admission(R, "chat", "c"),),
                 outcomes=(_outcome(), _outcome()),
                 finished=(R,),
-                known_priors="",
+                priors_id="",
             )
         ]
         assert router.applied == [{R: PLAN}]
@@ -105,7 +105,7 @@ def test_a_silent_router_costs_its_advice_and_is_asked_again() -> None:
         router.answers = True
         link.observed([_outcome()], [])
         await _until(lambda: router.adopted)
-        assert [len(news.outcomes) for news in router.heard] == [1, 1]
+        assert [len(update.outcomes) for update in router.heard] == [1, 1]
         assert router.applied == [{R: PLAN}]
         assert router.adopted == [PRIORS]
 
@@ -136,11 +136,11 @@ def test_plans_that_cannot_be_applied_do_not_end_the_link() -> None:
 def test_priors_are_asked_for_at_once_and_taken_when_they_are_others() -> None:
     async def run() -> None:
         router = Router()
-        link = router.link(priors_every_s=0.25)
+        link = router.link(priors_interval_s=0.25)
         link.start()
         link.start()
         await _until(lambda: len(router.heard) == 2)
-        assert [news.known_priors for news in router.heard] == ["", "1"]
+        assert [update.priors_id for update in router.heard] == ["", "1"]
         assert router.adopted == [PRIORS]
         router.priors_id = "2"
         await _until(lambda: len(router.adopted) == 2)

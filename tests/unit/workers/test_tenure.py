@@ -90,9 +90,14 @@ def test_a_worker_tells_the_next_supervisor_what_its_last_one_knew(
     new = worker.tenancy(epoch=0, newest_epoch=0, num_pages=0, is_degraded=False)
     assert (new.owner, new.start_s, new.identity, new.process_info) == ("", None, IDENTITY, INFO)
     worker.renew(_lease("one", start_s=41.5))
-    found = worker.tenancy(epoch=7, newest_epoch=8, num_pages=64, is_degraded=True, head="/head")
-    assert (found.owner, found.start_s, found.num_pages) == ("one", 41.5, 64)
-    assert (found.epoch, found.newest_epoch, found.is_degraded, found.head) == (7, 8, True, "/head")
+    tenancy = worker.tenancy(epoch=7, newest_epoch=8, num_pages=64, is_degraded=True, head="/head")
+    assert (tenancy.owner, tenancy.start_s, tenancy.num_pages) == ("one", 41.5, 64)
+    assert (tenancy.epoch, tenancy.newest_epoch, tenancy.is_degraded, tenancy.head) == (
+        7,
+        8,
+        True,
+        "/head",
+    )
 
 
 def test_of_workers_that_leave_together_one_sees_that_it_is_the_last(

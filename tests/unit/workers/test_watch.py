@@ -28,14 +28,14 @@ def watch() -> DraftWatch:
 
 
 def _counts(watch: DraftWatch) -> Mapping[str, float]:
-    wanted = ("prompt_tokens_total", "request_success_total", "time_to_first_token_seconds_count")
-    found: dict[str, float] = {}
+    suffixes = ("prompt_tokens_total", "request_success_total", "time_to_first_token_seconds_count")
+    counts: dict[str, float] = {}
     for family in text_string_to_metric_families(watch.page(None).decode()):
         for sample in family.samples:
-            name = next((name for name in wanted if sample.name.endswith(name)), None)
+            name = next((name for name in suffixes if sample.name.endswith(name)), None)
             if name is not None and sample.value:
-                found[sample.labels.get("finished_reason", name)] = sample.value
-    return found
+                counts[sample.labels.get("finished_reason", name)] = sample.value
+    return counts
 
 
 def _step(*, finish_reason: FinishReason | None = None) -> ToyStep:

@@ -104,7 +104,7 @@ class Rendezvous:
 
     @property
     def left(self) -> list[tuple[str, int]]:
-        return [(each.name, each.epoch) for each in self.groups if each.is_aborted]
+        return [(group.name, group.epoch) for group in self.groups if group.is_aborted]
 
 
 def _config() -> EngineConfig:
@@ -114,7 +114,7 @@ def _config() -> EngineConfig:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def local_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets a node address and the layout of a checkpoint."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     layout = SimpleNamespace(device=torch.device("cpu"))
@@ -123,7 +123,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def meeting(here: None, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
+def meeting(local_node: None, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
     rendezvous = Rendezvous()
     monkeypatch.setattr(StoreClient, "connect", lambda *_, **__: None)
     monkeypatch.setattr(epoch_groups, "build_group", rendezvous.build)
@@ -167,10 +167,10 @@ def test_groups_that_an_epoch_has_are_its_own_to_end(
     leader = EngineLeader(_config(), Tracing())
     monkeypatch.setattr(leader, "_build", lambda *_: SimpleNamespace(engine=SimpleNamespace()))
     leader.connect(_epoch(1, num_ranks=2))
-    part = leader.join(_epoch(1, num_ranks=2), new_engine=True)
+    draft_epoch = leader.join(_epoch(1, num_ranks=2), new_engine=True)
     leader.disconnect()
     assert meeting.left == []
-    part.abort()
+    draft_epoch.abort()
     assert meeting.left == [("rounds", 1), ("draft", 1)]
 
 
@@ -218,16 +218,16 @@ class HostRounds:
 
 @pytest.mark.parametrize("why", ["shares_gpu", "is_degraded"])
 def test_rounds_through_the_host_are_moved_to_the_verifier_s_device(
-    why: str, here: None, monkeypatch: pytest.MonkeyPatch
+    why: str, local_node: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = SimpleNamespace(device=torch.device("meta"))
     monkeypatch.setattr(verify_worker, "layout_of", lambda _: layout)
     monkeypatch.setattr(verify_worker, "DistRoundSource", HostRounds)
     verifier = StageVerifier(_config(), Tracing(), rank=0)
     group = cast("ProcessGroup", None)
-    taken = verifier._source(replace(_epoch(1), **{why: True}), group).next_round()
-    assert taken is not None
-    hidden_TD, draft_probs_KV = taken[1:]
+    received = verifier._source(replace(_epoch(1), **{why: True}), group).next_round()
+    assert received is not None
+    hidden_TD, draft_probs_KV = received[1:]
     assert draft_probs_KV is not None
     assert hidden_TD.device == draft_probs_KV.device == layout.device
 
@@ -240,7 +240,7 @@ def test_a_leader_names_the_head_that_it_drafts_with() -> None:
     assert EngineLeader(configured, Tracing()).head_folder == "/heads/one"
 
 
-def test_a_leader_that_waits_for_a_peer_waits_no_longer_than_it_is_wanted(here: None) -> None:
+def test_a_leader_that_waits_for_a_peer_waits_no_longer_than_it_is_wanted(local_node: None) -> None:
     leader = EngineLeader(_config(), Tracing())
     host = StoreHost()
     epoch = Epoch(

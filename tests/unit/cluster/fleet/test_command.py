@@ -36,7 +36,7 @@ def test_without_simpy_the_extra_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--min-count 0 --max-count 0", "max_count 0"),
         ("--target-live-requests 0", "live_requests is 0.0"),
@@ -52,9 +52,9 @@ def test_without_simpy_the_extra_is_named() -> None:
         ("--hours inf", "hours is inf"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(words: str, said: str, capsys: Output) -> None:
+def test_what_cannot_be_is_refused_in_one_line(words: str, message: str, capsys: Output) -> None:
     assert main(["plan-fleet", *words.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert said in captured.err
+    assert message in captured.err
     assert "Traceback" not in captured.err

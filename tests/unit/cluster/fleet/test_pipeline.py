@@ -24,15 +24,15 @@ def _job(*, at_s: float = 0.0) -> Job:
 
 def test_a_first_token_is_reported_when_it_leaves_by_its_own_pipeline() -> None:
     env = simpy.Environment()
-    one, other = _pipeline(env, "one"), _pipeline(env, "other")
-    one.add(_job())
+    first, other = _pipeline(env, "one"), _pipeline(env, "other")
+    first.add(_job())
     env.run(until=1.0)
-    assert one.activity().first_token_s is None
+    assert first.activity().first_token_s is None
     env.run(until=2.0)
-    assert one.activity().first_token_s == pytest.approx(FIRST_S, abs=1e-4)
+    assert first.activity().first_token_s == pytest.approx(FIRST_S, abs=1e-4)
     assert other.activity().first_token_s is None
     env.run(until=40.0)  # the job still runs, and its first token is past the window
-    assert one.activity().first_token_s is None
+    assert first.activity().first_token_s is None
 
 
 def test_first_tokens_count_from_the_arrival_at_the_pipeline() -> None:
@@ -46,10 +46,10 @@ def test_first_tokens_count_from_the_arrival_at_the_pipeline() -> None:
 
 def test_a_job_that_has_tokens_already_has_no_first_token_in_its_next_pipeline() -> None:
     env = simpy.Environment()
-    one, other = _pipeline(env, "one"), _pipeline(env, "other")
-    one.add(_job())
+    first, other = _pipeline(env, "one"), _pipeline(env, "other")
+    first.add(_job())
     env.run(until=2.0)
-    (moved,) = one.take_all()
+    (moved,) = first.take_all()
     other.add(moved)
     env.run(until=10.0)
     assert other.activity().tokens_per_s > 0.0

@@ -50,9 +50,9 @@ def test_a_lone_request_takes_as_long_as_its_rounds() -> None:
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
     setting = replace(SETTING, mean_life_s=600.0)
     requests = load(constant(3.0), highest=3.0)
-    first, again = run(setting, requests, seed=1), run(setting, requests, seed=1)
-    assert (first.summary(), first.changes) == (again.summary(), again.changes)
-    assert first.sojourn_s == again.sojourn_s
+    first, second = run(setting, requests, seed=1), run(setting, requests, seed=1)
+    assert (first.summary(), first.changes) == (second.summary(), second.changes)
+    assert first.sojourn_s == second.sojourn_s
     assert run(setting, requests, seed=2).summary() != first.summary()
 
 
@@ -74,20 +74,20 @@ def test_a_request_that_no_pipeline_can_end_is_lost_and_the_run_is_over() -> Non
 
 
 def test_more_load_gets_more_pipelines_and_they_go_again() -> None:
-    rate = bursts(1.0, factor=8.0, every_s=1800.0, lasting_s=600.0)
+    rate = bursts(1.0, factor=8.0, period_s=1800.0, lasting_s=600.0)
     outcome = run(SETTING, load(rate, highest=8.0, lasting_s=3600.0))
     assert outcome.num_lost == 0
-    assert max(change.wanted for change in outcome.changes) >= 3
+    assert max(change.target for change in outcome.changes) >= 3
     assert any(not change.is_up for change in outcome.changes)
 
 
 def test_from_zero_every_request_waits_and_is_served() -> None:
     targets = replace(TARGETS, min_count=0, idle_delay_s=60.0)
     requests = [Arrival(at_s=10.0 + i, num_prompt_tokens=10, num_tokens=50) for i in range(5)]
-    later = [Arrival(at_s=900.0, num_prompt_tokens=10, num_tokens=50)]
-    outcome = run(replace(SETTING, targets=targets, initial=0), requests + later)
+    tail = [Arrival(at_s=900.0, num_prompt_tokens=10, num_tokens=50)]
+    outcome = run(replace(SETTING, targets=targets, initial=0), requests + tail)
     assert outcome.num_over == 6
-    assert [change.wanted for change in outcome.changes] == [1, 0, 1]
+    assert [change.target for change in outcome.changes] == [1, 0, 1]
     assert min(outcome.first_token_s) >= 55.0
 
 
@@ -95,7 +95,7 @@ def test_requests_beyond_the_limit_are_refused_while_no_pipeline_serves() -> Non
     targets = replace(TARGETS, min_count=0)
     requests = [Arrival(at_s=1.0, num_prompt_tokens=10, num_tokens=5) for _ in range(20)]
     outcome = run(replace(SETTING, targets=targets, initial=0, max_waiting=12), requests)
-    assert (outcome.num_refused, outcome.num_over, outcome.num_lost) == (8, 12, 0)
+    assert (outcome.num_refusals, outcome.num_over, outcome.num_lost) == (8, 12, 0)
 
 
 def test_the_shipped_policy_does_not_flap_and_one_without_hysteresis_is_caught() -> None:
@@ -114,7 +114,7 @@ def test_a_day_has_its_peak_at_noon() -> None:
 
 
 def test_thinning_keeps_the_rate() -> None:
-    requests = load(bursts(1.0, factor=5.0, every_s=100.0, lasting_s=20.0), highest=5.0)
+    requests = load(bursts(1.0, factor=5.0, period_s=100.0, lasting_s=20.0), highest=5.0)
     assert len(requests) == pytest.approx(1800 * (0.8 + 0.2 * 5.0), rel=0.06)
 
 

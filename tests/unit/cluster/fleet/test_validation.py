@@ -39,15 +39,15 @@ def _times(samples: list[Row], key: str) -> list[float]:
 def _speed() -> Speed:
     """Returns a line through the measured rounds of one request and of eight."""
     rates = json.loads(SPEEDS.read_text())["tokens_per_s"]
-    one_s, eight_s = (number / rates[str(number)]["speculation after"] for number in (1, 8))
-    request_s = (eight_s - one_s) / 7
-    return Speed(fixed_s=one_s - request_s, request_s=request_s, tokens_per_turn=1.0)
+    single_s, eight_s = (number / rates[str(number)]["speculation after"] for number in (1, 8))
+    request_s = (eight_s - single_s) / 7
+    return Speed(fixed_s=single_s - request_s, request_s=request_s, tokens_per_turn=1.0)
 
 
 @pytest.fixture(scope="module")
 def measured() -> Row:
-    found: Row = json.loads(MEASURED.read_text())
-    return found
+    row: Row = json.loads(MEASURED.read_text())
+    return row
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def starts_s(samples: list[Row]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def simulated(measured: Row, samples: list[Row], starts_s: list[float]) -> Outcome:
-    wanted_s, nodes_s = _times(samples, "wanted"), _times(samples, "nodes")
-    births_s = [node - wanted for node, wanted in zip(nodes_s, wanted_s, strict=True)]
+    decisions_s, nodes_s = _times(samples, "wanted"), _times(samples, "nodes")
+    births_s = [node - decision for node, decision in zip(nodes_s, decisions_s, strict=True)]
     loads_s = [ready - node for ready, node in zip(starts_s, nodes_s, strict=True)]
     targets = measured["targets"]
     setting = FleetSetting(
@@ -92,7 +92,7 @@ def simulated(measured: Row, samples: list[Row], starts_s: list[float]) -> Outco
 
 def test_the_decisions_are_the_measured_ones(measured: Row, simulated: Outcome) -> None:
     decisions = measured["timeline"]["decisions"][1:]
-    assert [change.wanted for change in simulated.changes] == [d["wanted"] for d in decisions]
+    assert [change.target for change in simulated.changes] == [d["wanted"] for d in decisions]
     for change, decision in zip(simulated.changes, decisions, strict=True):
         assert change.at_s == pytest.approx(decision["at_s"], abs=DECISION_BOUND_S)
 
@@ -104,4 +104,4 @@ def test_pipelines_are_ready_when_they_were(simulated: Outcome, starts_s: list[f
 
 
 def test_no_request_of_the_measured_load_is_lost(simulated: Outcome) -> None:
-    assert (simulated.num_lost, simulated.num_refused) == (0, 0)
+    assert (simulated.num_lost, simulated.num_refusals) == (0, 0)

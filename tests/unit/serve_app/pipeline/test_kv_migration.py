@@ -137,7 +137,7 @@ def test_when_the_time_is_up_streams_are_told_to_leave_without_their_pages() -> 
     assert source.told == [("a", "two"), ("b", None)]
     assert target.found(tokens) == 2
     assert source.held() == []
-    target.world.now_s = 1e6  # a rank of the target may have been writing
+    target.world.time_s = 1e6  # a rank of the target may have been writing
     target.sharing.expire()
     assert _nothing_is_held(source, target)
 
@@ -189,7 +189,7 @@ def test_a_fault_at_any_moment_costs_no_stream_no_page_and_leaves_no_wrong_page(
                 assert num_pages, case
                 num_alive += 1
         for pipeline in (source, target):  # what could not be returned has expired by then
-            world.now_s = 1e6
+            world.time_s = 1e6
             pipeline.sharing.expire()
         assert _nothing_is_held(source, target), case
     assert num_alive > len(moments) / 2, "most streams keep pages that were there before the fault"

@@ -84,9 +84,9 @@ def test_accepted_connections_go_on_when_the_filter_blocks(listener: socket.sock
     filter_.admit([host])
     with _connect(listener, source=host) as client, listener.accept()[0] as accepted:
         filter_.block()
-        sent = bytes(range(256)) * 1000
-        client.sendall(sent[:40_000])
-        assert accepted.recv(40_000, socket.MSG_WAITALL) == sent[:40_000]
+        content = bytes(range(256)) * 1000
+        client.sendall(content[:40_000])
+        assert accepted.recv(40_000, socket.MSG_WAITALL) == content[:40_000]
         accepted.sendall(b"and back")
         assert client.recv(8) == b"and back"
         with pytest.raises(TimeoutError):

@@ -229,8 +229,8 @@ def test_a_host_that_only_repeats_what_it_gets_is_not_believed() -> None:
             link, _ = listener.accept()
             with link:
                 link.sendall(bytes(NONCE_BYTES))
-                heard = link.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
-                link.sendall(heard[NONCE_BYTES:])
+                message = link.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
+                link.sendall(message[NONCE_BYTES:])
 
         thread = threading.Thread(target=pretend)
         thread.start()

@@ -14,44 +14,44 @@ class Listener:
 def test_every_connection_is_counted_and_each_host_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    now_s = 100.0
-    refused = RefusedConnections(clock=lambda: now_s)
+    time_s = 100.0
+    refusals = RefusedConnections(clock=lambda: time_s)
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            refused.add("10.0.0.7", at="10.0.0.1:4000", reason="wrong secret")
-        refused.add("10.0.0.8", at="10.0.0.1:4000", reason="wrong secret")
+            refusals.add("10.0.0.7", at="10.0.0.1:4000", reason="wrong secret")
+        refusals.add("10.0.0.8", at="10.0.0.1:4000", reason="wrong secret")
         assert [record.args and record.args[0] for record in caplog.records] == [  # type: ignore[index]
             "10.0.0.7",
             "10.0.0.8",
         ]
-        now_s += 60.0
-        refused.add("10.0.0.7", at="10.0.0.1:4000", reason="wrong secret")
+        time_s += 60.0
+        refusals.add("10.0.0.7", at="10.0.0.1:4000", reason="wrong secret")
     assert len(caplog.records) == 3
     assert (
         caplog.messages[0]
         == "connection refused: from=10.0.0.7 at=10.0.0.1:4000 reason=wrong secret"
     )
-    assert refused.num_refused == 7
+    assert refusals.num_refused == 7
 
 
 def test_what_the_kernel_drops_is_counted_while_it_happens_and_kept_afterwards() -> None:
-    refused, listener = RefusedConnections(), Listener()
-    refused.watch(listener)
-    assert refused.num_refused == 0
+    refusals, listener = RefusedConnections(), Listener()
+    refusals.watch(listener)
+    assert refusals.num_refused == 0
     listener.num_dropped = 3
-    assert refused.num_refused == 3
-    refused.retire(listener)
-    assert refused.num_refused == 3
+    assert refusals.num_refused == 3
+    refusals.retire(listener)
+    assert refusals.num_refused == 3
     listener.num_dropped = 9
-    assert refused.num_refused == 3
+    assert refusals.num_refused == 3
 
 
 def test_a_scan_from_many_hosts_does_not_grow_without_bound(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    refused = RefusedConnections(clock=lambda: 0.0)
+    refusals = RefusedConnections(clock=lambda: 0.0)
     with caplog.at_level(logging.CRITICAL):
         for number in range(2000):
-            refused.add(f"10.0.{number // 256}.{number % 256}", at="-", reason="-")
-    assert refused.num_refused == 2000
-    assert len(refused._logged_s) <= 256
+            refusals.add(f"10.0.{number // 256}.{number % 256}", at="-", reason="-")
+    assert refusals.num_refused == 2000
+    assert len(refusals._logged_s) <= 256

@@ -14,7 +14,7 @@ class Load:
     """Blocks until it is released, and detects other loads that run at the same time."""
 
     running = 0
-    most_running = 0
+    max_running = 0
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -23,7 +23,7 @@ class Load:
 
     def __call__(self) -> "Load":
         Load.running += 1
-        Load.most_running = max(Load.most_running, Load.running)
+        Load.max_running = max(Load.max_running, Load.running)
         self.has_begun.set()
         self.go.wait(10)
         Load.running -= 1
@@ -54,7 +54,7 @@ def test_a_load_that_a_newer_epoch_overtakes_is_thrown_away_before_the_next_begi
             await overtaken
         assert old.aborted
         assert not new.aborted
-        assert Load.most_running == 1
+        assert Load.max_running == 1
 
     asyncio.run(run())
 
@@ -63,12 +63,12 @@ def test_a_worker_that_leaves_while_loading_takes_no_part_afterwards() -> None:
     async def run() -> None:
         joining = Joining(name="verify rank 0", leave_wait_s=0.05)
         load = Load()
-        joined = asyncio.create_task(joining.enter(_epoch(1), load))
+        task = asyncio.create_task(joining.enter(_epoch(1), load))
         await asyncio.to_thread(load.has_begun.wait, 10)
         assert not await joining.leave()
         load.go.set()
         with pytest.raises(PeerLost, match="its epoch was left"):
-            await joined
+            await task
         assert load.aborted
         assert await joining.leave()
 
@@ -91,7 +91,7 @@ def _report(bytes_done: int) -> LoadReport:
     return LoadReport(
         bytes_done=bytes_done,
         bytes_total=8,
-        piece="",
+        module="",
         seconds=1.0,
         waited_s=0.0,
         peak_memory_bytes=1,
@@ -104,7 +104,7 @@ def test_a_heartbeat_tells_loading_which_makes_progress_from_joining_and_from_wa
         waiting = joining.status(None)
         assert (waiting.epoch, waiting.is_busy) == (0, False)
         load = Load()
-        joined = asyncio.create_task(joining.enter(_epoch(1), load))
+        task = asyncio.create_task(joining.enter(_epoch(1), load))
         await asyncio.to_thread(load.has_begun.wait, 10)
         loading = [joining.status(_report(done)) for done in (0, 5)]
         assert [(s.phase, s.progress, s.is_busy) for s in loading] == [
@@ -116,7 +116,7 @@ def test_a_heartbeat_tells_loading_which_makes_progress_from_joining_and_from_wa
             assert (building.phase, building.is_busy) == ("joining an epoch", True)
             assert building.allowed_s > loading[0].allowed_s > 0
         load.go.set()
-        await joined
+        await task
         assert not joining.status(_report(8)).is_busy
         assert await joining.leave()
 

@@ -18,10 +18,10 @@ from eesd_dist.workers.streams.kept_streams import KeptStreams
 
 
 class Clock:
-    now_s = 0.0
+    time_s = 0.0
 
     def __call__(self) -> float:
-        return self.now_s
+        return self.time_s
 
 
 def _request(
@@ -64,9 +64,9 @@ def _kept(streams: KeptStreams, name: str = "a") -> int | None:
 
 
 def _resume(streams: KeptStreams, name: str = "a", *, submission: int = 2) -> list[int]:
-    again = streams.begin(_request(name, submission=submission, resumption=1))
-    assert {emission.submission for emission in again} <= {submission}
-    return _tokens(again)
+    replayed = streams.begin(_request(name, submission=submission, resumption=1))
+    assert {emission.submission for emission in replayed} <= {submission}
+    return _tokens(replayed)
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -89,12 +89,12 @@ def test_a_stream_is_forgotten_when_its_window_is_over_and_not_while_it_is_live(
     streams = KeptStreams(clock=clock)
     streams.begin(_request(window_s=5.0))
     streams.add(_emission(1))
-    clock.now_s = 100.0
+    clock.time_s = 100.0
     assert _kept(streams) == 1
     streams.end(RequestId("a"))
-    clock.now_s = 104.9
+    clock.time_s = 104.9
     assert _kept(streams) == 1
-    clock.now_s = 105.0
+    clock.time_s = 105.0
     assert _kept(streams) is None
     assert _resume(streams) == []
     assert len(streams) == 1, "the resumed stream"
@@ -198,7 +198,7 @@ def test_log_probabilities_of_a_prompt_take_room() -> None:
 def test_what_is_kept_is_the_whole_stream_whatever_happens(seed: int) -> None:
     rng, clock = random.Random(seed), Clock()
     streams = KeptStreams(max_tokens=60, max_streams=5, clock=clock)
-    made: dict[str, list[int]] = {}
+    generated: dict[str, list[int]] = {}
     submissions = dict.fromkeys("abcdefgh", 0)
     for _ in range(600):
         name = rng.choice("abcdefgh")
@@ -207,27 +207,27 @@ def test_what_is_kept_is_the_whole_stream_whatever_happens(seed: int) -> None:
             case 0:
                 submissions[name] += 1
                 resumption = rng.randrange(2)
-                again = streams.begin(
+                replayed = streams.begin(
                     _request(name, submission=submissions[name], resumption=resumption)
                 )
-                assert _tokens(again) in ([], made.get(name, []))
-                made[name] = _tokens(again)
+                assert _tokens(replayed) in ([], generated.get(name, []))
+                generated[name] = _tokens(replayed)
             case 1:
                 streams.end(RequestId(name))
                 submissions[name] += 1  # what follows is late
             case 2:
-                clock.now_s += rng.random() * 20
+                clock.time_s += rng.random() * 20
                 streams.expire()
             case _:
                 token = rng.randrange(100)
                 streams.add(_emission(token, name=name, submission=submission))
                 if _is_open(streams, name, submission):
-                    made[name].append(token)
+                    generated[name].append(token)
         assert len(streams) <= 5
         assert streams._size <= 60
-        assert streams._size == sum(_kept(streams, each) or 0 for each in "abcdefgh")
+        assert streams._size == sum(_kept(streams, key) or 0 for key in "abcdefgh")
 
 
 def _is_open(streams: KeptStreams, name: str, submission: int) -> bool:
-    kept = streams._live.get(RequestId(name))
-    return kept is not None and kept.submission == submission
+    stream = streams._live.get(RequestId(name))
+    return stream is not None and stream.submission == submission

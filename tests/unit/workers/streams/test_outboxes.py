@@ -127,9 +127,9 @@ def test_two_calls_of_a_client_one_of_them_lost_get_the_same_batch() -> None:
         calls = [asyncio.ensure_future(mail.take("c", last=NEW, wait_s=60.0)) for _ in range(2)]
         await asyncio.sleep(0)
         mail.deliver([_emission("a", 1)])
-        one, two = await asyncio.gather(*calls)
-        assert one == two
-        assert _read(one) == [("a", 1, [1])]
+        first, second = await asyncio.gather(*calls)
+        assert first == second
+        assert _read(first) == [("a", 1, [1])]
 
     asyncio.run(run())
 
@@ -162,8 +162,8 @@ def test_what_an_earlier_submission_made_is_late_for_a_later_one() -> None:
         assert mail.close(request_id, 1), "and what it has not read is dropped"
         mail.open(_request("a", submission=2), client="c")
         assert not mail.close(request_id, 1)
-        late = mail.deliver([_emission("a", 7), _emission("a", 8, submission=2)])
-        assert late == {request_id}
+        stale_ids = mail.deliver([_emission("a", 7), _emission("a", 8, submission=2)])
+        assert stale_ids == {request_id}
         assert _read(await _taken(mail, "c")) == [("a", 2, [8])]
         assert mail.close(request_id)
 
@@ -218,7 +218,7 @@ class _Stream:
     """One submission, as it should reach its client."""
 
     client: str
-    made: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
     state: Literal["open", "finished", "failed", "closed", "lost"] = "open"
     """Closed: by its client; lost: the client was silent for too long."""
 
@@ -258,9 +258,9 @@ class _Deliveries(RuleBasedStateMachine):
         self._run(turns())
 
     def _opened(self, name: str) -> _Key | None:
-        found = [k for k, s in self.streams.items() if k[0] == name and s.state == "open"]
-        assert len(found) <= 1
-        return found[0] if found else None
+        keys = [k for k, s in self.streams.items() if k[0] == name and s.state == "open"]
+        assert len(keys) <= 1
+        return keys[0] if keys else None
 
     def _new_key(self, name: str) -> _Key:
         return (name, 1 + max([0, *[k[1] for k in self.streams if k[0] == name]]))
@@ -284,7 +284,7 @@ class _Deliveries(RuleBasedStateMachine):
             key = self._opened(name)
             if key is not None:
                 self.num_tokens += 1
-                self.streams[key].made.append(self.num_tokens)
+                self.streams[key].generated.append(self.num_tokens)
                 self.streams[key].state = "finished" if is_last else "open"
                 emission = _emission(name, self.num_tokens, submission=key[1], is_last=is_last)
                 emissions.append(emission)
@@ -293,8 +293,8 @@ class _Deliveries(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"))
     def finish_a_round_that_began_before_an_eviction(self, name: str) -> None:
-        late = self.mail.deliver([_emission(name, -1, submission=0)])
-        assert late == (frozenset() if self._opened(name) is None else {name})
+        stale_ids = self.mail.deliver([_emission(name, -1, submission=0)])
+        assert stale_ids == (frozenset() if self._opened(name) is None else {name})
 
     @rule(name=st.sampled_from("abc"))
     def evict(self, name: str) -> None:
@@ -373,16 +373,18 @@ class _Deliveries(RuleBasedStateMachine):
         stream = self.streams[key]
         client = self.clients[stream.client]
         has_error = key in client.errors
-        return client.read.get(key, []) == stream.made and has_error == (stream.state == "failed")
+        return client.read.get(key, []) == stream.generated and has_error == (
+            stream.state == "failed"
+        )
 
     @invariant()
     def each_client_has_the_first_tokens_of_its_streams(self) -> None:
         for name, client in self.clients.items():
             for key, tokens in client.read.items():
                 assert self.streams[key].client == name
-                assert tokens == self.streams[key].made[: len(tokens)]
+                assert tokens == self.streams[key].generated[: len(tokens)]
             for key in client.errors:
-                assert client.read.get(key, []) == self.streams[key].made
+                assert client.read.get(key, []) == self.streams[key].generated
 
     @invariant()
     def open_streams_are_named(self) -> None:
@@ -403,13 +405,15 @@ class _Deliveries(RuleBasedStateMachine):
         for name, client in self.clients.items():
             if client.call is not None and client.call.done():
                 self._hear(client, client.call.result())
-            known = client.last
+            last_batch = client.last
             for _ in range(3):  # an unconfirmed batch, the rest, nothing
-                rest = self._run(self.mail.take(name, last=client.last, wait_s=0.0))
-                if client.was_forgotten and known != NEW:
-                    assert rest.outbox != known[0], "the client is told that streams were lost"
-                self._hear(client, rest)
-            assert not rest.items
+                delivery = self._run(self.mail.take(name, last=client.last, wait_s=0.0))
+                if client.was_forgotten and last_batch != NEW:
+                    assert delivery.outbox != last_batch[0], (
+                        "the client is told that streams were lost"
+                    )
+                self._hear(client, delivery)
+            assert not delivery.items
         for key, stream in self.streams.items():
             assert stream.state in ("closed", "lost") or self._is_read(key), (key, stream)
 

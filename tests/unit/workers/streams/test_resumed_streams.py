@@ -37,7 +37,7 @@ class Reader:
                 if (request_id, submission) == (request.request_id, request.submission):
                     yield item
 
-    async def tokens(self, request: Request, *, at_least: int | None = None) -> list[int]:
+    async def tokens(self, request: Request, *, min_tokens: int | None = None) -> list[int]:
         """Returns tokens, up to the last one; raises the error that ends the stream."""
         tokens: list[int] = []
         async for item in self.items(request):
@@ -46,7 +46,7 @@ class Reader:
             tokens += [token for emission in item for token in emission.tokens]
             if item[-1].finish_reason is not None:
                 return tokens
-            if at_least is not None and len(tokens) >= at_least:
+            if min_tokens is not None and len(tokens) >= min_tokens:
                 return tokens
         raise AssertionError("unreachable")
 
@@ -87,16 +87,16 @@ def test_a_live_stream_is_taken_over_and_its_old_reader_gets_one_error(
         async with _actor(tmp_path) as actor:
             old, new = Reader(actor, "old"), Reader(actor, "new")
             request = _request()
-            again = _resumed(request, submission=submission)
+            retry = _resumed(request, submission=submission)
             with held(EngineConfig.model_validate({"model": {"path": str(tmp_path)}})):
                 await old.begin(request)
-                begun = await old.tokens(request, at_least=10)
-                await new.begin(again)
+                prefix = await old.tokens(request, min_tokens=10)
+                await new.begin(retry)
                 with pytest.raises(ResumedElsewhere):
                     await old.tokens(request)
-                assert await new.tokens(again, at_least=10) == begun
+                assert await new.tokens(retry, min_tokens=10) == prefix
                 assert (await actor.stats()).num_running == 1
-            assert begun + await new.tokens(again) == _text(request)
+            assert prefix + await new.tokens(retry) == _text(request)
             assert await actor.live() == ()
 
     asyncio.run(run())
@@ -109,17 +109,17 @@ def test_a_stream_whose_client_has_left_frees_its_slot_and_goes_on_when_it_is_re
         async with _actor(tmp_path) as actor:
             reader, request = Reader(actor, "c"), _request()
             await reader.begin(request)
-            begun = await reader.tokens(request, at_least=8)
+            prefix = await reader.tokens(request, min_tokens=8)
             await actor.cancel(request.request_id, request.submission)
             assert (await actor.stats()).num_running == 0
-            kept = await actor.num_kept(request.request_id)
-            assert kept is not None
-            assert kept >= len(begun)
-            again = _resumed(request)
-            await reader.begin(again)
-            text = await reader.tokens(again, at_least=kept)
-            assert text[: len(begun)] == begun
-            assert text + await reader.tokens(again) == _text(request)
+            num_tokens = await actor.num_kept(request.request_id)
+            assert num_tokens is not None
+            assert num_tokens >= len(prefix)
+            retry = _resumed(request)
+            await reader.begin(retry)
+            text = await reader.tokens(retry, min_tokens=num_tokens)
+            assert text[: len(prefix)] == prefix
+            assert text + await reader.tokens(retry) == _text(request)
 
     asyncio.run(run())
 
@@ -132,9 +132,9 @@ def test_a_finished_stream_is_read_again_without_the_engine(tmp_path: Path) -> N
             assert await reader.tokens(request) == _text(request)
             num_rounds = (await actor.stats()).num_rounds
             for i in (6, 7):
-                again = _resumed(request, submission=i, resumption=i)
-                await reader.begin(again)
-                assert await reader.tokens(again) == _text(request)
+                retry = _resumed(request, submission=i, resumption=i)
+                await reader.begin(retry)
+                assert await reader.tokens(retry) == _text(request)
             assert (await actor.stats()).num_rounds == num_rounds
             assert await actor.live() == ()
 
@@ -153,13 +153,13 @@ def test_a_stream_that_went_unread_is_resumed(
             await actor.submit(request, "a client that has died")
             await asyncio.sleep(0.8)
             assert await actor.live() == ()
-            kept = await actor.num_kept(request.request_id)
-            assert kept
-            assert kept < 200
-            again = _resumed(request)
+            num_tokens = await actor.num_kept(request.request_id)
+            assert num_tokens
+            assert num_tokens < 200
+            retry = _resumed(request)
             reader = Reader(actor, "c")
-            await reader.begin(again)
-            assert await reader.tokens(again) == _text(request)
+            await reader.begin(retry)
+            assert await reader.tokens(retry) == _text(request)
 
     asyncio.run(run())
 
@@ -175,13 +175,13 @@ def test_a_stream_that_is_not_kept_is_computed_again(
             reader = Reader(actor, "c")
             request = replace(_request(), **changes)  # type: ignore[arg-type]
             await reader.begin(request)
-            await reader.tokens(request, at_least=8)
+            await reader.tokens(request, min_tokens=8)
             await actor.cancel(request.request_id, request.submission)
             await asyncio.sleep(0.1)
             assert await actor.num_kept(request.request_id) is None
-            again = _resumed(request)
-            await reader.begin(again)
-            assert await reader.tokens(again) == _text(request)
+            retry = _resumed(request)
+            await reader.begin(retry)
+            assert await reader.tokens(retry) == _text(request)
 
     asyncio.run(run())
 
@@ -191,15 +191,15 @@ def test_a_stream_goes_on_being_kept_in_the_next_epoch(tmp_path: Path) -> None:
         async with _actor(tmp_path) as actor:
             reader, request = Reader(actor, "c"), _request(max_tokens=60)
             await reader.begin(request)
-            begun = await reader.tokens(request, at_least=8)
+            prefix = await reader.tokens(request, min_tokens=8)
             await actor.leave(PeerLost(peer="verify rank 0", operation="receive", reason="dead"))
             await actor.join(epoch(2))
-            attempt = replace(request, submission=6, generated=tuple(map(TokenId, begun)))
+            attempt = replace(request, submission=6, generated=tuple(map(TokenId, prefix)))
             await reader.begin(attempt)
-            await reader.tokens(attempt, at_least=8)
-            again = _resumed(request, submission=7)
-            await reader.begin(again)
-            assert await reader.tokens(again) == _text(request)
+            await reader.tokens(attempt, min_tokens=8)
+            retry = _resumed(request, submission=7)
+            await reader.begin(retry)
+            assert await reader.tokens(retry) == _text(request)
 
     asyncio.run(run())
 
@@ -210,13 +210,13 @@ def test_an_attempt_of_a_connection_that_was_replaced_does_not_take_the_stream_b
     async def run() -> None:
         async with _actor(tmp_path) as actor:
             old, new, request = Reader(actor, "old"), Reader(actor, "new"), _request(max_tokens=80)
-            again = _resumed(request)
-            await new.begin(again)
-            late = replace(request, submission=9)
-            await old.begin(late)
+            retry = _resumed(request)
+            await new.begin(retry)
+            stale_attempt = replace(request, submission=9)
+            await old.begin(stale_attempt)
             with pytest.raises(ResumedElsewhere):
-                await old.tokens(late)
-            assert await new.tokens(again) == _text(request)
+                await old.tokens(stale_attempt)
+            assert await new.tokens(retry) == _text(request)
 
     asyncio.run(run())
 
