@@ -66,10 +66,10 @@ class PipelineForecast:
         return tuple(self.length(k, tokens) for k, tokens in enumerate(expected))
 
     def length(self, k: int, expected_tokens: float) -> LengthForecast:
-        full = self._parts(self.load.num_requests, k)
+        full = self._seconds_of(self.load.num_requests, k)
         seconds, num_microbatches, round_s = full, 1, full.whole_s
         if self.overlaps and self.load.num_requests > 1:
-            half = self._parts(-(-self.load.num_requests // 2), k)
+            half = self._seconds_of(-(-self.load.num_requests // 2), k)
             if round_s > _GAIN * 2 * half.interval_s:
                 seconds, num_microbatches, round_s = half, 2, 2 * half.interval_s
         return LengthForecast(
@@ -84,9 +84,9 @@ class PipelineForecast:
             tokens_per_s=self.load.num_requests * expected_tokens / round_s,
         )
 
-    def _parts(self, num_requests: int, k: int) -> "_Parts":
+    def _seconds_of(self, num_requests: int, k: int) -> "_StageSeconds":
         batch = Batch(num_requests=num_requests, context_tokens=self.load.context_tokens)
-        return _Parts(
+        return _StageSeconds(
             draft_s=self.times.draft_s(batch, k),
             transfer_s=self.times.transfer_s(batch, k),
             verify_s=self.times.verify_s(batch, k),
@@ -95,7 +95,7 @@ class PipelineForecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
+class _StageSeconds:
     draft_s: float
     transfer_s: float
     verify_s: float

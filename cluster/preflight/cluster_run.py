@@ -73,7 +73,9 @@ class _Run:
     def __init__(self, request: ClusterRequest, nodes: list[ClusterNode]) -> None:
         requirements = request.requirements
         self._request = request
-        self._wanted = replace(requirements, spans_nodes=requirements.spans_nodes or len(nodes) > 1)
+        self._requirements = replace(
+            requirements, spans_nodes=requirements.spans_nodes or len(nodes) > 1
+        )
         self._nodes = nodes
         self._agents: dict[str, Handle] = {
             node.name: start_on(node, NodeAgent, max_concurrency=_AGENT_CALLS) for node in nodes
@@ -86,12 +88,12 @@ class _Run:
         """Names of the checks that were made so far."""
         if request.deployment is not None:
             self._checks.append("nodes")
-            self._found(cluster_checks.check_number(nodes, request.deployment))
+            self._add(cluster_checks.check_number(nodes, request.deployment))
             if request.deployment.lists_ports:
-                self._found(port_checks.check_listed(nodes, request.ports))
+                self._add(port_checks.check_listed(nodes, request.ports))
         if request.stages:
             self._checks.append("placement")
-            self._found(cluster_checks.check_stages(nodes, request.stages))
+            self._add(cluster_checks.check_stages(nodes, request.stages))
 
     def report(self) -> Report:
         return Report(
@@ -107,15 +109,15 @@ class _Run:
         calls = {name: agent.facts.remote() for name, agent in self._agents.items()}
         facts = self._facts = self._ask(calls, "its facts")
         for node in self._nodes:
-            own = check_node(facts[node.name], self._wanted)
-            self._found(replace(finding, nodes=(node.name,)) for finding in own)
-            self._found(cluster_checks.check_gpus(node, facts[node.name]))
+            own = check_node(facts[node.name], self._requirements)
+            self._add(replace(finding, nodes=(node.name,)) for finding in own)
+            self._add(cluster_checks.check_gpus(node, facts[node.name]))
         self._checks += [
-            *node_checks(spans_nodes=self._wanted.spans_nodes),
+            *node_checks(spans_nodes=self._requirements.spans_nodes),
             *("answer", "versions"),
         ]
-        self._found(cluster_checks.check_versions(facts))
-        self._found(cluster_checks.check_mtus(self._interfaces(facts)))
+        self._add(cluster_checks.check_versions(facts))
+        self._add(cluster_checks.check_mtus(self._interfaces(facts)))
 
     def compare_clocks(self) -> None:
         if not (self._nodes and self._nodes[0].is_head):
@@ -127,7 +129,7 @@ class _Run:
         }
         offsets = self._ask(calls, "its clock")
         self._checks.append("clock")
-        self._found(cluster_checks.check_clocks(offsets, max_skew_s=self._request.max_skew_s))
+        self._add(cluster_checks.check_clocks(offsets, max_skew_s=self._request.max_skew_s))
 
     def compare_weights(self) -> None:
         model = self._request.model
@@ -138,7 +140,7 @@ class _Run:
             for node in self._rank_nodes()
         }
         self._checks.append("weights")
-        self._found(cluster_checks.check_weights(self._ask(calls, "a digest of its weights")))
+        self._add(cluster_checks.check_weights(self._ask(calls, "a digest of its weights")))
 
     def try_ports(self) -> None:
         """Listens on every node, then connects from each one to all others."""
@@ -153,7 +155,7 @@ class _Run:
             "open ports",
         )
         self._checks.append("ports")
-        self._found(port_checks.check_free(opened, ports))
+        self._add(port_checks.check_free(opened, ports))
         gcs_port = gcs_port_of_cluster()
         unreachable = self._ask(
             {
@@ -165,7 +167,7 @@ class _Run:
             },
             "connections to the others",
         )
-        self._found(port_checks.check_reachable(unreachable))
+        self._add(port_checks.check_reachable(unreachable))
         self._ask({node.name: self._agents[node.name].close_ports.remote() for node in self._nodes})
 
     def measure_links(self) -> None:
@@ -177,7 +179,7 @@ class _Run:
         self._links = links
         if links or findings:
             self._checks.append("links")
-        self._found(findings)
+        self._add(findings)
 
     def _rank_nodes(self) -> list[ClusterNode]:
         """Returns the nodes that ranks can be placed on; all of them without a placement."""
@@ -187,7 +189,7 @@ class _Run:
 
     def _interfaces(self, facts: Mapping[str, NodeFacts]) -> dict[str, Interface]:
         """Returns the interface of each node that ranks use."""
-        name = self._wanted.interface
+        name = self._requirements.interface
         return {
             node.name: interface
             for node in self._nodes
@@ -197,10 +199,10 @@ class _Run:
 
     def _ask(self, calls: dict[str, Handle], what: str = "the end") -> dict[str, Any]:
         answers, findings = collect(calls, what, timeout_s=self._request.timeout_s)
-        self._found(findings)
+        self._add(findings)
         silent = calls.keys() - answers.keys()
         self._nodes = [node for node in self._nodes if node.name not in silent]
         return answers
 
-    def _found(self, findings: Iterable[Finding]) -> None:
+    def _add(self, findings: Iterable[Finding]) -> None:
         self._findings += findings

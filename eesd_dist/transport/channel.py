@@ -208,7 +208,7 @@ class DistRoundSource:
         def receive(x: Tensor) -> Tensor:
             return self._group.recv(x, source=self._from, tag=Tag.ROUND, operation=operation)
 
-        received = _receive_rest(prefix, frame, receive, receive, device=self._group.device)
+        received = _receive_after(prefix, frame, receive, receive, device=self._group.device)
         self._post_next_frame()  # so that the next frame can arrive while this round runs
         return received
 
@@ -277,7 +277,7 @@ def follow_round(group: ProcessGroup) -> Round | None:
     def receive(x: Tensor) -> Tensor:
         return group.recv(x, source=0, tag=Tag.SHARE, operation=operation)
 
-    return _receive_rest(prefix, frame, receive, group.broadcast, device=group.device)
+    return _receive_after(prefix, frame, receive, group.broadcast, device=group.device)
 
 
 def _to_followers(
@@ -291,7 +291,7 @@ def _to_followers(
     ]
 
 
-def _receive_rest(
+def _receive_after(
     prefix: wire.Prefix,
     frame: Tensor,
     receive: Callable[[Tensor], Tensor],

@@ -66,12 +66,12 @@ _TO_COME = empty(0)
 """Placeholder for a tensor while its command is decoded."""
 
 
-def _later_or_decoded(kind: object, encoded: object) -> object:
+def _tensor_or_decoded(kind: object, encoded: object) -> object:
     """Decodes page tables; tensors follow the payload."""
     return wire.decoded(kind, encoded) if kind is PageTable else _TO_COME
 
 
-_commands: Decoder[Command] = Decoder(Command, dec_hook=_later_or_decoded)
+_commands: Decoder[Command] = Decoder(Command, dec_hook=_tensor_or_decoded)
 
 
 def encode_command(command: Command, *, epoch: int, number: int) -> wire.Message:

@@ -31,7 +31,7 @@ class GroupCounts:
 
     @property
     def total(self) -> Traffic:
-        return _added([counts.traffic for counts in self.by_kind.values()])
+        return _total_of([counts.traffic for counts in self.by_kind.values()])
 
 
 class Tally:
@@ -57,7 +57,7 @@ class Tally:
         )
 
 
-def _added(traffics: Sequence[Traffic]) -> Traffic:
+def _total_of(traffics: Sequence[Traffic]) -> Traffic:
     if not traffics:
         return NO_TRAFFIC
     return Traffic(

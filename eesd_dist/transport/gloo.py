@@ -90,23 +90,23 @@ class GlooDevice:
     def __init__(self, address: str, *, refusals: RefusedConnections | None = None) -> None:
         """Gloo opens the socket before it can get a guard. A socket that has a connection by then
         is replaced by another: Gloo may have taken the connection for a peer's."""
-        self.refused = refusals or RefusedConnections()
+        self.refusals = refusals or RefusedConnections()
         for _ in range(_MAX_SOCKETS):
             with LISTENING:
                 listeners = Listeners()
                 self.device = ProcessGroupGloo.create_device(hostname=address)
                 self.guard = guard_listener(listeners.new())
             self.addresses = frozenset([self.guard.address])
-            self.refused.watch(self.guard)
+            self.refusals.watch(self.guard)
             if not self._cut_early_ones():
                 break
-            _release(self.guard, self.refused)
+            _release(self.guard, self.refusals)
         else:
             raise EngineError(
                 f"each of {_MAX_SOCKETS} sockets on {address} had a connection before its guard: "
                 "stop the port scan"
             )
-        self.release = weakref.finalize(self, _release, self.guard, self.refused)
+        self.release = weakref.finalize(self, _release, self.guard, self.refusals)
         """Called at the end of the group, otherwise when the device is collected."""
 
     def _cut_early_ones(self) -> bool:
@@ -116,7 +116,7 @@ class GlooDevice:
         for connection, local, remote in ends.connections():
             _shut_down(connection)
             at = f"{local[0]}:{local[1]}"
-            self.refused.add(remote[0], at=at, reason="it came before the guard")
+            self.refusals.add(remote[0], at=at, reason="it came before the guard")
             any_cut = True
         return any_cut
 
@@ -244,7 +244,7 @@ class GlooPlane:
         for connection, *_ in ends.connections():
             _keep_alive(connection)
         self._ends = ends
-        self._refused = device.refused
+        self._refusals = device.refusals
         # The links' threads keep the connections open, so they are cut when the plane is collected.
         # Only once: a later plane may get the same port.
         self._cut = weakref.finalize(self, _end, ends, device)
@@ -271,7 +271,7 @@ class GlooPlane:
                 _shut_down(connection)
                 at = f"{local[0]}:{local[1]}"
                 reason = "no rank of the group has opened it"
-                self._refused.add(remote[0], at=at, reason=reason)
+                self._refusals.add(remote[0], at=at, reason=reason)
 
     def isend(self, x: Tensor, *, to: int, tag: int, confirmed: bool) -> Pending:
         """Starts a send. Small ones are copied and finish at once, unless `confirmed`: then the

@@ -426,7 +426,9 @@ def finish_all(transfers: Sequence[Transfer], *, timeout_s: float) -> None:
 
 def own_failure(error: RuntimeError, *, member: str, operation: str) -> EngineError:
     """Returns the EngineError for one of OWN_FAILURES."""
-    return EngineError(f"{member} failed on its own device during {operation}: {_said(error)}")
+    return EngineError(
+        f"{member} failed on its own device during {operation}: {_first_line(error)}"
+    )
 
 
 _GONE = ("closed by peer", "onnection reset", "roken pipe", "pair closure", "ocket closed")
@@ -434,7 +436,7 @@ _GONE = ("closed by peer", "onnection reset", "roken pipe", "pair closure", "ock
 
 def _reason(error: RuntimeError, *, timeout_s: float, waited_s: float) -> str:
     """Returns what happened, in words for an operator, then the first line of Gloo's message."""
-    message = _said(error)
+    message = _first_line(error)
     if "imed out" in message:
         return f"no answer within {timeout_s:g} s"
     if any(sign in message for sign in _GONE):
@@ -442,6 +444,6 @@ def _reason(error: RuntimeError, *, timeout_s: float, waited_s: float) -> str:
     return f"its link failed, waited {waited_s:.1f} s ({message})"
 
 
-def _said(error: RuntimeError) -> str:
+def _first_line(error: RuntimeError) -> str:
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__

@@ -52,18 +52,18 @@ class UnconnectedGroup:
         return self._size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        raise self._alone("all_reduce")
+        raise self._without_peers("all_reduce")
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        raise self._alone("all_gather")
+        raise self._without_peers("all_gather")
 
     def broadcast(self, x: Tensor, *, source: int = 0) -> Tensor:
-        raise self._alone("broadcast")
+        raise self._without_peers("broadcast")
 
     def counts(self) -> GroupCounts:
         return GroupCounts(by_kind={})
 
-    def _alone(self, operation: str) -> PeerLost:
+    def _without_peers(self, operation: str) -> PeerLost:
         return PeerLost(
             peer=f"the other {self._size - 1} ranks",
             operation=operation,

@@ -31,17 +31,17 @@ class ShardFollower:
         self._handle = GroupHandle(
             UnconnectedGroup(rank=rank, size=config.parallel.draft_tensor_parallel_size)
         )
-        self._parts = PagedOnce(self._load, self._parts_of)
+        self._loaded = PagedOnce(self._load, self._on_pages)
         self.loading = LoadWatch()
         self.pages = PageMoves(
             address=self._groups.address,
             store=self._page_store,
             layout=self._kv_layout,
-            refusals=self._groups.refused,
+            refusals=self._groups.refusals,
         )
 
     def prepare(self) -> LoadedRank:
-        weights = self._parts.load()
+        weights = self._loaded.load()
         return LoadedRank(
             weights=weights.span.digest, products=weights.span.products, room=weights.room
         )
@@ -51,7 +51,7 @@ class ShardFollower:
         with all_or_none() as groups:
             group = self._groups.stage(epoch, "draft", rank=self._rank)
             groups.append(group)
-            shard, heads = self._parts.get(num_pages=epoch.num_pages)
+            shard, heads = self._loaded.get(num_pages=epoch.num_pages)
             self._handle.join(group)
             shard.begin()
             return FollowerEpoch(shard, heads, group)
@@ -60,7 +60,7 @@ class ShardFollower:
         self._groups.leave()
 
     def load_head(self, folder: str) -> str:
-        _, heads = self._parts.present(f"cannot take {folder}")
+        _, heads = self._loaded.present(f"cannot take {folder}")
         return heads.put_aside(Path(folder)).sha256
 
     def _load(self) -> DraftWeights:
@@ -69,12 +69,12 @@ class ShardFollower:
         layout = layout_of(self._config)
         return load_draft_weights(self._config, layout, self._handle, on_progress=on_progress)
 
-    def _parts_of(self, weights: DraftWeights, num_pages: int) -> tuple[DraftShard, HeadShelf]:
+    def _on_pages(self, weights: DraftWeights, num_pages: int) -> tuple[DraftShard, HeadShelf]:
         heads = head_shelf(self._config, layout_of(self._config), self._handle)
         return weights.shard(num_pages=num_pages), heads
 
     def _page_store(self) -> PageStore:
-        shard, _ = self._parts.present("no pages can be moved")
+        shard, _ = self._loaded.present("no pages can be moved")
         return PageStore(shard.span, shard.head)
 
     def _kv_layout(self) -> KvLayout:

@@ -142,13 +142,13 @@ class EngineLeader:
             address=self._groups.address,
             store=self._page_store,
             layout=self._kv_layout,
-            refusals=self._groups.refused,
+            refusals=self._groups.refusals,
         )
-        self.refused = self._groups.refused
+        self.refusals = self._groups.refusals
         self.sharing = PageSharing(
             address=self._groups.address,
             kv_sharing=lambda: self._engine().kv_sharing,
-            refusals=self.refused,
+            refusals=self.refusals,
         )
 
     @property

@@ -146,7 +146,7 @@ class DraftActor(WorkerActor):
         running = self._running
         if running is None:
             return None
-        load = running.part.load()
+        load = running.draft_epoch.load()
         return WorkerStatus(
             epoch=running.epoch,
             progress=running.progress_of(has_work=load.num_running + load.num_waiting > 0),
@@ -293,7 +293,7 @@ class DraftActor(WorkerActor):
             raise _ALONE
         running = self._running
         assert running is not None, "refused otherwise"
-        running.part.add(request)
+        running.draft_epoch.add(request)
         text = self._texts.open(request.request_id)
         try:
             return await text
@@ -339,7 +339,7 @@ class DraftActor(WorkerActor):
 
     def _enter(self, running: RoundLoop, request: Request) -> None:
         try:
-            running.part.add(request)
+            running.draft_epoch.add(request)
         except EesdError as error:
             self._admission.leave(request.request_id)
             self._mail.fail(request.request_id, error)
@@ -394,7 +394,7 @@ class DraftActor(WorkerActor):
 
     async def stats(self) -> DraftStats:
         running = self._running
-        load = running.part.load() if running is not None else None
+        load = running.draft_epoch.load() if running is not None else None
         return DraftStats(
             num_rounds=self._num_rounds,
             last_round_unix_s=self._last_round_unix_s,
@@ -407,11 +407,11 @@ class DraftActor(WorkerActor):
     async def metrics(self) -> bytes:
         """Returns the present metrics in Prometheus' text format."""
         running = self._running
-        load = running.part.load() if running is not None else None
+        load = running.draft_epoch.load() if running is not None else None
         return self._watch.page(
             load,
             recorder=self._leader.recorder_counts(),
-            num_refusals=self._leader.refused.num_refused,
+            num_refusals=self._leader.refusals.num_refused,
         )
 
     async def rounds(self) -> tuple[RoundStats, ...]:
@@ -526,11 +526,11 @@ class DraftActor(WorkerActor):
                 self._dropped.add(request_id)
             else:
                 self._running.disturb()
-                self._running.part.drop(request_id)
+                self._running.draft_epoch.drop(request_id)
 
     def _apply_plans(self, plans: Plans) -> None:
         if self._running is not None:
-            self._running.part.apply_plans(plans)
+            self._running.draft_epoch.apply_plans(plans)
 
     def _deliver(self, result: StepLike) -> None:
         self._texts.deliver(result.features)

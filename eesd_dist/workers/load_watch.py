@@ -25,7 +25,7 @@ class LoadWatch:
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._report: LoadReport | None = None
-        self._told_s = clock()
+        self._report_s = clock()
 
     def report(self) -> LoadReport | None:
         """Returns the latest progress; None before loading begins."""
@@ -45,8 +45,8 @@ class LoadWatch:
             )
             self._report = report
             is_over = report.bytes_done == report.bytes_total
-            if is_over or self._clock() - self._told_s >= _TELL_EVERY_S:
-                self._told_s = self._clock()
+            if is_over or self._clock() - self._report_s >= _TELL_EVERY_S:
+                self._report_s = self._clock()
                 logger.info(
                     "loading: rank=%s progress=%s bytes=%d seconds=%.1f waited_to_read_s=%.1f "
                     "peak_memory_gb=%.1f",

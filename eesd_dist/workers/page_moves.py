@@ -51,7 +51,7 @@ class PageSharing:
         """`address` is this node's; `kv_sharing` raises EngineError while there is no engine."""
         self._address = address
         self._kv_sharing = kv_sharing
-        self._refused = refusals
+        self._refusals = refusals
         self._clock = clock
         self._meetings: dict[str, StoreHost] = {}
         self._due: dict[str, tuple[float, Callable[[str], object]]] = {}
@@ -81,7 +81,7 @@ class PageSharing:
 
     def meet(self, *, lasts_s: float) -> Meeting:
         number = uuid4().hex
-        self._meetings[number] = host = StoreHost(address=self._address, refusals=self._refused)
+        self._meetings[number] = host = StoreHost(address=self._address, refusals=self._refusals)
         self._hold(number, lambda number: self._meetings.pop(number, None), lasts_s=lasts_s)
         return Meeting(number=number, epoch=self._kv_sharing().epoch, store=host.at)
 
@@ -129,7 +129,7 @@ class PageMoves:
         self._address = address
         self._store = store
         self._layout = layout
-        self._refused = refusals
+        self._refusals = refusals
         self._writing = threading.Lock()
         self._epoch = 0
         self._links: dict[str, _OpenLink] = {}
@@ -156,7 +156,7 @@ class PageMoves:
                 device=page_device if link.backend == "nccl" else "cpu",
                 address=self._address,
                 members=link.ends,
-                refusals=self._refused,
+                refusals=self._refusals,
             )
             self._keep(link.meeting.number, group)
             with self._using(link.meeting.number):

@@ -38,18 +38,18 @@ logger = logging.getLogger(__name__)
 
 class _RunningEpoch:
     def __init__(self, rank_epoch: RankEpoch, *, epoch: Epoch, name: str) -> None:
-        self._part = rank_epoch
+        self._rank_epoch = rank_epoch
         self.epoch = epoch
         self.thread = LoopThread(rank_epoch.run, name=name)
 
     def status(self) -> WorkerStatus:
-        number = self._part.number()
+        number = self._rank_epoch.number()
         return WorkerStatus(
             epoch=self.epoch.number, progress=number or 0, is_busy=number is not None
         )
 
     async def stop(self) -> bool:
-        self._part.abort()
+        self._rank_epoch.abort()
         return await self.thread.ended_within(ABORT_WAIT_S)
 
 

@@ -50,12 +50,12 @@ class RouterLink:
         self._priors_interval_s = priors_interval_s
         self._priors_id = ""
         """Id of the pools received last; empty before the first."""
-        self._asked_s = -math.inf
+        self._request_s = -math.inf
         """Time when pools were last asked for."""
         self._admitted: deque[Admission] = deque(maxlen=max_queued)
         self._outcomes: deque[Outcome] = deque(maxlen=max_queued)
         self._finished: deque[RequestId] = deque(maxlen=max_queued)
-        self._news = asyncio.Event()
+        self._has_update = asyncio.Event()
         self._is_silent = False
         self._task: asyncio.Task[None] | None = None
         """None until `start` is called in an event loop."""
@@ -63,18 +63,18 @@ class RouterLink:
     def start(self) -> None:
         """Starts the background task, if it is not running."""
         if self._task is None:
-            self._news.set()  # ask for the pools at once
+            self._has_update.set()  # ask for the pools at once
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def admitted(self, request: Request) -> None:
         self._admitted.append(Admission(request.request_id, request.workload, request.caller))
-        self._news.set()
+        self._has_update.set()
 
     def observed(self, outcomes: Iterable[Outcome], finished: Iterable[RequestId]) -> None:
         self._outcomes.extend(_counts(outcome) for outcome in outcomes)
         self._finished.extend(finished)
         if self._outcomes or self._finished:
-            self._news.set()
+            self._has_update.set()
 
     async def _run(self) -> None:
         while True:
@@ -86,12 +86,12 @@ class RouterLink:
         """Waits for news, at most until the pools, which may have changed, are due again."""
         try:
             async with asyncio.timeout(self._priors_interval_s):
-                await self._news.wait()
+                await self._has_update.wait()
         except TimeoutError:
             return
 
     async def _exchange(self) -> None:
-        self._news.clear()
+        self._has_update.clear()
         update = RouterNews(
             pipeline=self._pipeline,
             admitted=_drain(self._admitted),
@@ -106,7 +106,7 @@ class RouterLink:
             if not self._is_silent:
                 logger.warning("router does not answer, drafting continues: error=%r", error)
             self._is_silent = True
-            self._asked_s = -math.inf  # a restarted router may have other pools
+            self._request_s = -math.inf  # a restarted router may have other pools
             return
         if self._is_silent:
             logger.info("router answers again")
@@ -121,9 +121,9 @@ class RouterLink:
 
     def _due_priors_id(self) -> str | None:
         time_s = time.monotonic()
-        if time_s - self._asked_s < self._priors_interval_s:
+        if time_s - self._request_s < self._priors_interval_s:
             return None
-        self._asked_s = time_s
+        self._request_s = time_s
         return self._priors_id
 
 

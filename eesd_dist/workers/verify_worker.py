@@ -46,7 +46,7 @@ class StageVerifier:
             address=self._groups.address,
             store=self._page_store,
             layout=self._kv_layout,
-            refusals=self._groups.refused,
+            refusals=self._groups.refusals,
         )
 
     def prepare(self) -> LoadedRank:

@@ -115,7 +115,7 @@ async def fuzz(
 class _Client:
     def __init__(self, port: int, fuzzing: Fuzzing, *, timeout_s: float) -> None:
         self._port = port
-        self._found = fuzzing
+        self._fuzzing = fuzzing
         self._timeout_s = timeout_s
 
     async def send(self, request: FuzzedRequest) -> None:
@@ -166,7 +166,7 @@ class _Client:
             )
             if second.status != 200:
                 return
-            self._found.num_resumed += 1
+            self._fuzzing.num_resumed += 1
             texts = _texts([*shown, *second.events])
         else:
             texts = _texts(first.events)
@@ -194,18 +194,18 @@ class _Client:
         return answer if reply.status == 200 else None
 
     def _same(self, text: object, plain: object) -> None:
-        self._found.num_compared += 1
+        self._fuzzing.num_compared += 1
         if text != plain:
             raise Wrong(f"differs from plain decoding: {text!r}\n  expected {plain!r}")
 
     def _counted(self, reply: Reply, *, is_valid: bool) -> Reply:
         """Raises Wrong for an answer that may not be."""
-        self._found.num_requests += 1
-        self._found.num_valid += is_valid
+        self._fuzzing.num_requests += 1
+        self._fuzzing.num_valid += is_valid
         status = reply.status
-        self._found.statuses[status] += 1
+        self._fuzzing.statuses[status] += 1
         if status is not None and status >= 400 and _is_overload(reply):
-            self._found.overloads[status] += 1
+            self._fuzzing.overloads[status] += 1
         elif status is not None and status >= 500:
             raise Wrong(f"answered {_shown(reply)}")
         elif is_valid and status != 200:

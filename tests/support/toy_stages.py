@@ -259,7 +259,7 @@ class ToyLeader:
         self._config = config
         self._drafter = ToyDrafter(config)
         self.loading = LoadWatch()
-        self.refused = RefusedConnections()
+        self.refusals = RefusedConnections()
 
     @property
     def head_folder(self) -> str:

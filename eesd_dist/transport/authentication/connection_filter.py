@@ -58,13 +58,13 @@ class Listeners:
 
     def __init__(self) -> None:
         self._end = max(map(int, os.listdir("/proc/self/fd"))) + _HANDLES_MORE
-        self._known = {address for address, _ in self._all()}
+        self._old_addresses = {address for address, _ in self._all()}
 
     def new(self) -> int:
         """Returns the file handle of the socket that was opened since. Raises OSError when there
         is none."""
         for address, handle in self._all():
-            if address not in self._known:
+            if address not in self._old_addresses:
                 return handle
         raise OSError("no new listening socket")
 

@@ -87,9 +87,9 @@ class StoreHost:
         with LISTENING:
             listener = socket.create_server(bound[:2], family=family)
         self.at = Address(host=address, port=listener.getsockname()[1], secret=new_secret())
-        self.refused = refusals or RefusedConnections()
+        self.refusals = refusals or RefusedConnections()
         wake, woken = socket.socketpair()
-        server = _Server(listener, woken, self.at, self.refused)
+        server = _Server(listener, woken, self.at, self.refusals)
         threading.Thread(target=server.run, name="rendezvous store", daemon=True).start()
         weakref.finalize(self, wake.close)
 
@@ -227,7 +227,7 @@ class _Server:
         self._listener.setblocking(False)
         self._woken = woken
         self._at = at
-        self._refused = refusals
+        self._refusals = refusals
         self._values: dict[str, bytes] = {}
         self._peers: dict[socket.socket, _Peer] = {}
         """Peers in the order in which they connected."""
@@ -315,7 +315,7 @@ class _Server:
 
     def _answer(self, peer: _Peer) -> None:
         try:
-            for request in _taken(peer):
+            for request in _complete_messages(peer):
                 if isinstance(request, _Put):
                     self._values[request.key] = request.value
                 else:
@@ -356,7 +356,7 @@ class _Server:
         for peer in peers:
             if self._forget(peer):
                 at = f"{self._at.host}:{self._at.port}"
-                self._refused.add(peer.host, at=at, reason=reason)
+                self._refusals.add(peer.host, at=at, reason=reason)
 
     def _forget(self, peer: _Peer) -> bool:
         """Returns False for a peer that is forgotten already."""
@@ -368,7 +368,7 @@ class _Server:
         return True
 
 
-def _taken(peer: _Peer) -> Iterator[_Put | _Get]:
+def _complete_messages(peer: _Peer) -> Iterator[_Put | _Get]:
     """Takes the complete messages out of what was received. Raises DecodeError."""
     while len(peer.received) >= _LENGTH.size:
         (size,) = _LENGTH.unpack_from(peer.received)

@@ -32,10 +32,10 @@ class EpochGroups:
         """The newest store hosted here, if any."""
         self._connecting: set[StoreClient] = set()
         """Connections to stores at which groups are being built."""
-        self.refused = RefusedConnections()
+        self.refusals = RefusedConnections()
 
     def host_store(self) -> Address:
-        store = StoreHost(address=self.address, refusals=self.refused)
+        store = StoreHost(address=self.address, refusals=self.refusals)
         self._hosted = [store]
         return store.at
 
@@ -80,7 +80,7 @@ class EpochGroups:
                 address=self.address,
                 members=members,
                 ordered_sums=self._config.model.numerics == "invariant",
-                refusals=self.refused,
+                refusals=self.refusals,
             )
         finally:
             self._connecting.discard(store)

@@ -19,7 +19,7 @@ class RoundLoop:
         self, draft_epoch: DraftEpoch, *, epoch: int, name: str, deliver: Callable[[StepLike], None]
     ) -> None:
         """Begins at once. `deliver` is called in the event loop."""
-        self.part = draft_epoch
+        self.draft_epoch = draft_epoch
         self.epoch = epoch
         self._num_computed = 0
         """Tokens committed and prompt rows computed; written by the loop's thread alone, as the two
@@ -57,7 +57,7 @@ class RoundLoop:
 
     def _turn(self) -> None:
         while not self._stopping.is_set():
-            result = self.part.step(wait_s=_IDLE_WAIT_S)
+            result = self.draft_epoch.step(wait_s=_IDLE_WAIT_S)
             self._num_turns += 1
             if result.rounds or result.emissions:
                 self._loud_turn = self._num_turns
@@ -76,5 +76,5 @@ class RoundLoop:
     async def stop(self) -> bool:
         """Ends the loop; returns whether it has ended."""
         self._stopping.set()
-        self.part.abort()
+        self.draft_epoch.abort()
         return await self.thread.ended_within(ABORT_WAIT_S)

@@ -72,7 +72,7 @@ class KeptStreams:
             submission=request.submission, window_s=request.resume_window_s
         )
         self._make_room()
-        for emission in replayed or _known(request):
+        for emission in replayed or _prior_emissions(request):
             self.add(emission)
         return tuple(replayed)
 
@@ -122,7 +122,7 @@ def _lacks_logprobs(request: Request) -> bool:
     return bool(request.generated) and request.sampling.top_logprobs is not None
 
 
-def _known(request: Request) -> list[Emission]:
+def _prior_emissions(request: Request) -> list[Emission]:
     """Returns the tokens that the request came with."""
     if not request.generated:
         return []

@@ -103,7 +103,7 @@ async def make_spin(drafting_actor: Any) -> None:
 def _spin(actor: DraftActor) -> bool:
     running = actor._running
     if running is not None:
-        running.part = _Spinning(running.part)
+        running.draft_epoch = _Spinning(running.draft_epoch)
     return running is not None
 
 

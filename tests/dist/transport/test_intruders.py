@@ -182,8 +182,8 @@ class Planes:
     """Two ranks' planes, with a moment between opening the guards and connecting."""
 
     def __init__(self) -> None:
-        self.refused = RefusedConnections()
-        self.devices = [GlooDevice(INSIDE, refusals=self.refused) for _ in range(2)]
+        self.refusals = RefusedConnections()
+        self.devices = [GlooDevice(INSIDE, refusals=self.refusals) for _ in range(2)]
         for device in self.devices:
             device.guard.admit([INSIDE])
 
@@ -226,7 +226,7 @@ def test_a_connection_that_got_in_before_the_group_was_connected_is_cut_and_coun
     with peer_process(intruders.knock, INSIDE, at, words, 3, writer):
         reader.recv()
         first, second = ranks.connect()
-        _wait_until(lambda: ranks.refused.num_refused == 3)
+        _wait_until(lambda: ranks.refusals.num_refused == 3)
         received = torch.zeros(3)
         receiving = second.irecv(received, source=0, tag=1)
         first.isend(torch.arange(3.0), to=1, tag=1, confirmed=True).wait(timeout_s=10.0)
@@ -248,7 +248,7 @@ def test_an_intruder_in_the_place_of_a_rank_is_cut_and_nothing_is_received_from_
             pattern = "Connect timeout|Connection refused|reset by peer|losed by peer"
             assert re.search(pattern, str(error))  # noqa: PT017
             return
-        assert ranks.refused.num_refused == 3
+        assert ranks.refusals.num_refused == 3
         x = torch.ones(3)
         with pytest.raises(RuntimeError, match=r"closed|Connection"):
             planes[waiting].irecv(x, source=1 - waiting, tag=1).wait(timeout_s=10.0)

@@ -8,18 +8,18 @@ class _Clocks:
     """Two clocks, and a connection on which a question takes `delays_s` there and back."""
 
     def __init__(self, *, offset_s: float, delays_s: list[tuple[float, float]]) -> None:
-        self._now_s = 1000.0
-        self._ahead_s = offset_s
+        self._time_s = 1000.0
+        self._offset_s = offset_s
         self._delays_s = iter(delays_s)
 
     def ours(self) -> float:
-        return self._now_s + self._ahead_s
+        return self._time_s + self._offset_s
 
     def other(self) -> float:
         forward_s, back_s = next(self._delays_s)
-        self._now_s += forward_s
-        answer = self._now_s
-        self._now_s += back_s
+        self._time_s += forward_s
+        answer = self._time_s
+        self._time_s += back_s
         return answer
 
 

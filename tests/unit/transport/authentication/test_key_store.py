@@ -92,7 +92,7 @@ def test_a_rank_waits_for_what_another_one_sets(host: StoreHost) -> None:
     assert first.get("mine", "theirs", timeout_s=SOON_S) == (b"1", b"2" * 100_000)
     assert second.get("mine", timeout_s=SOON_S) == (b"1",)
     setting.join()
-    assert host.refused.num_refused == 0
+    assert host.refusals.num_refused == 0
 
 
 def test_the_first_key_that_is_not_set_in_time_is_named_and_the_connection_goes_on(
@@ -125,7 +125,7 @@ def test_a_wrong_secret_is_refused_at_once_and_counted(host: StoreHost, secret: 
     with pytest.raises(PeerLost, match="refused the secret, which is that of another epoch"):
         _join(replace(host.at, secret=secret))
     assert time.monotonic() - began_s < SOON_S
-    _wait_until(lambda: host.refused.num_refused == 1)
+    _wait_until(lambda: host.refusals.num_refused == 1)
     assert _works(host)
 
 
@@ -137,7 +137,7 @@ def test_a_connection_that_stays_silent_delays_nothing_and_is_cut(
     silent[1].sendall(bytes(NONCE_BYTES))  # half of a proof
     assert _works(host)
     assert all(_is_cut(link) for link in silent)
-    _wait_until(lambda: host.refused.num_refused == 3)
+    _wait_until(lambda: host.refusals.num_refused == 3)
 
 
 def test_more_silent_connections_than_are_kept_do_not_keep_a_rank_out(
@@ -145,9 +145,9 @@ def test_more_silent_connections_than_are_kept_do_not_keep_a_rank_out(
 ) -> None:
     silent = [unproven.dial(host.at) for _ in range(100)]
     assert _works(host)
-    _wait_until(lambda: host.refused.num_refused >= 36)
+    _wait_until(lambda: host.refusals.num_refused >= 36)
     assert _is_cut(silent[0])
-    assert host.refused.num_refused < 100, "only as many as were too many"
+    assert host.refusals.num_refused < 100, "only as many as were too many"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_garbage_is_cut_and_counted(host: StoreHost, unproven: Unproven, words: 
     with suppress(ConnectionError):
         link.sendall(words)
     assert _is_cut(link)
-    _wait_until(lambda: host.refused.num_refused == 1)
+    _wait_until(lambda: host.refusals.num_refused == 1)
     assert _works(host)
 
 
@@ -171,7 +171,7 @@ def test_connections_that_leave_in_the_middle_are_counted(
     rude = unproven.dial(host.at)
     rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     rude.close()  # resets
-    _wait_until(lambda: host.refused.num_refused == 2)
+    _wait_until(lambda: host.refusals.num_refused == 2)
     assert _works(host)
 
 
@@ -218,7 +218,7 @@ def test_a_recorded_handshake_is_refused_in_its_own_epoch_and_in_the_next(
         link.sendall(relay.from_rank)
         assert link.recv(PROOF_BYTES, socket.MSG_WAITALL) == REFUSED
         assert _is_cut(link)
-        _wait_until(lambda store=store: store.refused.num_refused == 1)  # type: ignore[misc]
+        _wait_until(lambda store=store: store.refusals.num_refused == 1)  # type: ignore[misc]
 
 
 def test_a_host_that_only_repeats_what_it_gets_is_not_believed() -> None:
