@@ -195,10 +195,3 @@ def test_the_compiled_rule_has_the_bits_of_its_steps() -> None:
     found = x.clone().numpy()
     _neg_log(found, np.empty(len(x), np.int32), np.empty(len(x), np.int32))
     assert torch.equal(torch.from_numpy(found), neg_log(x))
-
-
-@pytest.mark.gpu
-def test_a_gpu_makes_the_same_bits() -> None:
-    keys = [noise_key(13, position) for position in range(16)]
-    on_gpu = gumbel(keys, torch.arange(128_256, device="cuda")).cpu()
-    assert torch.equal(on_gpu, gumbel(keys, torch.arange(128_256)))
