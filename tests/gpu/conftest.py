@@ -9,7 +9,6 @@ and the figures of each test as its properties.
 
 import json
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,9 @@ def is_small(device: torch.device) -> bool:
 
 @pytest.fixture(scope="session")
 def num_gpus(device: torch.device) -> int:
-    return torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cpu":
+        pytest.skip("needs cuda")
+    return torch.cuda.device_count()
 
 
 @pytest.fixture(scope="session")
@@ -88,24 +89,9 @@ def width(request: pytest.FixtureRequest, is_small: bool, model: Path) -> Width:
 @pytest.fixture(scope="session", autouse=True)
 def _machine(device: torch.device, record_testsuite_property: Property) -> None:
     """Writes versions and GPU into the XML."""
-    machine = collect_provenance(seed=0).as_json() | {"device": str(device), "triton": _triton()}
+    machine = collect_provenance(seed=0).as_json() | {"device": str(device)}
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
         nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        machine |= {
-            "gpu": properties.name,
-            "capability": [properties.major, properties.minor],
-            "multiprocessors": properties.multi_processor_count,
-            "memory_bytes": properties.total_memory,
-            "num_gpus": torch.cuda.device_count(),
-            "cuda": torch.version.cuda,
-            "nccl": list(nccl),
-        }
+        capability = torch.cuda.get_device_capability(device)
+        machine |= {"capability": capability, "cuda": torch.version.cuda, "nccl": nccl}
     record_testsuite_property("machine", json.dumps(machine))
-
-
-def _triton() -> str | None:
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def run_ranks(job: Job, devices: Sequence[str], *, limit_s: float = _LIMIT_S) ->
     refusal = re.search(r"Duplicate GPU.{0,80}", errors)
     if refusal and len(set(devices)) < len(devices) and not any(end.formed for end in ends):
         pytest.skip(refusal[0])
-    assert not errors
+    assert not errors, errors
 
 
 @contextmanager
@@ -184,23 +185,15 @@ def move_pages(group: ProcessGroup, device: torch.device) -> None:
     def write(chunk: Chunk, content_B: Tensor) -> None:
         arrived_PB[chunk.first_page : chunk.last_page] = content_B.to(device).view(-1, _PAGE_BYTES)
 
+    options: dict[str, Any] = {
+        "page_bytes": (_PAGE_BYTES,),
+        "num_pages": _NUM_PAGES,
+        "number": "check",
+        "timeout_s": TIMEOUT_S,
+    }
     with group.raises_lost_peers():
         if group.rank == 0:
-            send_pages(
-                group,
-                read,
-                page_bytes=(_PAGE_BYTES,),
-                num_pages=_NUM_PAGES,
-                number="check",
-                timeout_s=TIMEOUT_S,
-            )
+            send_pages(group, read, **options)
             return
-        receive_pages(
-            group,
-            write,
-            page_bytes=(_PAGE_BYTES,),
-            num_pages=_NUM_PAGES,
-            number="check",
-            timeout_s=TIMEOUT_S,
-        )
+        receive_pages(group, write, **options)
     assert torch.equal(arrived_PB, content_PB), "another content of pages"

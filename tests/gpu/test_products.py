@@ -47,17 +47,15 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 def first_difference(product: Linear, x_MI: Tensor) -> str | None:
     """Returns where a row has other bits than alone, or None."""
     num_rows = len(x_MI)
-    single = range(0, num_rows, max(1, num_rows // _NUM_SINGLE))
-    single_MO = torch.cat([_product(product, x_MI[row : row + 1]) for row in single])
+    single_M = torch.arange(0, num_rows, max(1, num_rows // _NUM_SINGLE), device=x_MI.device)
+    single_MO = torch.cat([_product(product, x_MI[row : row + 1]) for row in single_M.tolist()])
     for count in _COUNTS:
         for start in _STARTS:
-            rows = [row - start for row in single if start <= row < start + count]
-            if start + count > num_rows or not rows:
+            is_inside_M = (single_M >= start) & (single_M < start + count)
+            if start + count > num_rows or not is_inside_M.any():
                 continue
             batch_MO = _product(product, x_MI[start : start + count])
-            first = single.index(rows[0] + start)
-            index = torch.tensor(rows, device=x_MI.device)
-            if not torch.equal(batch_MO[index], single_MO[first : first + len(rows)]):
+            if not torch.equal(batch_MO[single_M[is_inside_M] - start], single_MO[is_inside_M]):
                 return f"in rows [{start}, {start + count})"
     return None
 

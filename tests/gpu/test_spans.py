@@ -5,6 +5,7 @@ are |x - reference| / |reference|. In float32 they have to be as small as those 
 sums: tf32 would fail. In bfloat16 they may be at most twice those of transformers.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from eesd_dist.config import DType, Numerics
+from eesd_dist.config import DType
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
@@ -101,17 +102,11 @@ def _reference(folder: Path, length: int) -> Stages:
 
 def _stages(folder: Path, dtype: DType, device: torch.device, length: int) -> Stages:
     """Loads with `numerics: invariant`, or `fast` if this machine refuses `invariant`."""
-
-    def load(numerics: Numerics) -> Stages:
-        num_pages = _num_pages(length)
-        return Stages.load(
-            folder, dtype=dtype, numerics=numerics, device=device, num_pages=num_pages
-        )
-
+    load = partial(Stages.load, folder, dtype=dtype, device=device, num_pages=_num_pages(length))
     try:
-        return load("invariant")
+        return load(numerics="invariant")
     except ConfigError:
-        return load("fast")
+        return load(numerics="fast")
 
 
 def _num_pages(length: int) -> int:

@@ -1,7 +1,7 @@
 """Times of a round against the bytes that it moves: figures without a verdict, in bfloat16.
 
 For the checked model and a stack of Llama 8B layers with random weights. A floor is the bytes of
-weights and keys that have to be read, over the measured bandwidth of a copy.
+weights that have to be read, over the measured bandwidth of a copy.
 """
 
 import shutil
@@ -20,13 +20,9 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from eesd_dist.engine.build import build_verify_stage
 from eesd_dist.engine.local import LocalEngine
-from eesd_dist.engine.profile import greedy_segment
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
-from eesd_dist.transport.contracts import RoundHeader
-from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.types import (
     Request,
     RequestId,
@@ -100,53 +96,31 @@ def folder(
     shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="module")
-def config(folder: Path, device: torch.device, is_small: bool) -> EngineConfig:
-    context, batch = (40, 2) if is_small else (256, 32)
-    return EngineConfig(
-        model=ModelConfig(
-            path=folder, dtype="bfloat16", device="cpu" if device.type == "cpu" else "cuda"
-        ),
-        cache=CacheConfig(
-            page_size=_PAGE_SIZE,
-            num_pages=(context // _PAGE_SIZE + 4) * batch,
-            prefix_caching=False,
-        ),
-        scheduler=SchedulerConfig(max_running=batch, token_budget=4096, prefill_chunk=context),
-        speculation=SpeculationConfig(controller="fixed", fixed_length=4, max_draft_tokens=8),
-    )
-
-
-def test_verify_passes(
-    config: EngineConfig, device: torch.device, copy_rate: float, record_property: Property
+def test_rounds(
+    folder: Path,
+    device: torch.device,
+    is_small: bool,
+    copy_rate: float,
+    record_property: Property,
 ) -> None:
-    stage = build_verify_stage(config, SingleGroup())
-    context, width = config.scheduler.prefill_chunk, Width.of(config.model.path)
-    num_layers = stage.span.last - stage.span.first
-    keys = 2 * width.kv_heads * width.head_dim * context * num_layers
-    weights = num_layers * width.layer_weights + width.vocab * width.hidden
-    floor_s = _BYTES * (weights + keys) / copy_rate
+    """Records verify passes and draft steps as the engine measured them when it started, and the
+    stages of plain and drafting rounds."""
+    context, batches = (40, (1, 2)) if is_small else (256, (1, 8, 32))
+    llm = LocalEngine(_config(folder, device, context=context, max_running=batches[-1]))
+    cost, width = llm.engine.cost, Width.of(folder)
+    assert cost is not None
+    num_layers = ModelSpec.from_folder(folder).num_layers - llm.engine.draft_stage.span.last
+    floor_s = _BYTES * (num_layers * width.layer_weights + width.vocab * width.hidden) / copy_rate
     for num_rows in (1, 5, 9):
-        pages = range(-(-(context + num_rows) // _PAGE_SIZE))
-        segment = greedy_segment(start=context, num_rows=num_rows, pages=pages)
-        header = RoundHeader(epoch=0, round_id=0, segments=(segment,))
-        hidden_TD = torch.randn(num_rows, width.hidden, device=device)
-        hidden_TD = hidden_TD.to(stage.span.compute_dtype)
-        pass_s = seconds_of(lambda h=header, x=hidden_TD: stage.verify(h, x, None))
+        pass_s = cost.verify_s[num_rows - 1]
         figures = f"{1e3 * pass_s:.3f}, {pass_s / floor_s:.1f} x floor {1e3 * floor_s:.3f}"
         record_property(f"verify({num_rows}), ms", figures)
-
-
-def test_rounds(config: EngineConfig, is_small: bool, record_property: Property) -> None:
-    llm = LocalEngine(config)
-    if cost := llm.engine.cost:
-        by_batch = {1: cost.draft_step_s, **dict(cost.draft_rows_s)}
-        steps = {batch: round(1e3 * step_s, 3) for batch, step_s in by_batch.items()}
-        record_property("draft step, ms by batch", steps)
+    record_property("draft step, ms", round(1e3 * cost.draft_step_s, 3))
     for controller in (None, "fixed"):
-        for batch in (1, 2) if is_small else (1, 8, 32):
+        for batch in batches:
             rounds: list[RoundStats] = []
-            llm.generate(_requests(config, batch, controller, is_small), observe=rounds.append)
+            requests = _requests(folder, batch, context, controller, 10 if is_small else 33)
+            llm.generate(requests, observe=rounds.append)
             steady = [r for r in without_prefill(rounds) if r.num_requests == batch][1:]
             num_tokens = sum(r.num_emitted for r in steady) / max(len(steady), 1)
             name = f"{controller or 'plain'} rounds of {batch}, ms by stage"
@@ -154,21 +128,35 @@ def test_rounds(config: EngineConfig, is_small: bool, record_property: Property)
     llm.close()
 
 
+def _config(folder: Path, device: torch.device, *, context: int, max_running: int) -> EngineConfig:
+    num_pages = (context // _PAGE_SIZE + 4) * max_running
+    return EngineConfig(
+        model=ModelConfig(
+            path=folder, dtype="bfloat16", device="cpu" if device.type == "cpu" else "cuda"
+        ),
+        cache=CacheConfig(page_size=_PAGE_SIZE, num_pages=num_pages, prefix_caching=False),
+        scheduler=SchedulerConfig(
+            max_running=max_running, token_budget=4096, prefill_chunk=context
+        ),
+        speculation=SpeculationConfig(controller="fixed", fixed_length=4, max_draft_tokens=8),
+    )
+
+
 def _requests(
-    config: EngineConfig, batch: int, controller: str | None, is_small: bool
+    folder: Path, batch: int, context: int, controller: str | None, max_tokens: int
 ) -> list[Request]:
-    vocab_size = ModelSpec.from_folder(config.model.path).vocab_size
+    vocab_size = ModelSpec.from_folder(folder).vocab_size
     generator = torch.Generator().manual_seed(3)
-    shape = (batch, config.scheduler.prefill_chunk)
-    prompts_BL = torch.randint(3, vocab_size, shape, generator=generator)
+    prompts_BL = torch.randint(3, vocab_size, (batch, context), generator=generator)
+    is_plain = controller is None
     return [
         Request(
             request_id=RequestId(f"{controller}-{batch}-{at}"),
             prompt=tuple(TokenId(token) for token in prompt_L.tolist()),
-            sampling=SamplingParams(temperature=0.0, max_tokens=10 if is_small else 33),
-            speculation=SpeculationParams(controller=controller)
-            if controller
-            else SpeculationParams(mode="off"),
+            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            speculation=SpeculationParams(
+                mode="off" if is_plain else "auto", controller=controller
+            ),
         )
         for at, prompt_L in enumerate(prompts_BL)
     ]
