@@ -99,7 +99,7 @@ def _run(at: Address, job: Job, rank: int, size: int, device: str, sender: Conne
             name="check",
             rank=rank,
             size=size,
-            timeout_s=TIMEOUT_S,
+            timeout_s=TIMEOUT_S if size > 1 else _JOIN_S,
             join_timeout_s=_JOIN_S,
             device=over,
         )

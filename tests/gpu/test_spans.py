@@ -68,7 +68,7 @@ def test_logits_are_close_to_those_of_the_cpu_and_transformers(
     record_property(
         stages.numerics,
         f"error {error:.1e}, bound {bound:.0e}, transformers {transformers_error:.1e}, "
-        f"max {(logits_TV - expected_TV).abs().max():.1e}, first choices {agreement:.1%}",
+        f"first choices {agreement:.1%}",
     )
     assert error <= bound
     assert dtype == "bfloat16" or transformers_error <= bound
