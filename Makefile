@@ -111,7 +111,7 @@ format: install
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-# On a machine with a GPU; --device cpu shows that the checks themselves run.
+# On a machine with a GPU; `infra/gpu/check.sh --device cpu` shows that the checks themselves run.
 gpu-check: install
 	PYTHON=$(BIN)/python infra/gpu/check.sh
 

@@ -15,7 +15,16 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "ray", "numpy", "deepspeed")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "ray",
+    "numpy",
+    "deepspeed",
+)
 """Distributions with versions that can change a figure."""
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16")

@@ -15,5 +15,6 @@ rm -f "$here"/wheels/*.whl
     --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 \
     --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
     --constraint "$here/../constraints.txt" --dest "$here/wheels" \
-    llguidance msgspec pydantic pydantic-core annotated-types typing-inspection typing-extensions
+    llguidance msgspec pydantic pydantic-core annotated-types typing-inspection typing-extensions \
+    pytest pytest-timeout pluggy iniconfig packaging pygments hypothesis sortedcontainers
 ls -l "$here/wheels"

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
-
-from eesd_dist.bench.gpu_check.checkpoints import draw_biases_and_norms
 
 SIZES: Mapping[str, object] = {
     "vocab_size": 96,
@@ -164,6 +163,16 @@ def tiny_model(family: str, **sizes: object) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     draw_biases_and_norms(model)
     return model
+
+
+@torch.no_grad()
+def draw_biases_and_norms(model: nn.Module) -> None:
+    """Randomizes biases and norms, which an initialised model has as zeros and ones."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(0.0, 0.3)
+        elif "norm" in name:
+            parameter.uniform_(0.5, 1.5)
 
 
 def save_tiny_model(

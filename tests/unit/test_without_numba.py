@@ -7,8 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 GPU_MODULES = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts)
-    for pattern in ("model/cuda", "engine/cuda", "bench/gpu_check")
-    for file in (ROOT / "eesd_dist" / pattern).rglob("*.py")
+    for folder in ("eesd_dist/model/cuda", "eesd_dist/engine/cuda", "tests/gpu")
+    for file in (ROOT / folder).rglob("*.py")
     if file.name not in ("__init__.py", "__main__.py")
 )
 _BLOCKED = f"""
@@ -27,6 +27,7 @@ for module in {GPU_MODULES!r} + [
     "eesd_dist.sampling.gpu_rule",
     "eesd_dist.engine.build",
     "eesd_dist.engine.local",
+    "tests.conftest",
 ]:
     importlib.import_module(module)
 """

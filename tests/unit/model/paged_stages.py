@@ -36,6 +36,7 @@ class Stages:
         group: TensorGroup | None = None,
         dtype: DType = "float32",
         numerics: Numerics = "invariant",
+        device: torch.device = CPU,
         num_pages: int = 32,
         page_size: int = 16,
     ) -> Self:
@@ -49,7 +50,7 @@ class Stages:
                 group=group or SingleGroup(),
                 dtype=dtype,
                 numerics=numerics,
-                device=CPU,
+                device=device,
                 num_pages=num_pages,
                 page_size=page_size,
             )
@@ -60,7 +61,8 @@ class Stages:
     @torch.inference_mode()
     def run(self, tokens_T: Tensor, segments: Sequence[RowSegment]) -> Tensor:
         """Returns the logits of the rows of all segments."""
-        rows = RowPlan.build(segments, page_size=self.page_size, device=CPU, numerics=self.numerics)
+        device, numerics = tokens_T.device, self.numerics
+        rows = RowPlan.build(segments, page_size=self.page_size, device=device, numerics=numerics)
         hidden_TD = self.draft.forward(self.draft.embed(tokens_T), rows)
         return self.verify.logits(self.verify.forward(hidden_TD, rows))
 

@@ -195,10 +195,3 @@ def test_the_compiled_rule_has_the_bits_of_its_steps() -> None:
     numbers = x.clone().numpy()
     _neg_log(numbers, np.empty(len(x), np.int32), np.empty(len(x), np.int32))
     assert torch.equal(torch.from_numpy(numbers), neg_log(x))
-
-
-@pytest.mark.gpu
-def test_a_gpu_makes_the_same_bits() -> None:
-    keys = [noise_key(13, position) for position in range(16)]
-    on_gpu = gumbel(keys, torch.arange(128_256, device="cuda")).cpu()
-    assert torch.equal(on_gpu, gumbel(keys, torch.arange(128_256)))

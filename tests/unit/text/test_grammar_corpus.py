@@ -6,6 +6,7 @@ Each text is checked by another library than the one that constrained it.
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -67,15 +68,8 @@ def grammars(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(lambda: tokenizer)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-)
-def engine(request: pytest.FixtureRequest, grammars: GrammarCompiler) -> Iterator[LocalEngine]:
-    device: Device = request.param
+@contextmanager
+def corpus_engine(device: Device, grammars: GrammarCompiler) -> Iterator[LocalEngine]:
     pages = BATCH * -(-(LONGEST_PROMPT + MAX_TOKENS + 16) // PAGE_SIZE)
     engine = LocalEngine(
         EngineConfig(
@@ -87,6 +81,12 @@ def engine(request: pytest.FixtureRequest, grammars: GrammarCompiler) -> Iterato
     )
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module", params=[pytest.param("cpu", marks=pytest.mark.slow)])
+def engine(request: pytest.FixtureRequest, grammars: GrammarCompiler) -> Iterator[LocalEngine]:
+    with corpus_engine(request.param, grammars) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""The products and attention shapes of the bundled model and of Llama 8B and 70B (TP 8)."""
+"""Products and attention of the checked model, and of Llama 8B and 70B (TP 8)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from eesd_dist.model.heads.head_config import HeadConfig
 from eesd_dist.model.spec import ModelSpec
 
 
@@ -16,9 +17,15 @@ class Width:
     head_dim: int
     intermediate: int
     vocab: int
+    draft_vocab: int | None = None
+    """Rows of the exit head's LM head, where it has one."""
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> "Width":
+    def of(cls, model: Path) -> "Width":
+        spec = ModelSpec.from_folder(model)
+        draft_vocab = None
+        if (folder := model / "exit_head").is_dir():
+            draft_vocab = HeadConfig.read(folder, target=spec, target_path=model).draft_vocab_size
         return cls(
             hidden=spec.hidden_size,
             heads=spec.num_heads,
@@ -26,30 +33,32 @@ class Width:
             head_dim=spec.head_dim,
             intermediate=spec.intermediate_size,
             vocab=spec.vocab_size,
+            draft_vocab=draft_vocab,
         )
 
     @property
-    def products(self) -> dict[str, tuple[int, int]]:
+    def layer_products(self) -> dict[str, tuple[int, int]]:
         """Output and input channels of a layer's fused products."""
         return {
             "qkv": ((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden),
             "output": (self.hidden, self.heads * self.head_dim),
             "gate_up": (2 * self.intermediate, self.hidden),
             "down": (self.hidden, self.intermediate),
-            "lm_head": (self.vocab, self.hidden),
         }
 
     @property
-    def layer_weights(self) -> int:
-        return sum(out * into for name, (out, into) in self.products.items() if name != "lm_head")
+    def products(self) -> dict[str, tuple[int, int]]:
+        heads = {"lm_head": self.vocab} | (
+            {"draft_head": self.draft_vocab} if self.draft_vocab else {}
+        )
+        return self.layer_products | {name: (rows, self.hidden) for name, rows in heads.items()}
 
     @property
-    def head_weights(self) -> int:
-        return self.vocab * self.hidden
+    def layer_weights(self) -> int:
+        return sum(num_out * num_in for num_out, num_in in self.layer_products.values())
 
 
 LLAMA_8B = Width(hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128_256)
 LLAMA_70B_TP8 = Width(
     hidden=8192, heads=8, kv_heads=1, head_dim=128, intermediate=3584, vocab=16_032
 )
-LARGE: Mapping[str, Width] = {"Llama 8B": LLAMA_8B, "Llama 70B TP8": LLAMA_70B_TP8}

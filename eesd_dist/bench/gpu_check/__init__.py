@@ -1,1 +1,0 @@
-"""Checks that need a GPU, run on one GPU in a few minutes: `infra/gpu/check.sh`."""

@@ -1,1 +1,0 @@
-"""Sections of the check, one module each; `setting.SECTIONS` lists them in order."""

@@ -1,0 +1,199 @@
+"""Ranks of a small group, in separate processes that may hang or crash with their device."""
+
+import multiprocessing
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from eesd_dist.errors import PeerLost
+from eesd_dist.transport.authentication.handshake import Address
+from eesd_dist.transport.authentication.key_store import StoreHost
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.nccl import NcclPlane
+from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
+from eesd_dist.transport.rank_sums import sum_in_rank_order
+from eesd_dist.transport.rendezvous import build_group, connect_store
+
+TIMEOUT_S = 4.0
+"""Deadline of every wait between the ranks."""
+_JOIN_S = 25.0
+_LIMIT_S = 45.0
+_LENGTH = 100_000
+_NUM_PAGES = 32
+_PAGE_BYTES = 1 << 20
+
+Job = Callable[[ProcessGroup, torch.device], None]
+"""Work of a rank in a separate process: raises an error if a check fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnd:
+    """End of one rank's process."""
+
+    formed: bool = False
+    """True if its group was connected."""
+    error: str = ""
+
+
+def run_ranks(job: Job, devices: Sequence[str], *, limit_s: float = _LIMIT_S) -> None:
+    """Runs a process per device. Fails if one raises an error, crashes or does not end in time.
+
+    NCCL needs a GPU for each rank: where it refuses two ranks on one GPU, the test is skipped.
+    A device `cpu<-cuda` is a group on the CPU for tensors of the GPU.
+    """
+    host = StoreHost(address="127.0.0.1")
+    deadline_s = time.monotonic() + limit_s
+    with ExitStack() as stack:
+        receivers = [
+            stack.enter_context(_rank(host.at, job, rank, len(devices), device))
+            for rank, device in enumerate(devices)
+        ]
+        ends = [_end_of(receiver, deadline_s - time.monotonic()) for receiver in receivers]
+    errors = " | ".join(dict.fromkeys(end.error for end in ends if end.error))
+    refusal = re.search(r"Duplicate GPU.{0,80}", errors)
+    if refusal and len(set(devices)) < len(devices) and not any(end.formed for end in ends):
+        pytest.skip(refusal[0])
+    assert not errors, errors
+
+
+@contextmanager
+def _rank(at: Address, job: Job, rank: int, size: int, device: str) -> Iterator[Connection]:
+    spawned = multiprocessing.get_context("spawn")
+    receiver, sender = spawned.Pipe(duplex=False)
+    process = spawned.Process(target=_run, args=(at, job, rank, size, device, sender), daemon=True)
+    process.start()
+    sender.close()  # the end of the process is then the end of the pipe
+    try:
+        yield receiver
+    finally:
+        process.kill()
+        process.join()
+
+
+def _end_of(receiver: Connection, seconds: float) -> RankEnd:
+    try:
+        if not receiver.poll(max(seconds, 0.0)):
+            return RankEnd(error="a rank did not end in time")
+        end: RankEnd = receiver.recv()
+    except EOFError:
+        return RankEnd(error="a rank's process ended without a report")
+    return end
+
+
+def _run(at: Address, job: Job, rank: int, size: int, device: str, sender: Connection) -> None:
+    formed, error = False, ""
+    over, _, source = device.partition("<-")
+    try:
+        group = build_group(
+            connect_store(at, timeout_s=_JOIN_S),
+            epoch=1,
+            name="check",
+            rank=rank,
+            size=size,
+            timeout_s=TIMEOUT_S if size > 1 else _JOIN_S,
+            join_timeout_s=_JOIN_S,
+            device=over,
+        )
+        formed = True
+        job(group, torch.device(source or over))
+    except Exception as failure:
+        text = f"rank {rank}: {type(failure).__name__} {failure} {failure.__cause__ or ''}"
+        error = " ".join(text.split())[-700:]
+    sender.send(RankEnd(formed=formed, error=error))
+
+
+def exchange(group: ProcessGroup, device: torch.device) -> None:
+    """Checks sum, gather and broadcast of whole numbers, of which the order of sums is irrelevant,
+    and the order of sums with random numbers, for few and for many rows.
+
+    A group on the CPU gets the device's tensors through the host.
+    """
+
+    def content(rank: int) -> Tensor:
+        x = torch.arange(_LENGTH, dtype=torch.float32, device=device) % 1000 * (rank + 1)
+        return x.to(group.device)
+
+    ranks = range(group.size)
+    total = group.all_reduce(content(group.rank))
+    gathered = group.all_gather(content(group.rank))
+    shared = group.broadcast(content(group.rank), source=group.size - 1)
+    group.check()
+    assert torch.equal(total, content(sum(rank + 1 for rank in ranks) - 1)), "another sum"
+    for rank, x in enumerate(gathered):
+        assert torch.equal(x, content(rank)), "another gather"
+    assert torch.equal(shared, content(group.size - 1)), "another broadcast"
+    for num_rows in (16, 1_023):
+        generator = torch.Generator().manual_seed(num_rows)
+        inputs = [torch.randn(num_rows, 193, generator=generator) for _ in ranks]
+        # In place on a CPU.
+        total = group.all_reduce(inputs[group.rank].to(group.device, copy=True)).cpu()
+        assert torch.equal(total, sum_in_rank_order(inputs)), "another order of the sum"
+
+
+def exchange_and_abort(group: ProcessGroup, device: torch.device) -> None:
+    """Checks a group of one, and operations of sums over three or more ranks, from a rank to
+    itself."""
+    exchange(group, device)
+    group.abort()
+    plane = NcclPlane(
+        HashStore(), rank=0, size=1, timeout_s=20.0, join_timeout_s=20.0, device=device
+    )
+    x = torch.arange(1_000.0, device=device).view(1, -1)
+    gathered = plane.all_gather(x, operation="all_gather")
+    swapped = plane.all_to_all(x, operation="all_to_all")
+    torch.cuda.synchronize(device)
+    plane.abort()
+    assert torch.equal(gathered[0], x), "another gather"
+    assert torch.equal(swapped, x), "another exchange"
+
+
+def skip_a_sum(group: ProcessGroup, device: torch.device) -> None:
+    """Lets rank 1 skip a sum: rank 0's kernel is stuck until its deadline aborts it."""
+    if group.rank > 0:
+        time.sleep(3 * TIMEOUT_S)
+        return
+    started_s = time.perf_counter()
+    try:
+        group.all_reduce(torch.ones(_LENGTH, device=device))
+        torch.cuda.synchronize(device)
+        group.check()
+    except PeerLost:
+        assert time.perf_counter() - started_s < 2 * TIMEOUT_S, "aborted after its deadline"
+    else:
+        raise AssertionError("the sum is done without rank 1")
+
+
+def move_pages(group: ProcessGroup, device: torch.device) -> None:
+    """Sends pages on the device from rank 0 to rank 1, which checks each byte."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (_NUM_PAGES, _PAGE_BYTES)
+    content_PB = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device)
+    arrived_PB = torch.zeros_like(content_PB)
+
+    def read(chunk: Chunk) -> Tensor:
+        return content_PB[chunk.first_page : chunk.last_page].view(-1)
+
+    def write(chunk: Chunk, content_B: Tensor) -> None:
+        arrived_PB[chunk.first_page : chunk.last_page] = content_B.to(device).view(-1, _PAGE_BYTES)
+
+    options: dict[str, Any] = {
+        "page_bytes": (_PAGE_BYTES,),
+        "num_pages": _NUM_PAGES,
+        "number": "check",
+        "timeout_s": TIMEOUT_S,
+    }
+    with group.raises_lost_peers():
+        if group.rank == 0:
+            send_pages(group, read, **options)
+            return
+        receive_pages(group, write, **options)
+    assert torch.equal(arrived_PB, content_PB), "another content of pages"
