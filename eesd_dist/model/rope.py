@@ -77,7 +77,7 @@ def interleave_pairs(rows: Tensor, rope: RopeSpec) -> Tensor:
     """
     heads = rows.reshape(-1, rope.head_dim, *rows.shape[1:])
     end = rope.rotary_dim
-    ordered = torch.empty_like(heads)
+    ordered = heads.new_empty(heads.shape)
     ordered[:, 0:end:2] = heads[:, : end // 2]
     ordered[:, 1:end:2] = heads[:, end // 2 : end]
     ordered[:, end:] = heads[:, end:]
@@ -88,7 +88,7 @@ def separate_pairs(rows: Tensor, rope: RopeSpec) -> Tensor:
     """Restores the checkpoint's order: the inverse of `interleave_pairs`."""
     heads = rows.reshape(-1, rope.head_dim, *rows.shape[1:])
     end = rope.rotary_dim
-    ordered = torch.empty_like(heads)
+    ordered = heads.new_empty(heads.shape)
     ordered[:, : end // 2] = heads[:, 0:end:2]
     ordered[:, end // 2 : end] = heads[:, 1:end:2]
     ordered[:, end:] = heads[:, end:]

@@ -242,3 +242,27 @@ def test_a_rank_of_four_never_holds_more_than_its_share_and_a_few_pieces(tmp_pat
     )
     assert report["peak_bytes"] < size / 2
     assert not report["mapped"]
+
+
+_LOADS_TWO_LAYERS = """
+import sys
+import torch
+from pathlib import Path
+from eesd_dist.model.span import LlamaSpan
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.transport.group_handles import SingleGroup
+folder = Path(sys.argv[1])
+LlamaSpan.load(
+    folder, ModelSpec.from_folder(folder), 0, 2, group=SingleGroup(), dtype="float32",
+    numerics="invariant", device=torch.device("cpu"), num_pages=1, page_size=16,
+)
+sys.exit(", ".join({"sympy", "torch._dynamo"} & set(sys.modules)) or None)
+"""
+
+
+def test_sizes_are_counted_without_the_compiler_of_torch(tmp_path: Path) -> None:
+    # Some operations on `meta` import it: a second of CPU in every worker that starts.
+    save_tiny_model(tmp_path)
+    command = [sys.executable, "-c", _LOADS_TWO_LAYERS, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
