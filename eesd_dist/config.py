@@ -243,8 +243,8 @@ class ParallelConfig(Section):
     """Deadline of every wait between ranks; the error names the peer."""
 
     num_threads: PositiveInt = 1
-    """CPU threads of one rank; they change no text. Default of `LLM`, `eesd generate` and `eesd
-    batch` without `--url`: OMP_NUM_THREADS, else all cores."""
+    """CPU threads of one rank; with `numerics: invariant` they change no text. Default of `LLM`,
+    `eesd generate` and `eesd batch` without `--url`: OMP_NUM_THREADS, else all cores."""
 
     @model_validator(mode="after")
     def _fallback_has_room(self) -> Self:
