@@ -32,17 +32,18 @@ from eesd_dist.workers.messages import (
 from eesd_dist.workers.process import prepare_process, process_info, set_log_level
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig, live_config
-from serve_app.pages.state import state_page
 from serve_app.pipeline.agreement import KvCapacity
 from serve_app.pipeline.assembly import Assembly
 from serve_app.pipeline.claim import orphans_of
 from serve_app.pipeline.drain import Drained, Draining
 from serve_app.pipeline.kv_migration import Contacts, KvMigration
 from serve_app.pipeline.relative_speed import SpeedOf
+from serve_app.pipeline.state_page import state_page
 from serve_app.pipeline.supervisor import DEGRADED, Supervisor
 from serve_app.pipeline.timings import timings_of
 from serve_app.pipeline.worker import Worker
-from serve_app.router import beat, find_peer_pipeline, found_again, promotion_of, router_handle
+from serve_app.router.actor import router_handle
+from serve_app.router.calls import beat, find_peer_pipeline, found_again, promotion_of
 
 logger = logging.getLogger(__name__)
 

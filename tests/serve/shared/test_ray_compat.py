@@ -13,6 +13,7 @@ from ray.serve.config import ProxyLocation
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from cluster.ray_compat import (
+    actor_class,
     available_resources,
     is_actor_dead,
     is_serve_running,
@@ -21,7 +22,6 @@ from cluster.ray_compat import (
     replica_actors,
     serve_status,
 )
-from serve_app.actor_classes import actor_class
 from tests.support.running import Running
 
 
