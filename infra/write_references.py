@@ -39,7 +39,7 @@ from serve_app.openai.schema import (
     TokenizeFields,
 )
 from serve_app.openai.schema.unsupported import IGNORED, REFUSED, REFUSED_SOMETIMES
-from serve_app.pipeline.state_page import state_page
+from serve_app.pipeline.interruptions import state_page
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 UNITS = {"_s": "seconds", "_ms": "milliseconds", "_bytes": "bytes", "_gbps": "gigabits per second"}

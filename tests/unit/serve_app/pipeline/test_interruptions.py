@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.pipeline.state_page import state_page
+from serve_app.pipeline.interruptions import state_page
 
 
 def _samples(page: bytes) -> dict[str, float]:
