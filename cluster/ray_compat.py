@@ -69,16 +69,6 @@ def is_actor_dead(actor_id: str) -> bool:
     return bool(actors(actor_id).get("State", "DEAD") == "DEAD")
 
 
-def num_live_actors() -> int:
-    """Returns how many actors there are in any state but dead.
-
-    The state API needs the dashboard.
-    """
-    from ray._private.state import actors
-
-    return sum(actor["State"] != "DEAD" for actor in actors().values())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeType:
     """A kind of node that an autoscaler can start."""

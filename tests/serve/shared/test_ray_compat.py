@@ -17,11 +17,11 @@ from cluster.ray_compat import (
     available_resources,
     is_actor_dead,
     is_serve_running,
-    num_live_actors,
     proxy_actors,
     replica_actors,
     serve_status,
 )
+from tests.endurance.processes import num_live_actors
 from tests.support.running import Running
 
 

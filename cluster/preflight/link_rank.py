@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
-from cluster.preflight.links.checks import Backend, LinkTime
+from cluster.preflight.link_checks import Backend, LinkTime
 from cluster.preflight.probe import read_interfaces
 from eesd_dist.errors import ConfigError
 

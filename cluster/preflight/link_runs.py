@@ -17,8 +17,8 @@ import ray
 
 from cluster.link_figures import Operation
 from cluster.preflight.findings import Finding, error
-from cluster.preflight.links.checks import Backend, LinkLimits, LinkTime, MeasuredLink, check_links
-from cluster.preflight.links.rank import LinkGroup, LinkRank
+from cluster.preflight.link_checks import Backend, LinkLimits, LinkTime, MeasuredLink, check_links
+from cluster.preflight.link_rank import LinkGroup, LinkRank
 from cluster.preflight.nccl_tests import BandwidthReport
 from cluster.preflight.nodes import ClusterNode
 from cluster.preflight.ray_job import Handle, cause_of, collect, start_on
