@@ -94,7 +94,7 @@ def service_on_cluster(engine: EngineConfig, *, address: str) -> Iterator[ActorR
 
     from serve_app.app import build_app
     from serve_app.service.local_ray import connected_ray
-    from serve_app.service.serving import deploy, remove_application
+    from serve_app.service.serve_instance import deploy, remove_application
 
     config = ServiceConfig(
         engine=engine,

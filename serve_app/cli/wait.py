@@ -28,7 +28,7 @@ def wait(
         prepare_for_cluster()
         # Ray reads the environment when it is imported.
         from serve_app.service.local_ray import connected_ray
-        from serve_app.service.serving import failure_of
+        from serve_app.service.serve_instance import failure_of
 
         with connected_ray(address, shows_logs=False):
             wait_until_healthy(

@@ -22,8 +22,7 @@ from eesd_dist.errors import (
     EngineError,
     PeerLost,
 )
-from eesd_dist.workers.crash_report import crash_report, last_words
-from eesd_dist.workers.disk_room import require_room
+from eesd_dist.workers.crash_report import crash_report, last_words, require_room
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
     Lease,

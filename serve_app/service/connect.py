@@ -22,7 +22,7 @@ from serve_app.config import RouterConfig
 from serve_app.pipeline.drain import Drained
 from serve_app.router.actor import find_router
 from serve_app.service.local_ray import connected_ray
-from serve_app.service.ray_errors import reason_of
+from serve_app.service.ray_failures import reason_of
 
 _ANSWER_TIMEOUT_S = 15.0
 _LOAD_TIMEOUT_S = 900.0

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +19,11 @@ import ray
 
 from cluster.ray_compat import job_with_installed_code
 from eesd_dist.errors import ConfigError, EngineError
-from eesd_dist.workers.disk_room import require_room
+from eesd_dist.user_folders import user_folder
+from eesd_dist.workers.crash_report import require_room
 from serve_app.config import ServiceConfig
 from serve_app.service.connection_file import connection_file_for, is_silent
-from serve_app.service.ray_errors import reason_of
+from serve_app.service.ray_failures import reason_of
 from serve_app.service.watchdog import RAY_LOGS, Watchdog, logs_of, ray_folder
 
 _OBJECT_STORE_BYTES = 100 * 2**20
@@ -163,3 +165,34 @@ def _num_cpus(config: ServiceConfig) -> int:
     ) * placement.verify.num_cpus
     num_required = math.ceil(per_pipeline * config.pipelines.max_count)
     return max(os.cpu_count() or 1, num_required)
+
+
+_NUM_KEPT = 10
+
+
+def new_log_folder(parent: Path | None, *, port: int) -> Path:
+    """Creates a folder in `parent`, or in the user's state folder, and deletes the oldest ones. A
+    user without a home folder that can be written has one among the temporary folders.
+
+    Raises ConfigError if it cannot be created.
+    """
+    if parent is None:
+        parent = user_folder("XDG_STATE_HOME", ".local/state", in_temporary="state") / "logs"
+    parent = parent.absolute()
+    folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-port{port}-{os.getpid()}"
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: {error.strerror}: name a folder for the logs with --log-folder"
+        ) from error
+    for old in sorted(filter(_has_ended, parent.glob("*-port*-*")))[:-_NUM_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def _has_ended(folder: Path) -> bool:
+    """Returns whether Ray's logs are in the folder, or gone, rather than still being written."""
+    logs = folder / RAY_LOGS
+    return not (logs.is_symlink() and logs.exists())

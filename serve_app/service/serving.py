@@ -8,9 +8,7 @@ import asyncio
 import logging
 import math
 import os
-import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +19,10 @@ from types import FrameType
 import ray
 from pydantic import SecretStr
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.config import ProxyLocation
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
+from ray.exceptions import RayError
+from ray.serve.schema import ApplicationStatus
 
-from cluster.ray_compat import ServeStatus, is_serve_running, serve_status
+from cluster.ray_compat import is_serve_running
 from eesd_dist.engine.compiled.ahead import is_compiling
 from eesd_dist.errors import ConfigError, EesdError, EngineError
 from eesd_dist.model.checkpoint_folder import require_checkpoint
@@ -38,10 +35,14 @@ from serve_app.pipeline.assembly import require_local_room
 from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.router.actor import find_router, router_handle
 from serve_app.router.calls import pipelines_of
-from serve_app.service.local_ray import connected_ray, local_ray, service_ray
-from serve_app.service.log_folder import new_log_folder
-from serve_app.service.ray_errors import ray_errors_in_a_line, reason_of
-from serve_app.service.ray_watch import RayWatch
+from serve_app.service.local_ray import connected_ray, local_ray, new_log_folder, service_ray
+from serve_app.service.ray_failures import RayWatch, ray_errors_in_a_line
+from serve_app.service.serve_instance import (
+    deploy,
+    remove_application,
+    require_free,
+    start_serve,
+)
 from serve_app.service.start_line import StartLine, shown_of
 from serve_app.service.waiting import ChangedReason
 from serve_app.service.warm_spares import with_default_spares
@@ -50,13 +51,10 @@ logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
-_QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
-_POLL_S = 0.25
 _FLUSH_TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 3.0
 _DRAW_EVERY_S = 0.5
 _MAX_MISSED_LOOKS = 20
-_OURS = re.compile(r"eesd_dist\.errors\.(\w+): (.*)")
 
 
 class Stopping:
@@ -126,7 +124,7 @@ def served(config: ServiceConfig, *, address: str | None) -> Iterator[None]:
     )
     with _hidden_key(config) as api_key, where:
         start_compiling(config.engine)
-        _start_serve(config, updates=False)
+        start_serve(config, updates=False)
         try:
             _bring_up(config, Stopping(), api_key=api_key, line=StartLine(logger.warning))
             yield
@@ -146,13 +144,6 @@ def stop_service(address: str, *, app_name: str, router: RouterConfig) -> None:
             )
         _flush(app_name)
         remove_application(app_name, router)
-
-
-def remove_application(app_name: str, router: RouterConfig) -> None:
-    """Deletes an application and its router; Serve stays."""
-    serve.delete(app_name)
-    with suppress(ValueError):  # no pipeline got as far as starting one
-        ray.kill(ray.get_actor(router.name, namespace=router.namespace))
 
 
 def _serve_locally(
@@ -175,7 +166,7 @@ def _serve_locally(
         line.stage("starting Serve")
         require_local_room(config)
         router_handle(config)  # starts while Serve does, instead of when a pipeline asks for it
-        url = _start_serve(config, updates=False)
+        url = start_serve(config, updates=False)
         watch = _ray_watch(say, patience_s=config.recovery.drain_s)
         try:
             _bring_up(config, stopping, api_key=api_key, line=line)
@@ -209,7 +200,7 @@ def _serve_on_cluster(
         stopping.listen()
         line.stage("starting Serve")
         is_update = config.app_name in serve.status().applications
-        url = _start_serve(config, updates=True)
+        url = start_serve(config, updates=True)
         if is_update:
             say(f"updating {config.app_name}, which runs there: Serve replaces its replicas ...")
         try:
@@ -237,81 +228,7 @@ def _check_early(config: ServiceConfig, *, is_ours: bool) -> None:
         KeyRing(operators_key(api_key.get_secret_value()), file=config.keys_file)
     require_checkpoint(config.engine.model.path)
     if is_ours:  # a cluster's head may be another host, or its Serve may already listen there
-        _require_free(config)
-
-
-def _require_free(config: ServiceConfig) -> None:
-    # As in Serve, which looks up names in IPv4 only.
-    family = socket.AF_INET6 if _is_ipv6(config.host) else socket.AF_INET
-    try:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((config.host, config.port))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {_at(config.host, config.port)}: {error.strerror}; choose another "
-            "with --host or --port"
-        ) from error
-
-
-def _start_serve(config: ServiceConfig, *, updates: bool) -> str:
-    """Starts Serve unless it runs; returns the URL of the service.
-
-    Raises ConfigError when Serve cannot listen there, listens at another address, or has a
-    conflicting application; what already runs stays as it is. With `updates`, this service may run
-    already.
-    """
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    if serve_status() is None:
-        _start_new_serve(config)
-    running = serve_status()
-    assert running is not None, "it has just been started, or was there"
-    require_place(config, running, updates=updates)
-    return _url(config, has_tls=running.has_tls)
-
-
-def _start_new_serve(config: ServiceConfig) -> None:
-    try:
-        serve.start(
-            http_options={"host": config.host, "port": config.port},
-            proxy_location=config.proxy_location,
-            logging_config=_QUIET,
-        )
-    except RayTaskError as error:
-        serve.shutdown()  # or it would keep this address
-        raise ConfigError(
-            f"cannot listen on {_at(config.host, config.port)} of the cluster's head "
-            f"({reason_of(error)}): choose another with --host or --port"
-        ) from error
-
-
-def require_place(config: ServiceConfig, running: ServeStatus, *, updates: bool) -> None:
-    """Raises ConfigError if the running Serve cannot serve this configuration.
-
-    Serve keeps the options that it was first started with, and replaces an application of the same
-    name: only with `updates`, and only one at the same route.
-    """
-    if running.proxy_location == ProxyLocation.Disabled:
-        raise ConfigError(
-            "Serve runs in this cluster without HTTP (proxy_location Disabled): end it with `serve "
-            "shutdown`, and a new one will listen"
-        )
-    if (running.host, running.port) != (config.host, config.port):
-        raise ConfigError(
-            f"Serve runs in this cluster and listens on {_at(running.host, running.port)}, "
-            f"expected {_at(config.host, config.port)}: give --host {running.host} --port "
-            f"{running.port}, or end it and all that it serves with `serve shutdown`"
-        )
-    for name, route in running.route_prefixes.items():
-        is_itself = name == config.app_name
-        if updates and is_itself and route == "/":
-            continue
-        if is_itself or route == "/":
-            raise ConfigError(
-                f"Serve runs in this cluster and has application {name!r} at {route}, expected "
-                f"none at / and none named {config.app_name!r}: stop it first, with `eesd stop` or "
-                "`serve shutdown`"
-            )
+        require_free(config)
 
 
 def _bring_up(
@@ -378,45 +295,6 @@ def _api_key(config: ServiceConfig) -> SecretStr | None:
     environment, and passes it on a command line."""
     key = os.environ.get(config.api_key_env)
     return SecretStr(key) if key else None
-
-
-def deploy(
-    application: serve.Application,
-    *,
-    name: str,
-    route_prefix: str | None,
-    wait: Callable[[float], bool],
-    while_deploying: Callable[[], None] = lambda: None,
-) -> None:
-    """Deploys an application; returns when it runs, or when `wait` (seconds) returns True.
-    `while_deploying` is called now and then until then.
-
-    Raises the project's error that kept it from running, as ConfigError or EngineError.
-    """
-    serve.run_many(
-        [
-            serve.RunTarget(
-                target=application, name=name, route_prefix=route_prefix, logging_config=_QUIET
-            )
-        ],
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
-    while not wait(_POLL_S):
-        status = serve.status().applications.get(name)
-        if status is None or status.status == ApplicationStatus.DEPLOYING:
-            while_deploying()
-            continue
-        if status.status == ApplicationStatus.RUNNING:
-            return
-        raise _failure(status)
-
-
-def failure_of(app_name: str) -> EesdError | None:
-    """Returns why Serve has given an application up; None while it has not."""
-    status = serve.status().applications.get(app_name) if is_serve_running() else None
-    failed = status is not None and status.status == ApplicationStatus.DEPLOY_FAILED
-    return _failure(status) if status is not None and failed else None
 
 
 def _ray_watch(say: Say, *, patience_s: float = math.inf) -> RayWatch:
@@ -500,33 +378,8 @@ def _flush(app_name: str) -> None:
             logger.warning("not flushed: deployment=%s error=%r", deployment, error)
 
 
-def _failure(status: ApplicationStatusOverview) -> EesdError:
-    """Returns the reason: the last error of this project in the traceback that Serve reports."""
-    message = "\n".join([status.message, *(d.message for d in status.deployments.values())])
-    errors = _OURS.findall(message)
-    if errors:
-        kind, text = errors[-1]
-        return (
-            ConfigError(text) if kind in ("ConfigError", "CheckpointError") else EngineError(text)
-        )
-    lines = [line for line in message.strip().splitlines() if line.strip()]
-    return EngineError(f"the service could not be started: {lines[-1] if lines else 'no reason'}")
-
-
 def _several(count: int, stage: str) -> list[str]:
     return [f"{count} {stage} rank{'s' if count > 1 else ''}"] if count else []
-
-
-def _is_ipv6(host: str) -> bool:
-    return ":" in host
-
-
-def _at(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if _is_ipv6(host) else f"{host}:{port}"
-
-
-def _url(config: ServiceConfig, *, has_tls: bool = False) -> str:
-    return f"http{'s' if has_tls else ''}://{_at(config.host, config.port)}"
 
 
 def _stop_command(config: ServiceConfig, address: str) -> str:

@@ -13,14 +13,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from psutil import STATUS_ZOMBIE, NoSuchProcess, Process, process_iter
 from psutil import Error as PsutilError
-from psutil import Process, process_iter
 
 from serve_app.service.connection_file import remove
-from serve_app.service.processes import end, running_after
 
 RAY_LOGS = "ray"
 """Within the log folder: a link to Ray's logs while Ray runs, and then these logs."""
@@ -29,6 +29,30 @@ _DRIVER_LOG = "python-core-driver-"
 _SETTLE_S = 5.0
 _KILL_S = 15.0
 _POLL_S = 0.1
+_LOOK_S = 0.05
+
+
+def running_after(processes: Iterable[Process], *, wait_s: float) -> set[Process]:
+    """Returns those that still run when the time is up. A pid that another process has been given
+    since is not counted."""
+    deadline = time.monotonic() + wait_s
+    left = set(filter(_is_running, processes))
+    while left and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        left = set(filter(_is_running, left))
+    return left
+
+
+def end(processes: Iterable[Process]) -> None:
+    for process in processes:
+        with suppress(NoSuchProcess):
+            process.kill()
+
+
+def _is_running(process: Process) -> bool:
+    with suppress(NoSuchProcess):
+        return bool(process.is_running() and process.status() != STATUS_ZOMBIE)
+    return False
 
 
 class Watchdog:

@@ -20,7 +20,7 @@ import ray
 from psutil import Process
 
 from serve_app.service.local_ray import _LONGEST_FOLDER
-from serve_app.service.processes import running_after
+from serve_app.service.watchdog import running_after
 from tests.support.running import descendants, free_port
 from tests.support.served import command, wait_for_line
 from tests.support.shadows import write_shadows

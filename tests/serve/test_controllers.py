@@ -29,7 +29,7 @@ from serve_app.config import service_config
 from serve_app.pipeline.deployment import PipelineState
 from serve_app.service.connect import ServiceConnection, service_connection
 from serve_app.service.promotion import promote
-from serve_app.service.serving import deploy
+from serve_app.service.serve_instance import deploy
 from tests.support.drafters import EXIT_LAYER, save_head, save_target
 from tests.support.running import Running, until
 from tests.support.tiny_tokenizer import write_byte_level

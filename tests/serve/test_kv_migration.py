@@ -22,7 +22,7 @@ from serve_app.pipeline.deployment import PipelineState
 from serve_app.pipeline.drain import Drained
 from serve_app.pipeline.kv_migration import Contacts, MigrationReport, migrate
 from serve_app.service.connect import ServiceConnection
-from serve_app.service.serving import deploy
+from serve_app.service.serve_instance import deploy
 
 NAME = "handed"
 PAGE = 16

@@ -26,7 +26,7 @@ from eesd_dist.errors import (
 from eesd_dist.routing.directory import Promotion, RankLoad, StartReport
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import LoadProgress
-from eesd_dist.workers.disk_room import require_room
+from eesd_dist.workers.crash_report import require_room
 from eesd_dist.workers.messages import Epoch, Lease, LoadedRank
 from eesd_dist.workers.roles import DraftLeader, RankWorker
 from serve_app.pipeline.placement import placement_groups

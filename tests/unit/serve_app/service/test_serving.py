@@ -14,7 +14,7 @@ from cluster.ray_compat import ServeStatus
 from eesd_dist.errors import ConfigError
 from serve_app.config import BUNDLED_MODEL, ServiceConfig, require_key, service_config
 from serve_app.service import serving
-from serve_app.service.serving import require_place
+from serve_app.service.serve_instance import require_place, url_of
 from serve_app.service.start_line import StartLine
 
 
@@ -143,7 +143,7 @@ def test_the_welcome_has_an_address_and_a_request_that_work() -> None:
 
 
 def _welcome(config: ServiceConfig, *, has_key: bool) -> str:
-    url, end = serving._url(config), "Ctrl-C stops them"
+    url, end = url_of(config), "Ctrl-C stops them"
     return serving._welcome(config, where=url, url=url, has_key=has_key, began_s=0.0, end=end)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from eesd_dist.errors import EngineError
-from serve_app.service.ray_watch import RayWatch
+from serve_app.service.ray_failures import RayWatch
 from tests.support.running import free_port
 
 

@@ -1,4 +1,4 @@
-"""Notices that the Ray under a service has ended.
+"""Ray's errors in one line, without their tracebacks, and a Ray that ends under a service.
 
 Without its raylet a node's workers exit within seconds; without the head's GCS every process of Ray
 exits after a minute (`RAY_gcs_rpc_server_reconnect_timeout_s`), unless it returns. Calls of a
@@ -6,11 +6,42 @@ driver then wait for ever, or end its process with an error of Ray's own: so a s
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from cluster.ray_compat import dead_ray_processes
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import EesdError, EngineError
 from serve_app.service.connection_file import is_silent
+
+_MAX_CHARS = 400
+_TRACEBACK = "Traceback (most recent call last)"
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns what the error says; of a traceback, the exception at its end."""
+    cause = getattr(error, "cause", None)
+    text = str(cause if isinstance(cause, BaseException) else error).strip()
+    if _TRACEBACK in text:
+        text = text.splitlines()[-1]
+    words = " ".join(text.split()) or type(error).__name__
+    return words if len(words) <= _MAX_CHARS else f"{words[:_MAX_CHARS]} ..."
+
+
+@contextmanager
+def ray_errors_in_a_line() -> Iterator[None]:
+    """Within the block an error of Ray becomes an EngineError, or the project's own error that
+    caused it."""
+    try:
+        yield
+    except (RayError, RayServeException) as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, EesdError):
+            raise cause from error
+        raise EngineError(f"Ray: {reason_of(error)}") from error
+
 
 _PATIENCE_S = 45.0
 """Less than the minute after which Ray ends this process."""
