@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 """Environment variable of nodes with an HTTP proxy: a function that each proxy calls when it starts
 and that returns middlewares. They run before Serve reads the headers."""
+
+
+@cache
+def actor_class(of: type[Any]) -> Any:
+    """Returns Ray's actor class of a plain class, one of each in a process.
+
+    Ray keeps every class that `ray.remote` returns: in its head, and with the signatures of all
+    methods in every process that gets a handle to an actor of it. A class for each replaced worker
+    would make the router and the ingresses grow for as long as they live.
+    """
+    import ray
+
+    return ray.remote(of)
 
 
 def job_with_installed_code() -> "JobConfig":
@@ -53,16 +67,6 @@ def is_actor_dead(actor_id: str) -> bool:
     from ray._private.state import actors
 
     return bool(actors(actor_id).get("State", "DEAD") == "DEAD")
-
-
-def num_live_actors() -> int:
-    """Returns how many actors there are in any state but dead.
-
-    The state API needs the dashboard.
-    """
-    from ray._private.state import actors
-
-    return sum(actor["State"] != "DEAD" for actor in actors().values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,10 @@ from eesd_dist.parameters import Fields
 from eesd_dist.telemetry.metrics import ServiceMetrics
 from serve_app.config import LiveConfig, ServiceConfig
 from serve_app.ingress.load_balancing import Counts
+from serve_app.ingress.metrics_page import belief_page
 from serve_app.ingress.operator_api import Operated, operator_router
-from serve_app.keys import ApiKey
 from serve_app.openai.errors import TABLE
+from serve_app.openai.keys import ApiKey
 from serve_app.openai.middleware.http_metrics import HttpMetrics
 from serve_app.openai.openapi import describe_truly
 from serve_app.openai.schema import (
@@ -38,8 +39,7 @@ from serve_app.openai.schema import (
     TokenizeFields,
 )
 from serve_app.openai.schema.unsupported import IGNORED, REFUSED, REFUSED_SOMETIMES
-from serve_app.pages.beliefs import belief_page
-from serve_app.pages.state import state_page
+from serve_app.pipeline.interruptions import state_page
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 UNITS = {"_s": "seconds", "_ms": "milliseconds", "_bytes": "bytes", "_gbps": "gigabits per second"}

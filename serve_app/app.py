@@ -93,7 +93,7 @@ def _how_many(config: ServiceConfig) -> dict[str, object]:
             "downscale_delay_s": 0.0,
             "downscale_to_zero_delay_s": 0.0,
             "policy": {
-                "policy_function": "serve_app.autoscaling:FleetPolicy",
+                "policy_function": "serve_app.service.autoscaling:FleetPolicy",
                 "policy_kwargs": {
                     "app": config.app_name,
                     "router": config.router.name,

@@ -1,6 +1,5 @@
 """Inputs of a simulation of a fleet. Imports nothing heavy: the options have defaults here."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -69,16 +68,3 @@ class FleetSetting:
             seconds = getattr(self, name)
             if not (isfinite(seconds) and seconds >= 0.0):
                 raise ConfigError(f"{name} is {seconds:g}: expected a time, 0 or more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedLoad:
-    """Clients that each start their next request when the one before is over, as a benchmark's."""
-
-    steps: Sequence[tuple[float, int]]
-    """Start times and numbers of clients from then on, in the order of time."""
-    lengths: Sequence[int]
-    """Tokens of the answers, in turns."""
-    num_prompt_tokens: int
-    ends_s: float
-    """Time at which the last clients end their texts, and the run is over."""

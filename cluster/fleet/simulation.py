@@ -17,28 +17,9 @@ import simpy
 from cluster.fleet.arrivals import Arrival
 from cluster.fleet.outcome import Change, Outcome
 from cluster.fleet.pipeline import Job, SimulatedPipeline
-from cluster.fleet.setting import ClosedLoad, FleetSetting
+from cluster.fleet.setting import FleetSetting
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.routing.fleet.departure import Fleet
-
-
-@dataclass(slots=True, kw_only=True)
-class _Clients:
-    """The clients of a closed load."""
-
-    load: ClosedLoad
-    target: int = 0
-    _number: int = 0
-
-    def next(self, *, time_s: float) -> Arrival:
-        """Returns the next request."""
-        lengths = self.load.lengths
-        self._number += 1
-        return Arrival(
-            at_s=time_s,
-            num_prompt_tokens=self.load.num_prompt_tokens,
-            num_tokens=lengths[(self._number - 1) % len(lengths)],
-        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,10 +36,7 @@ class _Node:
 class FleetSimulation:
     """A run of the simulation."""
 
-    def __init__(
-        self, setting: FleetSetting, load: Iterable[Arrival] | ClosedLoad, *, seed: int
-    ) -> None:
-        self._clients: _Clients | None = None
+    def __init__(self, setting: FleetSetting, load: Iterable[Arrival], *, seed: int) -> None:
         self._setting = setting
         self._load = load
         self._rng = Random(seed)
@@ -76,9 +54,7 @@ class FleetSimulation:
         """Runs until every request of the load is over, or its patience; returns what was seen."""
         for _ in range(self._setting.initial):
             self._add(is_ready=True)
-        load = self._load
-        arriving = self._keep_clients(load) if isinstance(load, ClosedLoad) else self._arrive(load)
-        self._env.process(arriving)
+        self._env.process(self._arrive())
         looking = self._env.process(self._look())
         self._env.run(until=looking)
         for node in self._nodes:
@@ -87,19 +63,10 @@ class FleetSimulation:
         self.outcome.lasted_s = self._env.now
         return self.outcome
 
-    def _arrive(self, load: Iterable[Arrival]) -> Generator[simpy.Event, Any, None]:
-        for arrival in load:
+    def _arrive(self) -> Generator[simpy.Event, Any, None]:
+        for arrival in self._load:
             yield self._env.timeout(max(arrival.at_s - self._env.now, 0.0))
             self._take(arrival)
-        self._load_over_s = self._env.now
-
-    def _keep_clients(self, load: ClosedLoad) -> Generator[simpy.Event, Any, None]:
-        self._clients = clients = _Clients(load=load)
-        for at_s, number in (*load.steps, (load.ends_s, 0)):
-            yield self._env.timeout(max(at_s - self._env.now, 0.0))
-            clients.target = number
-            while self._num_live < number:
-                self._take(clients.next(time_s=self._env.now))
         self._load_over_s = self._env.now
 
     def _take(self, arrival: Arrival) -> None:
@@ -134,8 +101,6 @@ class FleetSimulation:
         self.outcome.first_token_s.append(job.first_token_s - job.arrival.at_s)
         self.outcome.sojourn_s.append(self._env.now - job.arrival.at_s)
         self.outcome.num_moves += job.num_moves
-        if self._clients is not None and self._num_live < self._clients.target:
-            self._take(self._clients.next(time_s=self._env.now))
 
     def _account(self) -> None:
         self.outcome.note_live(self._num_live, time_s=self._env.now)

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from cluster.deployment_files import Deployment, StageNeeds
-from cluster.preflight.clock import ClockOffset
 from cluster.preflight.findings import Finding, error, warning
 from cluster.preflight.nodes import ClusterNode
-from cluster.preflight.probe import Interface, NodeFacts
-from cluster.preflight.weights import DIGITS, WeightsFacts
+from cluster.preflight.probe import DIGITS, ClockOffset, Interface, NodeFacts, WeightsFacts
 
 T = TypeVar("T")
 

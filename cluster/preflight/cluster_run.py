@@ -9,15 +9,15 @@ from cluster.deployment_files import Deployment, StageNeeds
 from cluster.ports import ClusterPorts
 from cluster.preflight import cluster_checks, port_checks
 from cluster.preflight.findings import Finding
-from cluster.preflight.links.checks import LinkLimits, MeasuredLink
-from cluster.preflight.links.runs import LinkSettings, measure_cluster
+from cluster.preflight.link_checks import LinkLimits, MeasuredLink
+from cluster.preflight.link_runs import LinkSettings, measure_cluster
 from cluster.preflight.node_agent import NodeAgent
 from cluster.preflight.node_checks import check_node
 from cluster.preflight.nodes import ClusterNode
+from cluster.preflight.options import Requirements
 from cluster.preflight.probe import Interface, NodeFacts
 from cluster.preflight.ray_job import Handle, collect, connected, gcs_port_of_cluster, start_on
 from cluster.preflight.report import Report, node_checks
-from cluster.preflight.requirements import Requirements
 
 _AGENT_CALLS = 4
 """Calls that an agent runs at the same time: it answers other agents while it measures."""

@@ -8,13 +8,11 @@ from typer import echo
 
 from cluster.deployment_files import Deployment, load_deployment
 from cluster.preflight.cluster_checks import check_weights
-from cluster.preflight.links.checks import LinkLimits
+from cluster.preflight.link_checks import LinkLimits
 from cluster.preflight.node_checks import check_node
-from cluster.preflight.options import PreflightOptions
-from cluster.preflight.probe import probe_node
+from cluster.preflight.options import PreflightOptions, Requirements
+from cluster.preflight.probe import probe_node, read_weights
 from cluster.preflight.report import Report, node_checks, print_report
-from cluster.preflight.requirements import Requirements
-from cluster.preflight.weights import read_weights
 
 
 def main(options: PreflightOptions) -> int:
@@ -60,7 +58,7 @@ def _this_node(options: PreflightOptions, deployment: Deployment | None) -> Repo
 def _all_nodes(options: PreflightOptions, address: str, deployment: Deployment | None) -> Report:
     # Ray is imported where a cluster is checked.
     from cluster.preflight.cluster_run import ClusterRequest, check_cluster
-    from cluster.preflight.links.runs import LinkSettings
+    from cluster.preflight.link_runs import LinkSettings
 
     model, head = _weights(options, deployment)
     links = LinkSettings(

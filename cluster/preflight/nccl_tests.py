@@ -10,11 +10,11 @@ comments name the special cases.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eesd_dist.errors import ConfigError, EngineError
+from eesd_dist.errors import EngineError
 
 
 class NcclTestsError(EngineError):
@@ -85,17 +85,6 @@ class BandwidthReport:
             and not self.failures
             and not self.separate_runs
         )
-
-    def best_busbw_gbps(self) -> float:
-        """Returns the largest bus bandwidth at any size."""
-        return max((t.busbw_gbps for row in self.rows for t in _timings(row)), default=0.0)
-
-    def latency_us(self, *, size_bytes: int) -> float:
-        """Returns the out-of-place time at the smallest measured size of at least `size_bytes`."""
-        fitting = [row for row in self.rows if row.size_bytes >= size_bytes]
-        if not fitting:
-            raise ConfigError(f"no row of {size_bytes} bytes or more: raise the largest size (-e)")
-        return min(fitting, key=lambda row: row.size_bytes).out_of_place.time_us
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -254,7 +243,3 @@ def _timing_of(entry: dict[str, Any]) -> Timing:
         busbw_gbps=float(entry["bus_bw"]),
         num_wrong=None if wrong in (None, "N/A") else int(float(wrong)),
     )
-
-
-def _timings(row: BandwidthRow) -> Iterable[Timing]:
-    return (row.out_of_place,) if row.in_place is None else (row.out_of_place, row.in_place)

@@ -10,13 +10,18 @@ import ray
 
 from cluster.link_figures import Operation
 from cluster.ports import ClusterPorts
-from cluster.preflight.clock import ClockOffset, measure_offset
 from cluster.preflight.nccl_command import NcclTestsCommand, find_binaries, run_nccl_tests
 from cluster.preflight.nccl_tests import BandwidthReport
 from cluster.preflight.port_checks import OpenedPorts
 from cluster.preflight.port_probe import Listeners, Target, Unreachable, connect_all
-from cluster.preflight.probe import NodeFacts, probe_node
-from cluster.preflight.weights import WeightsFacts, read_weights
+from cluster.preflight.probe import (
+    ClockOffset,
+    NodeFacts,
+    WeightsFacts,
+    measure_offset,
+    probe_node,
+    read_weights,
+)
 
 _CLOCK_TIMEOUT_S = 10.0
 

@@ -7,8 +7,8 @@ import ipaddress
 from collections.abc import Iterator, Mapping
 
 from cluster.preflight.findings import Finding, error, errors_first, warning
+from cluster.preflight.options import Requirements
 from cluster.preflight.probe import NodeFacts
-from cluster.preflight.requirements import Requirements
 
 MIN_PYTHON = (3, 11)
 

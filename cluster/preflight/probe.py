@@ -1,7 +1,13 @@
-"""Facts about this machine: processors, memory, limits, versions, interfaces, environment.
+"""Facts about this machine: processors, memory, limits, versions, interfaces, environment, the
+weights in a model's folder, and its clock.
 
 This module only reads; the checks evaluate. A fact that may be missing on a healthy machine is
-empty or zero rather than an error.
+empty or zero rather than an error. Torch is imported where weights are read: the driver uses the
+result alone.
+
+Clocks differ by what is measured over a connection with an unknown delay (D. Mills, RFC 5905
+section 8): the other clock is read between two readings of ours, and is compared with their middle;
+the error is at most half of the time between them. Of several readings the quickest is used.
 """
 
 import os
@@ -10,12 +16,14 @@ import resource
 import shutil
 import socket
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
+from eesd_dist.errors import EesdError, os_error_text
 from eesd_dist.provenance import read_hardware
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -150,3 +158,89 @@ def _has_ray_token() -> bool:
         return True
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE)
     return path.expanduser().is_file()
+
+
+DIGITS = 12
+"""Digits of a digest in a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsFacts:
+    """A model's folder on one node."""
+
+    folder: str
+    digest: str | None
+    """None if it cannot be read."""
+    problem: str | None
+    """Reason why it cannot be read; None if it can."""
+
+
+def read_weights(model: Path, *, head: Path | None = None) -> WeightsFacts:
+    """Digests config and safetensors files by sampled blocks, and the exit head as a whole."""
+    from eesd_dist.model.heads.head_config import head_digest
+    from eesd_dist.model.weights import weights_digest
+
+    folder = model.expanduser()
+    try:
+        problem = _missing(folder)
+        if problem is not None:
+            return WeightsFacts(folder=str(folder), digest=None, problem=problem)
+        digest = weights_digest(folder)
+        if head is not None:
+            folder = head.expanduser()
+            if not folder.is_dir():
+                missing = "there is no such folder of an exit head"
+                return WeightsFacts(folder=str(folder), digest=None, problem=missing)
+            digest += head_digest(folder)
+    except OSError as error:
+        return WeightsFacts(folder=str(folder), digest=None, problem=os_error_text(error))
+    except EesdError as error:
+        return WeightsFacts(folder=str(folder), digest=None, problem=str(error))
+    return WeightsFacts(folder=str(folder), digest=digest, problem=None)
+
+
+def _missing(folder: Path) -> str | None:
+    if not folder.is_dir():
+        return "there is no such folder"
+    if not (folder / "config.json").is_file():
+        return "it has no config.json"
+    if not any(folder.glob("*.safetensors")):
+        return "it has no *.safetensors file"
+    return None
+
+
+NUM_READINGS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """Seconds that our clock is ahead of the other; negative if it is behind."""
+
+    offset_s: float
+    uncertainty_s: float
+
+    @property
+    def least_s(self) -> float:
+        """The smallest difference that the readings allow."""
+        return max(0.0, abs(self.offset_s) - self.uncertainty_s)
+
+
+def measure_offset(
+    read_other: Callable[[], float],
+    *,
+    read_ours: Callable[[], float],
+    num_readings: int = NUM_READINGS,
+) -> ClockOffset:
+    """Both functions return seconds since the epoch. Raises what `read_other` raises."""
+    return _quickest(_reading(read_other, read_ours) for _ in range(num_readings))
+
+
+def _reading(read_other: Callable[[], float], read_ours: Callable[[], float]) -> ClockOffset:
+    before = read_ours()
+    other = read_other()
+    after = read_ours()
+    return ClockOffset(offset_s=(before + after) / 2 - other, uncertainty_s=abs(after - before) / 2)
+
+
+def _quickest(readings: Iterable[ClockOffset]) -> ClockOffset:
+    return min(readings, key=lambda reading: reading.uncertainty_s)

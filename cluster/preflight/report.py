@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.link_figures import write_links
 from cluster.preflight.findings import Finding, Severity, errors_first, has_errors
-from cluster.preflight.links.checks import LinkTime, MeasuredLink, figures_of
+from cluster.preflight.link_checks import LinkTime, MeasuredLink, figures_of
 from cluster.preflight.probe import NodeFacts
 
 if TYPE_CHECKING:

@@ -45,9 +45,10 @@ from torch.distributed.distributed_c10d import Store
 from eesd_dist.errors import EngineError
 from eesd_dist.transport.authentication.connection_filter import (
     LISTENING,
+    ListenerGuard,
     Listeners,
+    guard_listener,
 )
-from eesd_dist.transport.authentication.listener_guard import ListenerGuard, guard_listener
 from eesd_dist.transport.authentication.refused import RefusedConnections
 
 NO_DEADLINE = timedelta(days=3650)

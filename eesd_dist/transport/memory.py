@@ -1,18 +1,26 @@
-"""Both ends of the verify channel in one process: the same order and errors, no sockets.
+"""Verify channels in one process, and between two processes on one GPU.
 
 `MemoryChannel` calls the verifier in the thread that waits for the reply: nothing runs
-concurrently, so a test repeats exactly. `memory_pair` connects two threads of one process.
-Neither copies: hidden states belong to the channel from `send` until their reply.
+concurrently, so a test repeats exactly. Nothing is copied: hidden states belong to the channel from
+`send` until their reply.
+
+NCCL needs one GPU per rank, so stages on one GPU exchange tensors through host memory: the
+receiving end gets them on the CPU and moves them to the device of its weights.
 """
 
-import queue
 from collections import deque
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from eesd_dist.errors import EngineError, PeerLost, WireError
-from eesd_dist.transport.contracts import RoundHeader, VerifyReply
+from eesd_dist.errors import EngineError, WireError
+from eesd_dist.transport.contracts import (
+    RoundHeader,
+    RoundSource,
+    VerifyChannel,
+    VerifyReply,
+)
 
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
@@ -39,9 +47,12 @@ class MemoryChannel:
     def send(
         self, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None = None
     ) -> int:
-        _refuse_if_closed(self._closed, peer=self._peer, round_id=header.round_id)
+        if self._closed:
+            raise EngineError(
+                f"the channel to {self._peer} is closed: round {header.round_id} cannot be sent"
+            )
         self._outstanding.append((header, hidden_TD, draft_probs_KV))
-        return _size_bytes(hidden_TD, draft_probs_KV)
+        return hidden_TD.nbytes + (0 if draft_probs_KV is None else draft_probs_KV.nbytes)
 
     def receive(self) -> VerifyReply:
         if not self._outstanding:
@@ -56,100 +67,49 @@ class MemoryChannel:
         self._outstanding.clear()
 
 
-class PairedChannel:
-    """The draft thread's end of `memory_pair`."""
-
-    def __init__(
-        self,
-        rounds: "queue.SimpleQueue[Round | None]",
-        replies: "queue.SimpleQueue[VerifyReply]",
-        *,
-        timeout_s: float,
-        peer: str,
-    ) -> None:
-        self._rounds = rounds
-        self._replies = replies
-        self._timeout_s = timeout_s
-        self._peer = peer
-        self._outstanding: deque[int] = deque()
-        self._closed = False
-
-    @property
-    def peer(self) -> str:
-        return self._peer
-
-    def send(
-        self, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None = None
-    ) -> int:
-        _refuse_if_closed(self._closed, peer=self._peer, round_id=header.round_id)
-        self._outstanding.append(header.round_id)
-        self._rounds.put((header, hidden_TD, draft_probs_KV))
-        return _size_bytes(hidden_TD, draft_probs_KV)
-
-    def receive(self) -> VerifyReply:
-        if not self._outstanding:
-            raise EngineError(f"no round is outstanding at {self._peer}: send one before receiving")
-        round_id = self._outstanding.popleft()
-        try:
-            reply = self._replies.get(timeout=self._timeout_s)
-        except queue.Empty:
-            raise PeerLost(
-                peer=self._peer,
-                operation=f"round {round_id}",
-                reason=f"no reply within {self._timeout_s:g} s",
-            ) from None
-        expect_round(reply, round_id)
-        return reply
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._rounds.put(None)
-
-
-class PairedSource:
-    """The verify thread's end of `memory_pair`. Waits for a round until the channel is closed."""
-
-    def __init__(
-        self,
-        rounds: "queue.SimpleQueue[Round | None]",
-        replies: "queue.SimpleQueue[VerifyReply]",
-    ) -> None:
-        self._rounds = rounds
-        self._replies = replies
-        self._closed = False
-
-    def next_round(self) -> Round | None:
-        if self._closed:
-            return None
-        received = self._rounds.get()
-        self._closed = received is None
-        return received
-
-    def reply(self, reply: VerifyReply) -> None:
-        self._replies.put(reply)
-
-
-def memory_pair(
-    *, timeout_s: float, peer: str = "verifier thread"
-) -> tuple[PairedChannel, PairedSource]:
-    """Returns two ends connected by queues, one for each of two threads."""
-    rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
-    replies: queue.SimpleQueue[VerifyReply] = queue.SimpleQueue()
-    channel = PairedChannel(rounds, replies, timeout_s=timeout_s, peer=peer)
-    return channel, PairedSource(rounds, replies)
-
-
 def expect_round(reply: VerifyReply, round_id: int) -> None:
     """Raises WireError unless this is the reply to that round: replies come in round order."""
     if reply.round_id != round_id:
         raise WireError(f"found the reply to round {reply.round_id}, expected round {round_id}")
 
 
-def _refuse_if_closed(closed: bool, *, peer: str, round_id: int) -> None:
-    if closed:
-        raise EngineError(f"the channel to {peer} is closed: round {round_id} cannot be sent")
+class ThroughHost:
+    """A `VerifyChannel` that copies tensors to the CPU for the channel below it."""
+
+    def __init__(self, channel: VerifyChannel) -> None:
+        self._channel = channel
+
+    @property
+    def peer(self) -> str:
+        return self._channel.peer
+
+    def send(
+        self, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None = None
+    ) -> int:
+        probs_KV = None if draft_probs_KV is None else draft_probs_KV.cpu()
+        return self._channel.send(header, hidden_TD.cpu(), probs_KV)
+
+    def receive(self) -> VerifyReply:
+        return self._channel.receive()
+
+    def close(self) -> None:
+        self._channel.close()
 
 
-def _size_bytes(hidden_TD: Tensor, draft_probs_KV: Tensor | None) -> int:
-    return hidden_TD.nbytes + (0 if draft_probs_KV is None else draft_probs_KV.nbytes)
+class OntoDevice:
+    """A `RoundSource` that moves rows from the host to a GPU."""
+
+    def __init__(self, source: RoundSource, device: torch.device) -> None:
+        self._source = source
+        self._device = device
+
+    def next_round(self) -> tuple[RoundHeader, Tensor, Tensor | None] | None:
+        received = self._source.next_round()
+        if received is None:
+            return None
+        header, hidden_TD, draft_probs_KV = received
+        probs_KV = None if draft_probs_KV is None else draft_probs_KV.to(self._device)
+        return header, hidden_TD.to(self._device), probs_KV
+
+    def reply(self, reply: VerifyReply) -> None:
+        self._source.reply(reply)

@@ -2,22 +2,22 @@
 
 Sums are taken in rank order and rounded once, as in a `ProcessGroup`, so that ranks in threads and
 ranks in processes compute the same bits, on any device. Every wait has a deadline, and its error
-names the ranks that did not take part. Used by `eesd_dist.bench.fuzz` and by tests.
+names the ranks that did not take part. The commands of a draft stage go through queues: a follower
+waits for one as long as the stream is open, or as long as a test says. Used by
+`eesd_dist.bench.fuzz` and by tests.
 """
 
+import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from eesd_dist.errors import PeerLost, WireError
+from eesd_dist.transport.commands import Command
 from eesd_dist.transport.counts import GroupCounts, Tally
 from eesd_dist.transport.rank_sums import sum_in_rank_order
-
-Result = TypeVar("Result")
 
 DEFAULT_TIMEOUT_S = 20.0
 
@@ -153,27 +153,50 @@ def thread_group(
     return [ThreadGroup(rank=rank, meeting=meeting) for rank in range(size)]
 
 
-def on_ranks(
-    num_ranks: int,
-    work: Callable[[ThreadGroup], Result],
-    *,
-    name: str = "thread",
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> list[Result]:
-    """Runs `work` on each rank and returns the results in rank order. When a rank fails, the group
-    is aborted and that rank's error is raised, not the PeerLost of the other ranks."""
+CommandQueue = queue.SimpleQueue[Command | None]
 
-    def guarded(group: ThreadGroup) -> Result:
+
+class ThreadCommandSink:
+    """Sends commands to followers that are threads of this process."""
+
+    def __init__(self, queues: Sequence[CommandQueue]) -> None:
+        self._queues = tuple(queues)
+
+    def join(self, queues: Sequence[CommandQueue]) -> None:
+        """Switches to the next epoch's followers, as many as before."""
+        assert len(queues) == len(self._queues), "a stage keeps its number of ranks"
+        self._queues = tuple(queues)
+
+    def announce(self, command: Command) -> None:
+        for waiting in self._queues:
+            waiting.put(command)
+
+    def check(self) -> None:
+        return
+
+    def close(self) -> None:
+        for waiting in self._queues:
+            waiting.put(None)
+
+
+class ThreadCommandSource:
+    """A follower's end."""
+
+    def __init__(self, commands: CommandQueue, *, timeout_s: float | None = None) -> None:
+        """`timeout_s` None: waits as long as the stream is open."""
+        self._commands = commands
+        self._timeout_s = timeout_s
+
+    def next_command(self) -> Command | None:
         try:
-            return work(group)
-        except BaseException as error:
-            group.abort(f"rank {group.rank} failed: {error}")
-            raise
+            return self._commands.get(timeout=self._timeout_s)
+        except queue.Empty:
+            reason = f"no command within {self._timeout_s:g} s"
+            raise PeerLost(
+                peer="the leading thread", operation="waiting for a command", reason=reason
+            ) from None
 
-    groups = thread_group(num_ranks, name=name, timeout_s=timeout_s)
-    with ThreadPoolExecutor(num_ranks) as pool:
-        ranks = [pool.submit(guarded, group) for group in groups]
-        errors = [error for rank in ranks if (error := rank.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
-            raise error
-        return [rank.result() for rank in ranks]
+
+def command_queues(num_followers: int) -> list[CommandQueue]:
+    """Returns one queue for each follower."""
+    return [queue.SimpleQueue() for _ in range(num_followers)]

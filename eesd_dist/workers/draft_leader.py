@@ -40,7 +40,7 @@ from eesd_dist.transport.command_stream import DistCommandSink
 from eesd_dist.transport.contracts import VerifyChannel
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup, UnconnectedGroup
-from eesd_dist.transport.through_host import ThroughHost
+from eesd_dist.transport.memory import ThroughHost
 from eesd_dist.types import RecorderCounts, Request, RequestId
 from eesd_dist.workers.epochs.epoch_groups import (
     EpochGroups,

@@ -29,7 +29,7 @@ from eesd_dist.errors import (
 from eesd_dist.schedule.page_leases import PageLease, PageReservation
 from eesd_dist.telemetry.span_records import SpanRecord
 from eesd_dist.types import Request, RequestId, RoundStats
-from eesd_dist.workers.epochs.round_loop import RoundLoop
+from eesd_dist.workers.epochs.loop import RoundLoop
 from eesd_dist.workers.messages import (
     Address,
     ControlReport,

@@ -14,7 +14,7 @@ from eesd_dist.transport.channel import DistRoundSource
 from eesd_dist.transport.contracts import RoundHeader, RoundSource
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup, UnconnectedGroup
-from eesd_dist.transport.through_host import OntoDevice
+from eesd_dist.transport.memory import OntoDevice
 from eesd_dist.workers.epochs.epoch_groups import (
     EpochGroups,
     abort_all,

@@ -18,7 +18,7 @@ from eesd_dist.engine.local import Generation
 from eesd_dist.types import Request
 from serve_app.bench.options import ExactOverActorsOptions
 from serve_app.config import PlacementConfig, RouterConfig, ServiceConfig
-from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
+from serve_app.service.environment import prepare_for_cluster, prepare_for_local_ray
 
 if TYPE_CHECKING:  # imports Ray, which reads the environment then
     from serve_app.pipeline.deployment import PipelineState
@@ -74,7 +74,7 @@ def service_without_http(engine: EngineConfig) -> Iterator[ActorRunner]:
     from ray import serve  # Ray reads the environment when it is imported
 
     from serve_app.app import build_app
-    from serve_app.session.local_ray import local_ray
+    from serve_app.service.local_ray import local_ray
 
     config = ServiceConfig(engine=engine)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -93,8 +93,8 @@ def service_on_cluster(engine: EngineConfig, *, address: str) -> Iterator[ActorR
     from ray import serve
 
     from serve_app.app import build_app
-    from serve_app.operations.serving import deploy, remove_application
-    from serve_app.session.local_ray import connected_ray
+    from serve_app.service.local_ray import connected_ray
+    from serve_app.service.serve_instance import deploy, remove_application
 
     config = ServiceConfig(
         engine=engine,

@@ -78,7 +78,7 @@ def _check_that_none_is_ignored(engine: EngineFlags) -> None:
 
 def defaults_of(words: Sequence[str]) -> dict[str, object]:
     """The fields of --default; values that JSON cannot express are refused with ConfigError."""
-    from serve_app.settings import parse_setting
+    from serve_app.service.settings import parse_setting
 
     defaults: dict[str, object] = {}
     for word in words:

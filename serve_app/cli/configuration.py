@@ -99,7 +99,7 @@ def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "Serv
     """Builds the configuration: the file, then options, then every --set. Downloads a model that is
     a name of the hub, which is then the model's name in the API. Raises ConfigError."""
     from serve_app.config import BUNDLED_MODEL, read_service_config, service_config
-    from serve_app.settings import apply_settings, is_missing, put
+    from serve_app.service.settings import apply_settings, is_missing, put
 
     tree = {} if engine.config is None else read_service_config(engine.config)
     flags = given(engine) | ({} if service is None else given(service))

@@ -64,7 +64,7 @@ def promote(
     service: RunningService,
 ) -> None:
     """Switches the service to another exit head, without a restart."""
-    from serve_app.operations.promotion import promote
+    from serve_app.service.promotion import promote
 
     reports = promote(
         head,

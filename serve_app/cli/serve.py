@@ -6,8 +6,8 @@ from typing import Annotated
 from typer import Context, echo
 
 from serve_app.cli.configuration import EngineFlags, ServiceFlags, config_of
-from serve_app.operations.start_line import start_line
-from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
+from serve_app.service.environment import prepare_for_cluster, prepare_for_local_ray
+from serve_app.service.start_line import start_line
 
 
 def serve(
@@ -31,6 +31,6 @@ def serve(
     with start_line(sys.stdout, say=echo, shows_progress=not shows_logs) as line:
         line.stage("importing Ray")
         # Ray reads the environment when it is imported.
-        from serve_app.operations.serving import run_service
+        from serve_app.service.serving import run_service
 
         run_service(config, address=address, check=check, shows_logs=shows_logs, line=line)

@@ -14,13 +14,13 @@ from typer import Context, Typer, echo
 
 from eesd_dist.command_line import add_callback, group
 from eesd_dist.errors import EngineError
-from serve_app.session.connection_file import port_of_the_service, prepare_to_connect
+from serve_app.service.connection_file import port_of_the_service, prepare_to_connect
 
 if TYPE_CHECKING:  # imports Ray, which reads the environment when it is imported
     from rich.console import RenderableType
 
     from serve_app.config import RouterConfig
-    from serve_app.operations.connect import ServiceConnection
+    from serve_app.service.connect import ServiceConnection
 
 _TIMEOUT_S = 30.0
 _USUAL_PORT = 8000
@@ -51,7 +51,7 @@ class RunningService:
         """Joins the Ray that this user's `eesd serve` has started on the port, or the cluster."""
         address = prepare_to_connect(self.address, port=self.port)
         # Ray reads the environment when it is imported.
-        from serve_app.operations.connect import service_connection
+        from serve_app.service.connect import service_connection
 
         with service_connection(address, router=self.router_config(), app_name=self.app) as service:
             yield service

@@ -5,7 +5,7 @@ from typing import Annotated
 from typer import echo
 
 from serve_app.cli.service import router_named
-from serve_app.session.environment import prepare_for_cluster
+from serve_app.service.environment import prepare_for_cluster
 
 
 def stop(
@@ -20,7 +20,7 @@ def stop(
     """
     prepare_for_cluster()
     # Ray reads the environment when it is imported.
-    from serve_app.operations.serving import stop_service
+    from serve_app.service.serving import stop_service
 
     stop_service(address, app_name=app, router=router_named(router, namespace))
     echo(f"stopped: {app}")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from typer import echo
 
-from serve_app.session.environment import prepare_for_cluster
+from serve_app.service.environment import prepare_for_cluster
 
 
 def wait(
@@ -19,7 +19,7 @@ def wait(
     Says what it waits for, whenever that changes. The exit status is 0 for a healthy service,
     else 1.
     """
-    from serve_app.operations.waiting import wait_until_healthy
+    from serve_app.service.waiting import wait_until_healthy
 
     where = url or f"http://127.0.0.1:{port}"
     if address is None:
@@ -27,8 +27,8 @@ def wait(
     else:
         prepare_for_cluster()
         # Ray reads the environment when it is imported.
-        from serve_app.operations.serving import failure_of
-        from serve_app.session.local_ray import connected_ray
+        from serve_app.service.local_ray import connected_ray
+        from serve_app.service.serve_instance import failure_of
 
         with connected_ray(address, shows_logs=False):
             wait_until_healthy(

@@ -19,7 +19,7 @@ from eesd_dist.distill.sources.rows import RowSource
 from eesd_dist.distill.sources.writer import Writer
 from eesd_dist.distill.train.request import TrainRequest
 from serve_app.config import ServiceConfig
-from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
+from serve_app.service.environment import prepare_for_cluster, prepare_for_local_ray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class RayExecutor:
             prepare_for_cluster()
         import ray
 
-        from serve_app.session.local_ray import connected_ray, local_ray
+        from serve_app.service.local_ray import connected_ray, local_ray
 
         with ExitStack() as stack:
             if not ray.is_initialized():

@@ -9,7 +9,7 @@ from eesd_dist.distill.refresh import REPORT_FILE, RefreshReport
 from eesd_dist.model.heads.head_config import head_digest
 from eesd_dist.model.spec import read_json
 from serve_app.config import RouterConfig
-from serve_app.operations.promotion import promote
+from serve_app.service.promotion import promote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ def promote_if_better(
 ) -> str:
     """Loads the head into the service, without a restart, and adds the reports to refresh.json.
 
-    Does nothing if the gain may be chance. Raises what `serve_app.operations.promotion.promote`
+    Does nothing if the gain may be chance. Raises what `serve_app.service.promotion.promote`
     raises, also when the service drafts with another head than the one it was compared with.
     """
     if not report.gain.rises:

@@ -21,7 +21,7 @@ from eesd_dist.distill.train.request import TrainRequest
 from eesd_dist.errors import ConfigError
 from serve_app.config import RouterConfig
 from serve_app.distill.executor import RayExecutor
-from serve_app.session.connection_file import prepare_to_connect
+from serve_app.service.connection_file import prepare_to_connect
 
 _CHUNKS_AT_A_TIME = 2
 """While the last texts of one shard are written, those of the next one fill the batch."""
@@ -91,7 +91,7 @@ def executor_for(choice: ServiceChoice, local: RayExecutor, *, model: Path) -> I
     address = prepare_to_connect(local.address, port=choice.port)
     # Ray reads the environment when it is imported.
     from serve_app.distill.served_rows import ServedRows
-    from serve_app.operations.connect import service_connection
+    from serve_app.service.connect import service_connection
 
     router = RouterConfig(name=choice.router, namespace=choice.namespace)
     with service_connection(address, router=router, app_name=choice.app) as service:

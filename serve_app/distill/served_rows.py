@@ -21,7 +21,7 @@ from eesd_dist.distill.sources.rows import TextRows
 from eesd_dist.errors import CapacityError, ConfigError, EngineError, RequestError
 from eesd_dist.model.weights import weights_digest
 from eesd_dist.types import Request, RequestId
-from serve_app.operations.connect import our_error
+from serve_app.service.connect import our_error
 
 logger = logging.getLogger(__name__)
 

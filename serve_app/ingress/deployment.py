@@ -37,25 +37,24 @@ from serve_app.config import (
     require_key,
 )
 from serve_app.ingress.load_balancing import LoadBalancer
-from serve_app.ingress.metrics_page import joined, merged
+from serve_app.ingress.metrics_page import belief_page, fleet_as_json, fleet_page, joined, merged
 from serve_app.ingress.operator_api import SharedState, operator_router
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.ingress.quotas import GlobalQuotas
 from serve_app.ingress.shared import Shared
 from serve_app.ingress.traces import Traces
-from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.api import Degraded, build_api
 from serve_app.openai.errors import NotDrained, UnknownPipeline
+from serve_app.openai.keys import KeyRing, operators_key
 from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware.http_metrics import HttpMetrics
 from serve_app.openai.pacing import Pace
 from serve_app.openai.workloads import UNNAMED_CLASSES
-from serve_app.pages.beliefs import belief_page
-from serve_app.pages.fleet import fleet_as_json, fleet_page
 from serve_app.pipeline.deployment import PipelineControl, PipelineState
 from serve_app.pipeline.drain import Drained
 from serve_app.pipeline.held_room import waiting_for_room
-from serve_app.router import find_router, fleet_of, ingress_pages_of, router_handle
+from serve_app.router.actor import find_router, router_handle
+from serve_app.router.calls import fleet_of, ingress_pages_of
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from eesd_dist.types import RequestId
 from serve_app.config import ServiceConfig
 from serve_app.ingress.replicas import of_all
 from serve_app.ingress.retry import Attempts
-from serve_app.router import find_router, pipelines_of
+from serve_app.router.actor import find_router
+from serve_app.router.calls import pipelines_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from eesd_dist.errors import EngineError
 from eesd_dist.routing.quotas import Held, Quota, QuotaBook, Standing
-from serve_app.keys import ApiKey, Permit
-from serve_app.router import acquired, reserved
+from serve_app.openai.keys import ApiKey, Permit
+from serve_app.router.calls import acquired, reserved
 
 logger = logging.getLogger(__name__)
 

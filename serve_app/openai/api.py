@@ -24,9 +24,8 @@ from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
 from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.types import TokenId
-from serve_app.console.pages import add_pages
-from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.client import EngineClient
+from serve_app.openai.console.pages import add_pages
 from serve_app.openai.errors import (
     HttpError,
     NotReady,
@@ -34,6 +33,7 @@ from serve_app.openai.errors import (
     http_error_of_fields,
 )
 from serve_app.openai.event_ids import HEADER, IDS_HEADER, asks_for_ids
+from serve_app.openai.keys import KeyRing, operators_key
 from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.departures import Departures
 from serve_app.openai.middleware.gate import AdmissionGate

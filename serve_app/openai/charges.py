@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from eesd_dist.errors import PoisonRequest
-from serve_app.keys import Permit
 from serve_app.openai.generation import ChoiceTally, EndedByEngine
+from serve_app.openai.keys import Permit
 from serve_app.openai.middleware.permits import Quotas, check_standing
 from serve_app.openai.preparation import Prepared
 

@@ -27,7 +27,6 @@ from eesd_dist.text import TextCodec
 from eesd_dist.text.grammars import GrammarCompiler, GrammarProbe
 from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.types import Request, RequestId, TokenId
-from serve_app.keys import ANYONE, Permit
 from serve_app.openai.chat_options import chat_options
 from serve_app.openai.errors import UnknownModel
 from serve_app.openai.event_ids import (
@@ -40,6 +39,7 @@ from serve_app.openai.event_ids import (
     digest_of,
     opened,
 )
+from serve_app.openai.keys import ANYONE, Permit
 from serve_app.openai.limits import Limits
 from serve_app.openai.schema import (
     ChatFields,

@@ -18,12 +18,12 @@ from eesd_dist.telemetry.metrics import RequestTimings
 from eesd_dist.telemetry.request_spans import request_span, traceparent_of
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
-from serve_app.keys import Permit
 from serve_app.openai.charges import GRAMMAR_TOKENS, Charges, charge
 from serve_app.openai.client import EngineClient
 from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
 from serve_app.openai.grammar_queue import GrammarQueue
+from serve_app.openai.keys import Permit
 from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.permits import Quotas
 from serve_app.openai.pacing import Pace, paced

@@ -34,7 +34,7 @@ from serve_app.pipeline.placement.rank_slots import (
 from serve_app.pipeline.timings import timings_of
 from serve_app.pipeline.worker_group import WorkerGroup
 from serve_app.pipeline.workers import Workers, WorkerSpec
-from serve_app.router import AskRouter, pipelines_of
+from serve_app.router.calls import AskRouter, pipelines_of
 
 logger = logging.getLogger(__name__)
 

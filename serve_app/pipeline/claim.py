@@ -138,7 +138,7 @@ async def claim(orphans: Orphans, workers: Workers) -> WorkerGroup:
         group.keep_pages(num_pages)
     newest = max(t.newest_epoch for t in tenancies)
     if not any(t.epoch for t in tenancies):
-        group.continue_after(newest)
+        group.epoch = newest  # they are in none now, and the next one gets a higher number
     else:
         is_degraded = any(t.is_degraded for t in tenancies)
         kind = EpochKind.DEGRADED if is_degraded else EpochKind.FULL

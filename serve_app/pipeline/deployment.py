@@ -32,17 +32,18 @@ from eesd_dist.workers.messages import (
 from eesd_dist.workers.process import prepare_process, process_info, set_log_level
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig, live_config
-from serve_app.pages.state import state_page
 from serve_app.pipeline.agreement import KvCapacity
 from serve_app.pipeline.assembly import Assembly
 from serve_app.pipeline.claim import orphans_of
 from serve_app.pipeline.drain import Drained, Draining
+from serve_app.pipeline.interruptions import state_page
 from serve_app.pipeline.kv_migration import Contacts, KvMigration
 from serve_app.pipeline.relative_speed import SpeedOf
 from serve_app.pipeline.supervisor import DEGRADED, Supervisor
 from serve_app.pipeline.timings import timings_of
 from serve_app.pipeline.worker import Worker
-from serve_app.router import beat, find_peer_pipeline, found_again, promotion_of, router_handle
+from serve_app.router.actor import router_handle
+from serve_app.router.calls import beat, find_peer_pipeline, found_again, promotion_of
 
 logger = logging.getLogger(__name__)
 
@@ -244,8 +245,8 @@ class Pipeline:
         supervisor = self._supervisor
         text += state_page(
             is_ready=supervisor.is_ready,
-            num_interruptions=supervisor.num_interruptions,
-            recovery_s=supervisor.recovery_s,
+            num_interruptions=supervisor.interruptions.number,
+            recovery_s=supervisor.interruptions.recovery_s,
             is_degraded=supervisor.is_degraded if self._config.engine.parallel.fallback else None,
             degraded_s=supervisor.degraded_s,
         )
@@ -316,9 +317,9 @@ class Pipeline:
             is_ready=supervisor.is_ready,
             num_live=await self._num_live(),
             unavailable=self._why_unavailable(),
-            num_interruptions=supervisor.num_interruptions,
-            last_trouble=str(supervisor.trouble) if supervisor.num_interruptions else "",
-            recovery_s=supervisor.recovery_s,
+            num_interruptions=supervisor.interruptions.number,
+            last_trouble=supervisor.interruptions.last,
+            recovery_s=supervisor.interruptions.recovery_s,
             start_s=supervisor.start_s,
             leader="" if leader is None else leader.name,
             weight=self._speed.value,
@@ -326,7 +327,7 @@ class Pipeline:
             workers=tuple(_worker_report(worker) for worker in group.workers),
             is_degraded=supervisor.is_degraded,
             degraded_s=supervisor.degraded_s,
-            last_trouble_unix_s=supervisor.trouble_unix_s,
+            last_trouble_unix_s=supervisor.interruptions.trouble_unix_s,
             kv_cache=group.kv_capacity,
             spares=tuple(_worker_report(spare) for spare in group.workers.spares.ready),
         )

@@ -15,6 +15,7 @@ from typing import Any
 from eesd_dist.errors import ConfigError, EesdError, EngineError, LeaseLost, Migrated, PeerLost
 from eesd_dist.routing.directory import Promotion, RankLoad, StartReport
 from eesd_dist.workers.messages import HeadReport
+from serve_app.pipeline.interruptions import Interruptions
 from serve_app.pipeline.lifecycle import Action, EpochKind, SupervisedState, next_action
 from serve_app.pipeline.timings import Timings
 from serve_app.pipeline.worker_group import WorkerGroup
@@ -68,11 +69,7 @@ class Supervisor:
         self._waiting_for = waiting_for
         self._stopping = asyncio.Event()
         """Set once Serve takes this pipeline down."""
-        self._no_trouble = EngineError(f"pipeline {pipeline} is starting")
-        self.trouble: EesdError = self._no_trouble
-        """The last interruption; until the first, that the pipeline is starting."""
-        self.trouble_unix_s: float | None = None
-        """Time at which the last interruption was noticed; None before the first."""
+        self.interruptions = Interruptions(pipeline)
         self._is_broken = False
         """The present epoch is."""
         self._fatal: EesdError | None = None
@@ -80,18 +77,10 @@ class Supervisor:
         self._is_head_unloadable = False
         self._has_fallback_failed = False
         self._backoff = _Backoff(timings)
-        self._since_s = time.monotonic()
-        """Time since which it has been ready, or unavailable."""
-        self._loading_since_s = self._since_s
+        self._loading_since_s = time.monotonic()
         """Time since which every bundle has a node, and the present start is not over."""
-        self._has_started = False
-        self.num_interruptions = 0
-        self._num_fruitless = 0
-        """Interruptions in a row, with requests and without a token."""
-        self.recovery_s: float | None = None
-        """Seconds from the last interruption to a ready pipeline; None before the first."""
-        self._degraded_s = 0.0
-        """Seconds of earlier degraded epochs."""
+        self.has_started = False
+        """True if it has been ready before."""
         self.promotion: Promotion | None = None
         """The promoted exit head; None: that of the configuration."""
         self.group: WorkerGroup | None = None
@@ -122,12 +111,8 @@ class Supervisor:
     @property
     def degraded_s(self) -> float:
         """Seconds in degraded mode so far."""
-        return self._degraded_s + (time.monotonic() - self._since_s if self.is_degraded else 0.0)
-
-    @property
-    def has_started(self) -> bool:
-        """True if it has been ready before."""
-        return self._has_started
+        before_s = self.interruptions.degraded_s
+        return before_s + (self.interruptions.waited_s if self.is_degraded else 0.0)
 
     @property
     def start_s(self) -> float | None:
@@ -138,11 +123,12 @@ class Supervisor:
         """Returns the reason, or an empty string if the pipeline is ready."""
         if self._fatal is not None:
             return f"given up: {self._fatal}"
-        waited_s, group = time.monotonic() - self._since_s, self.group
+        trouble, waited_s = self.interruptions.trouble, self.interruptions.waited_s
+        group = self.group
         if group is None:
-            return f"starting for {waited_s:.1f} s: {self._waiting_for() or self.trouble}"
-        why = ". ".join([str(self.trouble), *group.workers.placement_groups.missing])
-        if group.kind is EpochKind.NONE and self.num_interruptions == 0:
+            return f"starting for {waited_s:.1f} s: {self._waiting_for() or trouble}"
+        why = ". ".join([str(trouble), *group.workers.placement_groups.missing])
+        if group.kind is EpochKind.NONE and self.interruptions.number == 0:
             return f"loading for {waited_s:.1f} s: {why}"
         if group.kind is EpochKind.NONE or self._is_broken:
             return f"re-forming for {waited_s:.1f} s (epoch {group.epoch}): {why}"
@@ -159,7 +145,7 @@ class Supervisor:
     def start_report(self) -> StartReport | None:
         """Returns how far the workers are; None where the reason says more: there is no room for
         them, a node is missing, something has failed."""
-        if self._fatal is not None or self.trouble is not self._no_trouble:
+        if self._fatal is not None or self.interruptions.has_trouble:
             return None
         if self.group is None:
             return None if self._waiting_for() else StartReport(num_workers=0, num_slots=0)
@@ -179,10 +165,10 @@ class Supervisor:
 
     async def check(self) -> None:
         """Waits for the first start; raises when this pipeline will not be ready again."""
-        while not self._supervising.done() and not self._has_started:
+        while not self._supervising.done() and not self.has_started:
             await asyncio.wait({self._supervising}, timeout=self._timings.heartbeat_s)
         if self._supervising.done() and not self._stopping.is_set():
-            raise self._fatal or self.trouble
+            raise self._fatal or self.interruptions.trouble
 
     async def load_head(self, folder: str, *, head_key: str, pause_s: float) -> HeadReport:
         """Loads another exit head. Raises CheckpointError or ConfigError if it does not fit; then
@@ -220,7 +206,7 @@ class Supervisor:
         """Runs until the pipeline is released, given up, or claimed by another supervisor."""
         try:
             group = self.group = await make_group()
-            self._since_s = self._loading_since_s = time.monotonic()
+            self.interruptions.since_s = self._loading_since_s = time.monotonic()
             if group.kind is not EpochKind.NONE:  # claimed
                 await self._mark_ready(group)
             if group.claimed_trouble is not None:
@@ -323,7 +309,7 @@ class Supervisor:
 
     async def _not_started(self, group: WorkerGroup, error: EesdError) -> None:
         logger.warning("not formed: pipeline=%s error=%s", self._pipeline, error)
-        self.trouble = error
+        self.interruptions.trouble = error
         if group.workers.placement_groups.missing:  # waiting for a node is not loading
             self._loading_since_s = time.monotonic()
         elif time.monotonic() - self._loading_since_s > self._timings.load_s:
@@ -343,7 +329,7 @@ class Supervisor:
         except EesdError as error:
             if isinstance(error, ConfigError) and group.has_other_head:
                 self._is_head_unloadable = True
-                self.trouble, self._is_broken = error, True
+                self.interruptions.trouble, self._is_broken = error, True
                 return
             logger.warning("still degraded: pipeline=%s error=%s", self._pipeline, error)
             self._backoff.failed()
@@ -354,10 +340,9 @@ class Supervisor:
     async def _fail_back(self, group: WorkerGroup) -> None:
         """Ends the degraded epoch in good order; that is no interruption."""
         logger.info("failing back: pipeline=%s epoch=%d", self._pipeline, group.epoch)
-        self._degraded_s = self.degraded_s
         reason = "it is failing back to the draft stage that is back"
-        self.trouble, self._is_broken = EngineError(reason), True
-        self._since_s = self._loading_since_s = time.monotonic()
+        self._become_unavailable()
+        self.interruptions.trouble, self._is_broken = EngineError(reason), True
         await self._publish_status()
         migrated = Migrated(by="", to=None, reason=reason)
         await group.send_streams_on(migrated)
@@ -394,47 +379,47 @@ class Supervisor:
         if isinstance(trouble, LeaseLost):
             raise trouble
         logger.warning("interrupted: pipeline=%s error=%s", self._pipeline, trouble)
-        self.trouble_unix_s = time.time()
-        self.trouble, self._is_broken = trouble, True
+        self.interruptions.note(trouble)
+        self._is_broken = True
 
     async def _end_epoch(self, group: WorkerGroup) -> None:
         """Ends a broken epoch, so that a new one can be started."""
         # The last heartbeat may be older than the epoch.
         statuses = [m.status for m in group.engaged[:1] if m.status.epoch == group.epoch]
+        trouble = self.interruptions.trouble
         # A lost peer or an unreadable file is no crash.
-        is_crash = not isinstance(self.trouble, (PeerLost, ConfigError))
+        is_crash = not isinstance(trouble, (PeerLost, ConfigError))
         had_requests = is_crash or any(status.num_live > 0 for status in statuses)
         has_worked = any(status.has_computed for status in statuses)
-        self._degraded_s = self.degraded_s
-        self._since_s = self._loading_since_s = time.monotonic()
-        self.num_interruptions += 1
+        self._become_unavailable()
+        self.interruptions.number += 1
         await self._publish_status()
-        await group.end_epoch(self.trouble, is_crash=is_crash)
+        await group.end_epoch(trouble, is_crash=is_crash)
         self._is_broken = False
-        if has_worked:
-            self._num_fruitless = 0
-        elif had_requests:
-            self._num_fruitless += 1
-        if self._num_fruitless > self._max_interruptions:
+        self.interruptions.count_fruitless(had_requests=had_requests, has_worked=has_worked)
+        if (number := self.interruptions.num_fruitless) > self._max_interruptions:
             self._fatal = EngineError(
-                f"pipeline {self._pipeline} is given up: it broke {self._num_fruitless} times in a "
-                f"row without a token in between, the last time: {self.trouble}"
+                f"pipeline {self._pipeline} is given up: it broke {number} times in a row without "
+                f"a token in between, the last time: {trouble}"
             )
 
+    def _become_unavailable(self) -> None:
+        self.interruptions.start_waiting(is_degraded=self.is_degraded)
+        self._loading_since_s = time.monotonic()
+
     async def _mark_ready(self, group: WorkerGroup) -> None:
-        time_s = time.monotonic()
-        self._has_started = True
-        if self.num_interruptions:
-            self.recovery_s = time_s - self._since_s
+        self.has_started = True
+        unavailable_s = self.interruptions.since_s
+        self.interruptions.end_waiting()
+        if self.interruptions.number:
             logger.info(
                 "recovered: pipeline=%s epoch=%d spawned_s=%.2f ready_s=%.2f after=%s",
                 self._pipeline,
                 group.epoch,
-                group.spawned_s - self._since_s,
-                self.recovery_s,
-                self.trouble,
+                group.spawned_s - unavailable_s,
+                self.interruptions.recovery_s,
+                self.interruptions.trouble,
             )
-        self._since_s = time_s
         self._backoff.worked()
         logger.info("ready: pipeline=%s epoch=%d", self._pipeline, group.epoch)
         await self._publish_status()

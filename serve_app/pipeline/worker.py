@@ -21,7 +21,6 @@ from eesd_dist.errors import (
 )
 from eesd_dist.workers.messages import Lease, ProcessInfo, WorkerStatus
 from eesd_dist.workers.process import PROCESS_LOST
-from serve_app.pipeline.fallback import FallbackHandle
 from serve_app.pipeline.placement.rank_slots import RankSlot
 from serve_app.pipeline.pulse import Pulse
 from serve_app.pipeline.timings import Timings
@@ -238,3 +237,29 @@ def _plain(error: EesdError) -> EesdError:
     """Removes the class that Ray derives from the error's class and its own."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, EesdError) else error
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackHandle:
+    """Replaces the Ray actor handle of a fallback, which answers through the verify rank that it
+    lives in; may be sent to other processes like one."""
+
+    host: Any
+    """Handle of the verify rank."""
+
+    def __getattr__(self, method: str) -> "_Method":
+        if method.startswith("__"):  # lookups by copying and pickling
+            raise AttributeError(method)
+        return _Method(self.host.fallback, method)
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """A remote method of a fallback."""
+
+    call: Any
+    name: str
+
+    @property
+    def remote(self) -> Callable[..., Any]:
+        return lambda *arguments: self.call.remote(self.name, *arguments)

@@ -10,15 +10,12 @@ workers compute, and for which requests.
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import (
     Coroutine,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -29,10 +26,12 @@ from eesd_dist.errors import (
     LeaseLost,
     PeerLost,
 )
-from eesd_dist.workers.messages import ControlReport, Epoch, HeadReport, LoadedRank, LoopEnd
+from eesd_dist.workers.messages import Epoch, HeadReport, LoadedRank
 from serve_app.pipeline.agreement import Agreement, KvCapacity, require_equal_ranks
+from serve_app.pipeline.diagnosis import Diagnosis
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement.rank_slots import RankSlot
+from serve_app.pipeline.preparations import Preparations
 from serve_app.pipeline.slot_filler import SlotFiller
 from serve_app.pipeline.worker import Worker
 from serve_app.pipeline.workers import Workers
@@ -52,12 +51,7 @@ class WorkerGroup:
         self._as_configured = workers.spec
         self._draft_slots = tuple(slot for slot in workers.slots if slot.stage == "draft")
         self._verify_slots = tuple(slot for slot in workers.slots if slot.stage == "verify")
-        self._broken: set[str] = set()
-        """Slots with a worker that cannot stay: its loop ended with a bug, with unknown damage, or
-        it makes no progress."""
-        self._accused: set[str] = set()
-        """Group names of workers for which others have waited in vain while they went on: they are
-        probably stuck."""
+        self._diagnosis = Diagnosis(workers)
         self._fallbacks: tuple[Worker, ...] = ()
         """Fallbacks of a degraded epoch, rank 0 first; empty in a full one."""
         self._unprepared: set[str] = set()
@@ -66,25 +60,21 @@ class WorkerGroup:
         self._has_been_full = False
         self._is_meeting = False
         """Workers may be in the present epoch, or on their way into it."""
-        self._preparing: set[asyncio.Task[None]] = set()
-        """Tasks that load fallbacks, and learn what a later recovery needs."""
-        self._cost: tuple[str, Mapping[str, object]] | None = None
-        """Node of the last drafting actor, and what its engine measured there."""
-        self._epoch = 0
+        self._preparations = Preparations(workers)
+        self.epoch = 0
+        """The present epoch, or the last one."""
         self.kind = EpochKind.NONE
         """Kind of the present epoch."""
         self.claimed_trouble: EesdError | None = None
         """Error for which the epoch of claimed workers cannot go on; None if it can, and without
         claims."""
-        self.crashed_leaders: deque[str] = deque(maxlen=8)
-        """Names of the latest leaders that have reported their own crash."""
         self.spawned_s = 0.0
         """Time at which the last slot was filled, by the clock of `time.monotonic`."""
 
     @property
-    def epoch(self) -> int:
-        """The present epoch, or the last one."""
-        return self._epoch
+    def crashed_leaders(self) -> Sequence[str]:
+        """Names of the latest leaders that have reported their own crash."""
+        return tuple(self._diagnosis.crashed_leaders)
 
     @property
     def kv_capacity(self) -> KvCapacity | None:
@@ -159,15 +149,10 @@ class WorkerGroup:
             "load_head", "load_head", folder, digests[0] if digests else None
         )
         self.set_head(folder)
-        self._end_preparations()
+        self._preparations.end()
         self.workers.spares.release()  # they have the head before
-        self._prepare_for_deaths()
+        self._preparations.start(self.leader)
         return replace(report, pipeline=self.workers.spec.pipeline)
-
-    def continue_after(self, epoch: int) -> None:
-        """Numbers the next epoch higher than the last one of the claimed workers, which are in none
-        now."""
-        self._epoch = epoch
 
     def keep_pages(self, num_pages: int) -> None:
         """Keeps the number of KV pages of the claimed workers."""
@@ -176,31 +161,31 @@ class WorkerGroup:
     def adopt(self, *, epoch: int, kind: EpochKind, trouble: EesdError | None) -> None:
         """Goes on with the newest epoch of the claimed workers. `trouble`: they are not all in
         it."""
-        self._epoch, self.kind, self.claimed_trouble = epoch, kind, trouble
+        self.epoch, self.kind, self.claimed_trouble = epoch, kind, trouble
         self._has_been_full = self._is_meeting = True
         if kind is EpochKind.DEGRADED:
             self._set_fallbacks()
             self._unprepared = {slot.name for slot in self._draft_slots}
         elif trouble is None:
-            self._prepare_for_deaths()
+            self._preparations.start(self.leader)
 
     async def start_epoch(self, *, timeout_s: float) -> None:
         """Fills empty slots and brings all workers into a new epoch. Workers that are lost before
         all have loaded are replaced within the same start."""
-        self._epoch += 1
-        operation = f"start of epoch {self._epoch}"
+        self.epoch += 1
+        operation = f"start of epoch {self.epoch}"
         await self._within(timeout_s, self._gather(operation), operation)
         self.kind = EpochKind.FULL
         self._has_been_full = True
-        self._prepare_for_deaths()
+        self._preparations.start(self.leader)
 
     async def start_degraded_epoch(self, *, timeout_s: float) -> None:
         """Brings the verify ranks and their fallbacks into a new epoch; `can_fall_back` holds.
 
         Raises the error of a fallback that cannot load.
         """
-        self._epoch += 1
-        operation = f"start of epoch {self._epoch} with fallbacks"
+        self.epoch += 1
+        operation = f"start of epoch {self.epoch} with fallbacks"
         self._set_fallbacks()
         self.spawned_s = time.monotonic()
         verify = [self.workers.at(slot) for slot in self._verify_slots]
@@ -229,60 +214,17 @@ class WorkerGroup:
 
     async def trouble(self) -> EesdError:
         """Waits until the present epoch is broken; returns the cause."""
-        ends = {
-            worker: asyncio.ensure_future(worker.ask("ended", f"epoch {self._epoch}"))
-            for worker in self.engaged
-        }
-        deaths = [worker.death for worker in self.engaged]
-        failures = [worker.failure for worker in self.engaged]
-        try:
-            await asyncio.wait(
-                {*ends.values(), *deaths, *failures}, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not any(m.is_dead or m.failure.done() for m in self.engaged):
-                await asyncio.wait(
-                    deaths, timeout=self._timings.grace_s, return_when=asyncio.FIRST_COMPLETED
-                )
-        finally:
-            for pending in ends.values():
-                pending.cancel()  # no effect on those that are done
-        errors = {m: _result(end) for m, end in ends.items() if end.done()}
-        self._broken = {
-            m.slot.name
-            for m, error in errors.items()
-            if error is not None and not isinstance(error, PeerLost)
-        }
-        self._accused = {
-            name
-            for error in errors.values()
-            if isinstance(error, PeerLost)
-            for name in _members_in(error)
-        } - {_member(worker) for worker in errors}
-        for worker in self.engaged:
-            if worker.failure.done():
-                errors[worker] = worker.failure.result()
-                self._broken.add((worker.host or worker).slot.name)
-        return await self._own_fault() or self._culprit(errors)
-
-    async def _own_fault(self) -> EesdError | None:
-        """Returns the crash that the process of a dead worker has reported, if one has."""
-        for worker in self.engaged:
-            if worker.is_dead and (crash := await self.workers.crash_of(worker)):
-                if worker is self.engaged[0]:
-                    self.crashed_leaders.append(worker.name)
-                return EngineError(f"{worker.label} crashed: {crash}")
-        return None
+        return await self._diagnosis.trouble(self.engaged, epoch=self.epoch)
 
     async def end_epoch(self, trouble: EesdError, *, is_crash: bool = False) -> None:
         """Ends the epoch: streams end with its trouble, survivors leave, and workers that cannot
         are killed."""
-        self._end_preparations()
+        self._preparations.end()
         leaving = [self._leave_or_go(worker, trouble, is_crash=is_crash) for worker in self.engaged]
         await asyncio.gather(*leaving)
         for fallback in self._fallbacks:
             fallback.stop_beating()
-        self._broken.clear()
-        self._accused.clear()
+        self._diagnosis.clear()
         self._fallbacks = ()
         self._is_meeting = False
         self.kind = EpochKind.NONE
@@ -295,10 +237,10 @@ class WorkerGroup:
                 await self.leader.ask("evict", "evict", None, reason)
                 await self.leader.ask("halt", "halt")
         except (EngineError, TimeoutError) as error:
-            logger.warning("not halted: epoch=%d error=%r", self._epoch, error)
+            logger.warning("not halted: epoch=%d error=%r", self.epoch, error)
 
     async def stop(self) -> None:
-        self._end_preparations()
+        self._preparations.end()
         await self.workers.release_all()
         await asyncio.to_thread(self.workers.placement_groups.remove)
 
@@ -308,19 +250,20 @@ class WorkerGroup:
 
     async def _leave_or_go(self, worker: Worker, trouble: EesdError, *, is_crash: bool) -> None:
         host = worker.host or worker
-        is_suspect = worker.failure.done() or _member(worker) in self._accused
-        is_sound = not (worker.is_dead or is_suspect or host.slot.name in self._broken)
+        is_suspect = self._diagnosis.is_suspect(worker)
+        is_broken = host.slot.name in self._diagnosis.broken
+        is_sound = not (worker.is_dead or is_suspect or is_broken)
         if is_sound and not self._is_meeting:
             return  # it loads, and is in no epoch
         # A worker with a failed loop cannot stay, but its event loop still tells its streams why.
         has_left = await worker.leaves(trouble, is_crash=is_crash, is_suspect=is_suspect)
-        if has_left and host.slot.name not in self._broken:
+        if has_left and host.slot.name not in self._diagnosis.broken:
             return
         if host not in self.workers:
             return  # killed together with its fallback or host
         self._kill(host)
         if not await self.workers.fill_from_spares(host.slot):
-            self.workers.start_spawn(host.slot, f"start of epoch {self._epoch + 1}")
+            self.workers.start_spawn(host.slot, f"start of epoch {self.epoch + 1}")
 
     def _kill(self, worker: Worker) -> None:
         self.workers.kill(worker)
@@ -355,14 +298,14 @@ class WorkerGroup:
         """Fills empty slots, and waits until every worker has loaded."""
 
         async def fill(slot: RankSlot) -> None:
-            with self._blaming(slot.name):
+            with self._diagnosis.blaming(slot.name):
                 await self.workers.fill(slot, operation)
             self.spawned_s = time.monotonic()
             if slot.stage == "draft":
                 self._unprepared.add(slot.name)
 
         async def prepare(worker: Worker) -> LoadedRank:
-            with self._blaming(worker.slot.name):
+            with self._diagnosis.blaming(worker.slot.name):
                 return await self._prepared(worker, operation)
 
         filler = SlotFiller(
@@ -381,7 +324,9 @@ class WorkerGroup:
 
     async def _prepared(self, worker: Worker, operation: str) -> LoadedRank:
         """Lets a worker load what it has not loaded; returns what it holds."""
-        loaded: LoadedRank = await worker.ask("prepare", operation, *self._cost_known_to(worker))
+        loaded: LoadedRank = await worker.ask(
+            "prepare", operation, *self._preparations.cost_known_to(worker)
+        )
         self._unprepared.discard(worker.slot.name)
         return loaded
 
@@ -390,7 +335,7 @@ class WorkerGroup:
     ) -> None:
         store = await leader.ask("host_store", operation)
         epoch = Epoch(
-            number=self._epoch,
+            number=self.epoch,
             store=store,
             num_verify_ranks=len(self._verify_slots),
             num_draft_ranks=len(self._draft_slots),
@@ -407,25 +352,12 @@ class WorkerGroup:
         )
         await self._take_part(leader, "join", operation, epoch)
         for worker in (leader, *ranks):
-            worker.joined(self._epoch)
+            worker.joined(self.epoch)
 
     async def _take_part(self, worker: Worker, method: str, operation: str, epoch: Epoch) -> None:
         """A fallback that fails has no slot, and a host that may be in good health."""
-        with self._blaming(None if worker.host is not None else worker.slot.name):
+        with self._diagnosis.blaming(None if worker.host is not None else worker.slot.name):
             await worker.ask(method, operation, epoch)
-
-    @contextmanager
-    def _blaming(self, slot: str | None) -> Iterator[None]:
-        """Marks the worker of this slot as broken if it fails by itself, since it would fail in the
-        next epoch too."""
-        try:
-            yield
-        except (PeerLost, ConfigError):
-            raise
-        except EesdError:
-            if slot is not None:
-                self._broken.add(slot)
-            raise
 
     async def _within(
         self, timeout_s: float, work: Coroutine[Any, Any, object], operation: str
@@ -470,82 +402,11 @@ class WorkerGroup:
             for worker in workers:
                 if worker.is_dead or worker.failure.done():
                     if not worker.is_dead:
-                        self._broken.add((worker.host or worker).slot.name)
-                    raise self._loss_of(worker)
+                        self._diagnosis.broken.add((worker.host or worker).slot.name)
+                    raise worker.loss(f"epoch {self.epoch}")
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
-
-    def _cost_known_to(self, worker: Worker) -> list[Mapping[str, object]]:
-        """Returns what an earlier drafting actor has measured on the worker's node, if anything."""
-        if worker.slot.rank is not None or self._cost is None:
-            return []
-        node_id, cost = self._cost
-        return [cost] if node_id == worker.process_info.node_id else []
-
-    def _prepare_for_deaths(self) -> None:
-        """Prepares, during rounds, what streams would otherwise wait for."""
-        preparations = [
-            self._learn_cost(self.leader),
-            self.workers.spares.keep(self._prepare_spare),
-        ]
-        if self._parallel.fallback:
-            verify = [m for m in self.workers if m.slot.stage == "verify"]
-            hosts = verify[: len(self._draft_slots)]
-            preparations += [self._prepare_fallback(host) for host in hosts]
-        for preparation in preparations:
-            task = asyncio.ensure_future(preparation)
-            self._preparing.add(task)
-            task.add_done_callback(self._preparing.discard)
-
-    def _end_preparations(self) -> None:
-        for task in self._preparing:
-            task.cancel()
-
-    async def _prepare_spare(self, spare: Worker) -> None:
-        if spare.slot.stage == "draft":
-            await spare.ask("prepare", "preparation", *self._cost_known_to(spare))
-
-    async def _prepare_fallback(self, host: Worker) -> None:
-        try:
-            await host.ask("fallback", "preparation", "prepare")
-        except EesdError as error:  # asked again when it is needed
-            logger.warning("fallback not prepared: %s error=%s", host.label, error)
-
-    async def _learn_cost(self, leader: Worker) -> None:
-        """Keeps the costs for the next drafting actor on the node: measuring delays streams."""
-        try:
-            control: ControlReport = await leader.ask("control", "preparation")
-        except EesdError as error:
-            logger.warning("costs not learnt: %s error=%s", leader.label, error)
-        else:
-            cost = control.cost
-            self._cost = None if cost is None else (leader.process_info.node_id, cost)
-
-    def _culprit(self, ends: dict[Worker, EesdError | None]) -> EesdError:
-        """Returns the most specific known cause: a death, then a bug, then an error of a rank."""
-        for worker in self.engaged:
-            if worker.is_dead:
-                return self._loss_of(worker)
-        failures = [(worker, error) for worker, error in ends.items() if error is not None]
-        if not failures:
-            return EngineError(f"epoch {self._epoch} of this pipeline ended by itself")
-        bugs = [error for _, error in failures if not isinstance(error, PeerLost)]
-        of_ranks = [error for worker, error in failures if worker.slot.rank is not None]
-        return [*bugs, *of_ranks, failures[0][1]][0]
-
-    def _loss_of(self, worker: Worker) -> EesdError:
-        return worker.loss(f"epoch {self._epoch}")
-
-
-def _member(worker: Worker) -> str:
-    """Returns the name that a worker has in the groups of an epoch."""
-    return f"{worker.slot.stage} rank {worker.slot.rank or 0}"
-
-
-def _members_in(error: PeerLost) -> list[str]:
-    """Returns the members that an error of a group names."""
-    return [name.split(" on ")[0] for name in error.peer.split(" or ")]
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
@@ -567,12 +428,3 @@ async def _results(calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
 
     await _all(run(name, call) for name, call in calls.items())
     return {name: results[name] for name in calls}
-
-
-def _result(end: "asyncio.Future[LoopEnd]") -> EesdError | None:
-    if end.cancelled():
-        return None
-    error = end.exception()
-    if error is not None:
-        return error if isinstance(error, EesdError) else EngineError(repr(error))
-    return end.result().error

@@ -15,14 +15,14 @@ from uuid import uuid4
 
 import ray
 
+from cluster.ray_compat import actor_class
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import (
     EesdError,
     EngineError,
     PeerLost,
 )
-from eesd_dist.workers.crash_report import crash_report, last_words
-from eesd_dist.workers.disk_room import require_room
+from eesd_dist.workers.crash_report import crash_report, last_words, require_room
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
     Lease,
@@ -37,7 +37,6 @@ from eesd_dist.workers.process import thread_environment
 from eesd_dist.workers.rank_actor import RankActor
 from eesd_dist.workers.roles import StageFactory
 from eesd_dist.workers.tenure import detached_tenure, pipeline_prefix
-from serve_app.actor_classes import actor_class
 from serve_app.pipeline.placement.placement_groups import PlacementGroups
 from serve_app.pipeline.placement.rank_slots import LEADER, RankSlot
 from serve_app.pipeline.spares import Spares

@@ -29,7 +29,7 @@ from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
 from serve_app.config import PipelinesConfig, PlacementConfig, ServiceConfig
-from serve_app.session.environment import prepare_for_local_ray
+from serve_app.service.environment import prepare_for_local_ray
 from tests.autoscaling.load import Clients, Prompt, Texts
 from tests.autoscaling.timeline import PhaseEnd, Sample, Timeline
 
@@ -171,7 +171,7 @@ def _client(config: ServiceConfig) -> "tuple[ServiceClient, LoadBalancer, Any]":
 
     from serve_app.ingress.load_balancing import LoadBalancer
     from serve_app.ingress.pipeline_client import ServiceClient
-    from serve_app.router import router_handle
+    from serve_app.router.actor import router_handle
 
     pipelines = serve.get_deployment_handle("Pipeline", config.app_name)
     balancer = LoadBalancer(config, pipelines=pipelines, ingress="bench")
@@ -181,7 +181,7 @@ def _client(config: ServiceConfig) -> "tuple[ServiceClient, LoadBalancer, Any]":
 
 
 async def _watch(timeline: Timeline, clients: Clients, router: Any, *, app: str) -> None:
-    from serve_app.router import fleet_of
+    from serve_app.router.calls import fleet_of
     from tests.autoscaling.nodes import num_nodes
 
     while True:

@@ -10,8 +10,8 @@ from torch import Tensor
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.memory import PairedSource, memory_pair
 from tests.dist.transport.peers import in_threads, join_threads
+from tests.support.paired_channel import PairedSource, memory_pair
 from tests.unit.transport.rounds import header, hidden, reply_with
 
 pytestmark = pytest.mark.dist

@@ -19,7 +19,7 @@ from serve_app.bench.chaos.command import config_of
 from serve_app.bench.chaos.schedule import bodies_of, schedule
 from serve_app.bench.options import ChaosOptions
 from serve_app.config import ServiceConfig
-from serve_app.session.environment import prepare_for_local_ray
+from serve_app.service.environment import prepare_for_local_ray
 from tests.endurance.report import (
     Outcome,
     Reading,
@@ -126,7 +126,7 @@ def _run(
 ) -> "tuple[Readings, Load, FaultInjector]":
     from serve_app.bench.chaos.reach import SignalsOverRay  # Ray reads the environment
     from serve_app.bench.chaos.run import FaultInjector, ServiceUnderTest
-    from serve_app.operations.serving import served
+    from serve_app.service.serving import served
     from tests.endurance.load import Load, not_streamed
     from tests.endurance.run import ServiceReader, endured, references_of
 

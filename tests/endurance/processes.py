@@ -92,6 +92,16 @@ class Family:
         return self._roles[pid]
 
 
+def num_live_actors() -> int:
+    """Returns how many actors there are in any state but dead.
+
+    The state API needs the dashboard.
+    """
+    from ray._private.state import actors
+
+    return sum(actor["State"] != "DEAD" for actor in actors().values())
+
+
 def shared_memory_bytes() -> int:
     """Returns what is in use of /dev/shm, by whichever process."""
     stats = os.statvfs(_SHARED_MEMORY)

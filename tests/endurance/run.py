@@ -10,7 +10,6 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from cluster.ray_compat import num_live_actors
 from eesd_dist.bench.load_client import ask_all, client_of
 from eesd_dist.bench.output import Say
 from eesd_dist.errors import EngineError
@@ -18,7 +17,7 @@ from eesd_dist.workers.messages import DraftStats
 from serve_app.bench.chaos.faults import PlannedFault
 from serve_app.bench.chaos.run import FaultInjector
 from tests.endurance.load import Body, Load, References, choices_of
-from tests.endurance.processes import Family, shared_memory_bytes
+from tests.endurance.processes import Family, num_live_actors, shared_memory_bytes
 from tests.endurance.report import IdleReading, Reading
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from ray import serve
 from eesd_dist.text import Tokenizer
 from serve_app.app import build_app
 from serve_app.config import service_config
-from serve_app.operations.serving import deploy
+from serve_app.service.serve_instance import deploy
 from tests.support.running import Running, until
 from tests.support.tiny_service import write_tiny_service
 from tests.support.tool_models import TEMPLATES

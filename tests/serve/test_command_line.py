@@ -19,8 +19,8 @@ import pytest
 import ray
 from psutil import Process
 
-from serve_app.session.local_ray import _LONGEST_FOLDER
-from serve_app.session.processes import running_after
+from serve_app.service.local_ray import _LONGEST_FOLDER
+from serve_app.service.watchdog import running_after
 from tests.support.running import descendants, free_port
 from tests.support.served import command, wait_for_line
 from tests.support.shadows import write_shadows
@@ -170,11 +170,11 @@ def _shutting_down_serve(folder: Path, port: int) -> Iterator[None]:
 
 _CLUSTER = """
 import os, sys
-from serve_app.session.environment import prepare_for_local_ray
+from serve_app.service.environment import prepare_for_local_ray
 prepare_for_local_ray()
 import ray
 from serve_app.config import service_config
-from serve_app.session.local_ray import local_ray
+from serve_app.service.local_ray import local_ray
 config = service_config({"engine": {"model": {"path": sys.argv[1]}}})
 with local_ray(config, shows_logs=False, min_cpus=4):
     print(ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN"], flush=True)

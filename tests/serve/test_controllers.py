@@ -26,10 +26,10 @@ from eesd_dist.types import Emission, Request, RequestId, SamplingParams, Specul
 from serve_app.app import build_app
 from serve_app.cli.main import main
 from serve_app.config import service_config
-from serve_app.operations.connect import ServiceConnection, service_connection
-from serve_app.operations.promotion import promote
-from serve_app.operations.serving import deploy
 from serve_app.pipeline.deployment import PipelineState
+from serve_app.service.connect import ServiceConnection, service_connection
+from serve_app.service.promotion import promote
+from serve_app.service.serve_instance import deploy
 from tests.support.drafters import EXIT_LAYER, save_head, save_target
 from tests.support.running import Running, until
 from tests.support.tiny_tokenizer import write_byte_level

@@ -14,7 +14,7 @@ import pytest
 from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore, identity_of, shard_name
 from serve_app.cli.main import main
-from serve_app.session.processes import running_after
+from serve_app.service.watchdog import running_after
 from tests.support.running import descendants
 from tests.support.tiny_service import write_tiny_service
 

@@ -26,8 +26,8 @@ from serve_app.app import build_app
 from serve_app.cli.main import main
 from serve_app.config import service_config
 from serve_app.distill.served_rows import ServedRows
-from serve_app.operations.connect import service_connection
-from serve_app.operations.serving import deploy
+from serve_app.service.connect import service_connection
+from serve_app.service.serve_instance import deploy
 from tests.support.running import Running, tokens_of
 from tests.support.tiny_service import write_tiny_service
 

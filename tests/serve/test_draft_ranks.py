@@ -13,7 +13,7 @@ from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams
 from serve_app.app import build_app
 from serve_app.config import service_config
-from serve_app.operations.serving import deploy
+from serve_app.service.serve_instance import deploy
 from tests.support.drafters import save_head
 from tests.support.running import Running, tokens_of
 

@@ -17,7 +17,7 @@ from eesd_dist.model.weights import weights_digest
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.app import build_app
 from serve_app.config import service_config
-from serve_app.operations.serving import deploy
+from serve_app.service.serve_instance import deploy
 from tests.support.drafters import EXIT_LAYER
 from tests.support.running import Running, tokens_of, until
 from tests.support.tiny_checkpoints import tiny_model

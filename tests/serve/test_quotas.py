@@ -23,7 +23,7 @@ from ray import serve
 
 from serve_app.app import application_of
 from serve_app.config import service_config
-from serve_app.operations.serving import deploy
+from serve_app.service.serve_instance import deploy
 from tests.support.running import Running, until
 
 logger = logging.getLogger(__name__)

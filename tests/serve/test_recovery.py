@@ -20,9 +20,10 @@ from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.tenure import LAST_WAIT_S, placement_groups_named, workers_named
 from serve_app.config import service_config
-from serve_app.operations.serving import WaitingLine, deploy
-from serve_app.operations.start_line import StartLine
 from serve_app.pipeline.deployment import Health, Pipeline
+from serve_app.service.serve_instance import deploy
+from serve_app.service.serving import WaitingLine
+from serve_app.service.start_line import StartLine
 from tests.support.running import Running, tokens_of, until
 from tests.support.toy_poison import POISON, WAYS, PoisonedStages
 from tests.support.toy_stages import ToyStages, held, toy_token

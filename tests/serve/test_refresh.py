@@ -14,7 +14,7 @@ from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParam
 from serve_app.app import build_app
 from serve_app.cli.main import main
 from serve_app.config import service_config
-from serve_app.operations.serving import deploy
+from serve_app.service.serve_instance import deploy
 from tests.support.drafters import save_head, save_target
 from tests.support.running import Running
 from tests.support.tiny_tokenizer import write_byte_level

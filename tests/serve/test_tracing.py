@@ -18,7 +18,7 @@ from eesd_dist.telemetry import names
 from serve_app.app import build_app
 from serve_app.cli.main import main
 from serve_app.config import service_config
-from serve_app.operations.serving import deploy
+from serve_app.service.serve_instance import deploy
 from tests.support.otlp_receivers import Receiver, receiving
 from tests.support.running import Running, until
 from tests.support.spans import WrittenSpan

@@ -28,12 +28,13 @@ from eesd_dist.transport.commands import Command
 from eesd_dist.transport.contracts import RoundHeader, TensorGroup, VerifyReply
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup, UnconnectedGroup
 from eesd_dist.transport.memory import Round, Verify
-from eesd_dist.transport.thread_commands import (
+from eesd_dist.transport.thread_group import (
     ThreadCommandSink,
     ThreadCommandSource,
+    ThreadGroup,
     command_queues,
+    thread_group,
 )
-from eesd_dist.transport.thread_group import ThreadGroup, thread_group
 
 _END_S = 30.0
 

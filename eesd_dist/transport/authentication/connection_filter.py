@@ -4,11 +4,13 @@ Gloo accepts any connection, takes the first 8 bytes for the number of a pair, a
 its listening socket while a group lives. So the socket gets a packet filter (SO_ATTACH_FILTER,
 classic BPF): nothing passes before the members of the group are known, then only packets from their
 hosts, and nothing once the group is connected. Accepted connections keep the filter that they were
-accepted under. Some kernels and sandboxes deny the option to ordinary users: `filter_denial`.
+accepted under. Some kernels and sandboxes deny the option to ordinary users (`filter_denial`):
+their sockets are guarded by when the library accepts (`accept_switch`).
 """
 
 import ctypes
 import ipaddress
+import logging
 import os
 import socket
 import struct
@@ -16,8 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Protocol
 
 from eesd_dist.errors import EngineError
+from eesd_dist.transport.authentication.accept_switch import AcceptSwitch
 
 _SO_ATTACH_FILTER = 26
 _SO_MEMINFO = 55
@@ -165,3 +170,38 @@ def _pass_from(host: str) -> list[_Instruction]:
         program.append((_LOAD_WORD, 0, 0, _IP_HEADER + first + 4 * index))
         program.append((_JUMP_IF, 0, to_the_end, word))
     return [*program, _PASS]
+
+
+logger = logging.getLogger(__name__)
+
+
+class ListenerGuard(Protocol):
+    """A listening socket that admits nothing at first, and nothing any more after `block`."""
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+    @property
+    def num_dropped(self) -> int: ...
+    def cut_waiting(self) -> bool: ...
+    def admit(self, hosts: Iterable[str]) -> None: ...
+    def block(self) -> None: ...
+    def release(self) -> None: ...
+
+
+def guard_listener(handle: int) -> ListenerGuard:
+    """Returns the guard of the socket with this file handle, which admits nothing yet."""
+    return AcceptSwitch(handle) if _is_denied() else ConnectionFilter(handle)
+
+
+@cache
+def _is_denied() -> bool:
+    """Finds out once for this process, and logs why packet filters are not used."""
+    denial = filter_denial()
+    if denial is not None:
+        logger.warning(
+            "no packet filters on listening sockets: option=SO_ATTACH_FILTER error=%s uid=%d "
+            "instead=%s",
+            denial, os.getuid(),
+            "sockets are closed when a group is connected, and ranks prove the epoch's secret",
+        )  # fmt: skip
+    return denial is not None

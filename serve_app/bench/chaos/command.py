@@ -17,8 +17,8 @@ from serve_app.bench.chaos.threads import why_untraceable
 from serve_app.bench.options import ChaosOptions
 from serve_app.bench.ports import free_port
 from serve_app.config import ServiceConfig, service_config
-from serve_app.session.environment import prepare_for_cluster, prepare_for_local_ray
-from serve_app.settings import apply_settings
+from serve_app.service.environment import prepare_for_cluster, prepare_for_local_ray
+from serve_app.service.settings import apply_settings
 
 _REQUESTS = 200
 _QUICK_REQUESTS = 40
@@ -80,7 +80,7 @@ def _run(
         SignalsOverRay,
     )
     from serve_app.bench.chaos.run import FaultInjector, LinkCommands, ServiceUnderTest, compared
-    from serve_app.operations.serving import served
+    from serve_app.service.serving import served
 
     links = (
         LinkCommands(down=options.link_down, up=options.link_up, cut_s=options.cut_s)

@@ -30,7 +30,7 @@ from serve_app.bench.chaos.report import InjectedFault, Noticed
 from serve_app.bench.chaos.schedule import names_in
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.deployment import Ledger, PipelineState
-from serve_app.router import find_router
+from serve_app.router.actor import find_router
 
 logger = logging.getLogger(__name__)
 

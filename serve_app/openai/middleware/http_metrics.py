@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eesd_dist.telemetry.metrics import FIRST_TOKEN_S, REQUEST_S, RequestTimings
 from eesd_dist.types import FinishReason
-from serve_app.keys import Permit
 from serve_app.openai.errors import HttpError
+from serve_app.openai.keys import Permit
 from serve_app.openai.middleware.departures import CLIENT_CLOSED_REQUEST, has_left
 from serve_app.openai.middleware.permits import noted_permit
 

@@ -7,8 +7,8 @@ from typing import Protocol
 from starlette.types import Scope
 
 from eesd_dist.routing.quotas import Standing
-from serve_app.keys import ApiKey, Permit
 from serve_app.openai.errors import TooManyRequests, TooManyTokens
+from serve_app.openai.keys import ApiKey, Permit
 
 _PERMIT = "eesd.permit"
 """Key of a request's scope."""

@@ -13,7 +13,7 @@ from pydantic_core import core_schema
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.parameters import Fields, Messages, NumAlternatives, SamplingFields
 from eesd_dist.types import SpeculationParams, TreeShape
-from serve_app.keys import MAX_PRIORITY
+from serve_app.openai.keys import MAX_PRIORITY
 from serve_app.openai.schema.tools import ToolFields
 from serve_app.openai.workloads import WORKLOAD_PATTERN
 

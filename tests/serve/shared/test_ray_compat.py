@@ -13,15 +13,15 @@ from ray.serve.config import ProxyLocation
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from cluster.ray_compat import (
+    actor_class,
     available_resources,
     is_actor_dead,
     is_serve_running,
-    num_live_actors,
     proxy_actors,
     replica_actors,
     serve_status,
 )
-from serve_app.actor_classes import actor_class
+from tests.endurance.processes import num_live_actors
 from tests.support.running import Running
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from cluster.preflight.clock import ClockOffset, measure_offset
 from cluster.preflight.cluster_checks import check_clocks
+from cluster.preflight.probe import ClockOffset, measure_offset
 
 
 class _Clocks:

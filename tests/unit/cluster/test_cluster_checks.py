@@ -15,8 +15,7 @@ from cluster.preflight.cluster_checks import (
 )
 from cluster.preflight.findings import Severity
 from cluster.preflight.nodes import nodes_of
-from cluster.preflight.probe import Interface
-from cluster.preflight.weights import WeightsFacts, read_weights
+from cluster.preflight.probe import Interface, WeightsFacts, read_weights
 from tests.support.cluster_facts import HEALTHY, cluster_node, node_entry
 
 

@@ -9,14 +9,13 @@ import pytest
 
 from cluster.deployment_files import load_deployment
 from cluster.preflight import cluster_run
-from cluster.preflight.clock import ClockOffset
 from cluster.preflight.cluster_run import ClusterRequest, check_cluster
-from cluster.preflight.links.checks import LinkLimits
+from cluster.preflight.link_checks import LinkLimits
 from cluster.preflight.nodes import ClusterNode
+from cluster.preflight.options import Requirements
 from cluster.preflight.port_checks import OpenedPorts
+from cluster.preflight.probe import ClockOffset, WeightsFacts
 from cluster.preflight.report import Report
-from cluster.preflight.requirements import Requirements
-from cluster.preflight.weights import WeightsFacts
 from tests.support.cluster_facts import HEALTHY, cluster_node
 
 ONPREM = Path(__file__).parents[3] / "cluster" / "configs" / "onprem.yaml"

@@ -2,14 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.preflight.links.checks import (
+from cluster.preflight.link_checks import (
     LinkLimits,
     LinkTime,
     MeasuredLink,
     check_links,
     figures_of,
 )
-from cluster.preflight.links.runs import pairs
+from cluster.preflight.link_runs import pairs
 
 LIMITS = LinkLimits(slow_factor=3.0, max_latency_us=None, min_bandwidth_gbps=None)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.preflight.links import runs
-from cluster.preflight.links.checks import LinkLimits, LinkTime
-from cluster.preflight.links.runs import LinkSettings, measure_cluster
+from cluster.preflight import link_runs
+from cluster.preflight.link_checks import LinkLimits, LinkTime
+from cluster.preflight.link_runs import LinkSettings, measure_cluster
 from cluster.preflight.nodes import ClusterNode
 from tests.support.cluster_facts import cluster_node
 
@@ -79,8 +79,8 @@ def _measured(monkeypatch: pytest.MonkeyPatch, **faults: Exception) -> tuple[_Cl
     cluster = _Cluster(faults)
     monkeypatch.setattr(ray, "get", cluster.get)
     monkeypatch.setattr(ray, "kill", cluster.kill)
-    monkeypatch.setattr(runs, "start_on", cluster.start_on)
-    monkeypatch.setattr(runs, "collect", lambda calls, what, timeout_s: (calls, []))
+    monkeypatch.setattr(link_runs, "start_on", cluster.start_on)
+    monkeypatch.setattr(link_runs, "collect", lambda calls, what, timeout_s: (calls, []))
     links, findings = measure_cluster(NODES, {"a": None, "b": None}, SETTINGS, LIMITS)
     return cluster, links, findings
 

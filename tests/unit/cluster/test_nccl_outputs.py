@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.preflight.links.runs import link_of
+from cluster.preflight.link_runs import link_of
 from cluster.preflight.nccl_tests import BandwidthReport, Timing, parse_text
 
 _FILE = Path(__file__).parent / "data" / "nccl_tests_outputs.txt"
@@ -91,7 +91,6 @@ def test_a_good_run_passes_with_the_figures_it_prints() -> None:
     report = _report("all_reduce_2024")
     assert report.passed
     assert report.average_busbw_gbps == 95.3009
-    assert report.best_busbw_gbps() == 97.54
     busbw = [
         timing.busbw_gbps
         for row in report.rows

@@ -59,15 +59,6 @@ def test_devices_rows_and_footer_are_read_between_log_lines() -> None:
     assert report.passed
 
 
-def test_the_best_bandwidth_and_a_latency_can_be_asked_for() -> None:
-    report = parse_text(NEW)
-    assert report.best_busbw_gbps() == 134.44
-    assert report.latency_us(size_bytes=0) == 24.11
-    assert report.latency_us(size_bytes=9) == 80.5
-    with pytest.raises(ConfigError, match="raise the largest size"):
-        report.latency_us(size_bytes=2**40)
-
-
 @pytest.mark.parametrize(
     ("line", "redop", "root", "num_wrong"),
     [

@@ -4,8 +4,8 @@ import pytest
 
 from cluster.preflight.findings import Finding, Severity
 from cluster.preflight.node_checks import check_node
+from cluster.preflight.options import Requirements
 from cluster.preflight.probe import probe_node
-from cluster.preflight.requirements import Requirements
 from tests.support.cluster_facts import GIB, HEALTHY
 
 WANTED = Requirements(

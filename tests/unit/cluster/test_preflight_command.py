@@ -9,7 +9,7 @@ import pytest
 
 from cluster.link_figures import read_links
 from cluster.preflight.findings import error, warning
-from cluster.preflight.links.checks import LinkTime, MeasuredLink
+from cluster.preflight.link_checks import LinkTime, MeasuredLink
 from cluster.preflight.probe import probe_node
 from cluster.preflight.report import Report, print_report
 from serve_app.cli.main import main

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from cluster.ray_compat import PROXY_CALLBACK, prepared_cluster_config
-from serve_app.session.environment import prepare_for_local_ray
+from serve_app.service.environment import prepare_for_local_ray
 
 _FILE = """
 cluster_name: c

@@ -13,8 +13,8 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.build import build_draft_engine, build_verify_stage
 from eesd_dist.engine.round_stats import LoopClock
 from eesd_dist.transport.group_handles import SingleGroup
-from eesd_dist.transport.memory import memory_pair
 from eesd_dist.types import RoundStats, SpeculationParams
+from tests.support.paired_channel import memory_pair
 from tests.unit.engine.conftest import MakeConfig
 from tests.unit.engine.test_exactness import SAMPLING, requests
 from tests.unit.engine.test_overlap import memory_engine

@@ -11,8 +11,8 @@ from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import RoundHeader, RowFeatures, Segment, TensorGroup
 from eesd_dist.transport.group_handles import SingleGroup
-from eesd_dist.transport.thread_group import on_ranks
 from tests.support.drafters import save_target
+from tests.support.thread_ranks import on_ranks
 
 
 def segment(num_rows: int, *, wants_features: bool) -> Segment:

@@ -28,7 +28,6 @@ from eesd_dist.errors import RequestError
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
-from eesd_dist.transport.thread_group import on_ranks
 from eesd_dist.types import (
     Emission,
     Outcome,
@@ -41,6 +40,7 @@ from eesd_dist.types import (
     TreeShape,
 )
 from tests.support.drafters import Agreement, save_head, save_target
+from tests.support.thread_ranks import on_ranks
 from tests.unit.engine.test_exactness import SAMPLING, requests
 
 COST = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.02), round_s=0.05)

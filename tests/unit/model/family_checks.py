@@ -26,8 +26,8 @@ from eesd_dist.model.spec import ModelSpec
 from eesd_dist.sampling.rule import RowRule, choose
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.group_handles import SingleGroup
-from eesd_dist.transport.thread_group import on_ranks
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
+from tests.support.thread_ranks import on_ranks
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.model.paged_stages import Stages
 

@@ -24,7 +24,7 @@ from serve_app.batch.start import run_in_process
 from serve_app.cli.configuration import EngineFlags, GenerateOptions, config_of
 from serve_app.cli.terminal import stream_text
 from serve_app.config import ServiceConfig
-from serve_app.operations.serving import _check_early
+from serve_app.service.serving import _check_early
 from tests.support.fake_hub import fake_hub
 from tests.support.tiny_service import write_tiny_service
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from eesd_dist.config import DType
 from eesd_dist.model.attention.rows import RowSegment
-from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
+from eesd_dist.transport.thread_group import ThreadGroup
+from tests.support.thread_ranks import on_ranks
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.model.paged_stages import Stages
 

@@ -28,8 +28,8 @@ from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import Checkpoint, TensorSource
 from eesd_dist.transport.group_handles import SingleGroup
-from eesd_dist.transport.thread_group import on_ranks
 from eesd_dist.types import LoadProgress
+from tests.support.thread_ranks import on_ranks
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.support.wide_checkpoints import write_wide_checkpoint
 

@@ -11,7 +11,7 @@ from eesd_dist.config import Numerics
 from eesd_dist.model import kernels
 from eesd_dist.model.cpu import packed
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.transport.thread_group import on_ranks
+from tests.support.thread_ranks import on_ranks
 from tests.support.tiny_checkpoints import FAMILIES, save_tiny_model
 from tests.unit.model.paged_stages import Stages
 

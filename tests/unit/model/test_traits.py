@@ -22,7 +22,7 @@ from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.layers.norms import HeadNorm, RmsNorm
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.transport.thread_group import on_ranks
+from tests.support.thread_ranks import on_ranks
 from tests.unit.model.paged_stages import Stages
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, CHANNELS, VOCAB, LAYERS = 32, 4, 2, 8, 48, 50, 3

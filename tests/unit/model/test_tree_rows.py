@@ -12,8 +12,9 @@ from torch import Tensor
 from eesd_dist.config import DType
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
+from eesd_dist.transport.thread_group import ThreadGroup
 from eesd_dist.trees import depths_of, path_to
+from tests.support.thread_ranks import on_ranks
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.model.paged_stages import CPU, Stages
 from tests.unit.model.test_invariance import SHAPES, Shape

@@ -15,7 +15,8 @@ from eesd_dist.sampling.elementary import mass_of
 from eesd_dist.sampling.filters import filtered
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
+from eesd_dist.transport.thread_group import ThreadGroup
+from tests.support.thread_ranks import on_ranks
 
 
 @dataclass(slots=True)

@@ -33,10 +33,10 @@ from eesd_dist.sampling.rule import (
     warm_up,
 )
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.transport.thread_group import on_ranks
 from eesd_dist.types import SamplingParams
 from tests.support.fake_cuda import fake_cuda
 from tests.support.operators import OperatorWatch
+from tests.support.thread_ranks import on_ranks
 from tests.unit.sampling.rows_and_odds import (
     NUM_AT_ONCE,
     NUM_DRAWS,

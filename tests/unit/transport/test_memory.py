@@ -7,7 +7,8 @@ from torch import Tensor
 
 from eesd_dist.errors import EngineError, PeerLost, WireError
 from eesd_dist.transport.contracts import RoundHeader, VerifyChannel, VerifyReply
-from eesd_dist.transport.memory import MemoryChannel, memory_pair
+from eesd_dist.transport.memory import MemoryChannel
+from tests.support.paired_channel import memory_pair
 from tests.unit.transport.rounds import header, hidden, reply_with
 
 

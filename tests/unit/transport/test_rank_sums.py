@@ -6,7 +6,8 @@ from torch import Tensor
 
 from eesd_dist.transport.counts import WHOLE_BYTES, bytes_of_sum
 from eesd_dist.transport.rank_sums import sum_over_ranks
-from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
+from eesd_dist.transport.thread_group import ThreadGroup
+from tests.support.thread_ranks import on_ranks
 
 
 class ThreadExchange:

@@ -8,8 +8,8 @@ import torch
 from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.group_handles import GroupHandle, UnconnectedGroup
-from eesd_dist.transport.thread_commands import command_queues, thread_commands
-from eesd_dist.transport.thread_group import ThreadGroup, on_ranks, thread_group
+from eesd_dist.transport.thread_group import ThreadGroup, command_queues, thread_group
+from tests.support.thread_ranks import on_ranks, thread_commands
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

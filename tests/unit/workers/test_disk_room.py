@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.errors import EngineError
-from eesd_dist.workers.disk_room import require_room
+from eesd_dist.workers.crash_report import require_room
 
 
 @pytest.fixture

@@ -8,14 +8,18 @@ two cores: their tokens per second do not follow from it, so that signal is left
 """
 
 import json
+from collections.abc import Generator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import simpy
 
+from cluster.fleet.arrivals import Arrival
 from cluster.fleet.outcome import Outcome
-from cluster.fleet.setting import ClosedLoad, FleetSetting, Speed
+from cluster.fleet.pipeline import Job
+from cluster.fleet.setting import FleetSetting, Speed
 from cluster.fleet.simulation import FleetSimulation
 from eesd_dist.routing.fleet.size import FleetTargets
 
@@ -28,7 +32,43 @@ START_BOUND_S = 6.0
 _UNREACHED = 100.0
 SPEEDS = ROOT / "docs" / "benchmarks" / "2026-11-25-batch-2cpu.json"
 
+LENGTHS = (96, 384)
+"""Tokens of the answers, in turns."""
+NUM_PROMPT_TOKENS = 24
+
 Row = dict[str, Any]
+
+
+class ClosedLoad(FleetSimulation):
+    """Clients that each start their next request when the one before is over, as a benchmark's."""
+
+    def __init__(self, setting: FleetSetting, steps: Sequence[tuple[float, int]]) -> None:
+        """`steps`: start times and numbers of clients from then on, in the order of time."""
+        super().__init__(setting, (), seed=0)
+        self._steps = steps
+        self._target = 0
+        self._number = 0
+
+    def _arrive(self) -> Generator[simpy.Event, Any, None]:
+        for at_s, target in self._steps:
+            yield self._env.timeout(max(at_s - self._env.now, 0.0))
+            self._target = target
+            while self._num_live < self._target:
+                self._take_next()
+        self._load_over_s = self._env.now
+
+    def _ended(self, job: Job) -> None:
+        super()._ended(job)
+        if self._num_live < self._target:
+            self._take_next()
+
+    def _take_next(self) -> None:
+        num_tokens = LENGTHS[self._number % len(LENGTHS)]
+        self._number += 1
+        request = Arrival(
+            at_s=self._env.now, num_prompt_tokens=NUM_PROMPT_TOKENS, num_tokens=num_tokens
+        )
+        self._take(request)
 
 
 def _times(samples: list[Row], key: str) -> list[float]:
@@ -84,10 +124,7 @@ def simulated(measured: Row, samples: list[Row], starts_s: list[float]) -> Outco
         load_s=sum(loads_s) / len(loads_s),
     )
     steps = [(row["at_s"], row["num_clients"]) for row in samples]
-    load = ClosedLoad(
-        steps=steps, lengths=(96, 384), num_prompt_tokens=24, ends_s=steps[-1][0] + 1.0
-    )
-    return FleetSimulation(setting, load, seed=0).run()
+    return ClosedLoad(setting, [*steps, (steps[-1][0] + 1.0, 0)]).run()
 
 
 def test_the_decisions_are_the_measured_ones(measured: Row, simulated: Outcome) -> None:

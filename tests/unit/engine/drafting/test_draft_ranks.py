@@ -34,10 +34,10 @@ from eesd_dist.transport.commands import (
     TakeHead,
 )
 from eesd_dist.transport.group_handles import SingleGroup
-from eesd_dist.transport.thread_commands import ThreadCommandSource, thread_commands
-from eesd_dist.transport.thread_group import ThreadGroup, on_ranks
+from eesd_dist.transport.thread_group import ThreadCommandSource, ThreadGroup
 from eesd_dist.types import LoadProgress
 from tests.support.drafters import save_head
+from tests.support.thread_ranks import on_ranks, thread_commands
 from tests.unit.engine.conftest import MakeConfig
 
 NUM_RANKS = 2

@@ -9,8 +9,8 @@ from threading import Thread
 import pytest
 
 from serve_app.cli.main import main
-from serve_app.operations.waiting import ChangedReason
-from serve_app.session.connection_file import connection_file_for
+from serve_app.service.connection_file import connection_file_for
+from serve_app.service.waiting import ChangedReason
 
 _STATE = '{"default": {}, "pinned": false, "workloads": {}, "pipelines": []}'
 

@@ -19,7 +19,7 @@ from eesd_dist.routing.quotas import Standing
 from eesd_dist.telemetry import names
 from eesd_dist.telemetry.tracing import Tracing, make_tracing
 from eesd_dist.telemetry.tracing_options import TracingOptions
-from serve_app.keys import ApiKey, KeyRing, Permit
+from serve_app.openai.keys import ApiKey, KeyRing, Permit
 from serve_app.openai.middleware.http_metrics import HttpMetrics
 from tests.support.spans import read_spans
 from tests.support.toy_api import toy_api

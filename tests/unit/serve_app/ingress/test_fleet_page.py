@@ -5,7 +5,7 @@ import json
 from eesd_dist.routing.fleet.departure import FleetState
 from eesd_dist.routing.fleet.size import FleetDecision, FleetTargets
 from serve_app.cli.pipelines import _fleet_line
-from serve_app.pages.fleet import fleet_as_json, fleet_page
+from serve_app.ingress.metrics_page import fleet_as_json, fleet_page
 
 STATE = FleetState(
     decision=FleetDecision(target=2, signal="live", reason="up from 1 to 2: load", since_s=12.4),

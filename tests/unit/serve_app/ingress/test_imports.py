@@ -24,7 +24,7 @@ import torch
 _PIPELINE = """
 import sys
 import serve_app.pipeline.deployment
-import serve_app.router
+import serve_app.router.calls
 from serve_app.config import BUNDLED_MODEL, service_config
 from serve_app.pipeline.stage_factory import stages_of
 

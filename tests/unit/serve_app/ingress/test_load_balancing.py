@@ -10,7 +10,8 @@ from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.ingress import load_balancing
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.retry import Attempts
-from serve_app.router import Router, pipelines_of
+from serve_app.router.actor import Router
+from serve_app.router.calls import pipelines_of
 from tests.support.in_process import Fault, ToyHandle
 from tests.support.toy_stages import toy_token
 from tests.unit.serve_app.ingress.toy_service import ToyService, config_of, toy_service

@@ -10,8 +10,8 @@ from eesd_dist.routing.quotas import Standing
 from serve_app.config import RouterConfig
 from serve_app.ingress import quotas
 from serve_app.ingress.quotas import GlobalQuotas
-from serve_app.keys import ApiKey, Permit
-from serve_app.router import Router
+from serve_app.openai.keys import ApiKey, Permit
+from serve_app.router.actor import Router
 from tests.support.in_process import Fault, ToyHandle
 
 KEY = ApiKey(name="c", sha256="0" * 64, max_concurrent_requests=2, tokens_per_minute=600)

@@ -17,7 +17,7 @@ from serve_app.config import BUNDLED_MODEL, ServiceConfig, service_config
 from serve_app.ingress import load_balancing
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient
-from serve_app.router import Router
+from serve_app.router.actor import Router
 from tests.support.in_process import ToyHandle, epoch, joined_actor
 
 _BEAT_S = 0.05

@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.keys import KeyRing, operators_key
+from serve_app.openai.keys import KeyRing, operators_key
 from tests.support.event_stream import WITH_IDS, parsed
 from tests.support.live_server import serving
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
-from tests.unit.serve_app.test_keys import entry, write
+from tests.unit.serve_app.openai.test_keys import entry, write
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": ["abc", "abd"], "n": 3, "max_tokens": 2},

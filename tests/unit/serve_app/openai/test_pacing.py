@@ -16,8 +16,8 @@ from eesd_dist.text import TextDelta
 from eesd_dist.types import Emission, RequestId, TokenId
 from serve_app.config import StreamsConfig
 from serve_app.ingress.deployment import _pace_of
-from serve_app.keys import ANYONE, Permit
 from serve_app.openai.generation import Delta
+from serve_app.openai.keys import ANYONE, Permit
 from serve_app.openai.pacing import Pace, paced
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.schema import CompletionFields

@@ -16,9 +16,9 @@ import yaml
 
 from eesd_dist.errors import EngineError, PoisonRequest, QueueFull, RequestError
 from serve_app.ingress.quotas import GlobalQuotas
-from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.charges import GRAMMAR_TOKENS
 from serve_app.openai.generation import EndedByEngine
+from serve_app.openai.keys import KeyRing, operators_key
 from serve_app.openai.middleware.http_metrics import HttpMetrics
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.schema import ChatFields, CompletionFields

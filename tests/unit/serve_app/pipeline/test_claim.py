@@ -123,7 +123,7 @@ def test_a_stream_does_not_notice_that_the_supervisor_of_its_workers_was_replace
         await supervisor.check()
         assert supervisor.is_ready
         assert await stream == expected(request)
-        assert supervisor.num_interruptions == 0
+        assert supervisor.interruptions.number == 0
         assert group.epoch == 1
         await supervisor.stop()
 
@@ -138,7 +138,7 @@ def test_claimed_workers_recover_as_if_their_supervisor_had_started_them(world: 
         supervisor = supervised(group)
         await supervisor.check()
         handle_of(group, "verify rank 1").killed.set()
-        await until(lambda: supervisor.num_interruptions and supervisor.is_ready)
+        await until(lambda: supervisor.interruptions.number and supervisor.is_ready)
         assert group.epoch == 2
         request = toy_request("after", max_tokens=9)
         assert await answer(group.leader, request) == expected(request)
@@ -242,7 +242,7 @@ def test_an_epoch_that_lacks_a_worker_is_ended_and_started_again_with_the_others
         assert "verify rank 1" in str(group.claimed_trouble)
         supervisor = supervised(group)
         await until(lambda: group.epoch == 2 and supervisor.is_ready)
-        assert supervisor.num_interruptions == 1
+        assert supervisor.interruptions.number == 1
         assert handle_of(group, "verify rank 0") is survivor
         with pytest.raises(PeerLost, match="its supervisor died during a change of the epoch"):
             await stream
@@ -282,7 +282,7 @@ def test_workers_of_no_epoch_are_kept_and_their_first_epoch_is_started_once(worl
         supervisor = supervised(group)
         await supervisor.check()
         assert group.epoch == 1
-        assert supervisor.num_interruptions == 0
+        assert supervisor.interruptions.number == 0
         assert [worker.handle for worker in group.workers][:2] == handles
         await supervisor.stop()
 
@@ -326,7 +326,7 @@ def test_a_degraded_epoch_is_claimed_as_one_and_fails_back(world: World) -> None
         assert await answer(group.leader, request) == expected(request)
         supervisor = supervised(group)
         await until(lambda: group.kind is EpochKind.FULL and supervisor.is_ready)
-        assert supervisor.num_interruptions == 0
+        assert supervisor.interruptions.number == 0
         request = toy_request("full", max_tokens=7)
         assert await answer(group.leader, request) == expected(request)
         await supervisor.stop()

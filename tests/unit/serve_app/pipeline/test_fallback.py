@@ -11,10 +11,9 @@ from pydantic import ValidationError
 from eesd_dist.config import ParallelConfig
 from eesd_dist.errors import EngineError, Migrated, PeerLost
 from eesd_dist.types import Emission
-from serve_app.pipeline.fallback import FallbackHandle
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement.rank_slots import RankSlot
-from serve_app.pipeline.worker import Worker
+from serve_app.pipeline.worker import FallbackHandle, Worker
 from serve_app.pipeline.worker_group import WorkerGroup
 from serve_app.pipeline.workers import Workers
 from tests.support.toy_group import (

@@ -186,7 +186,7 @@ def test_a_spare_that_is_lost_is_replaced_and_no_stream_pauses(
         await until(lambda: len(_ready(group)) == 2)
         assert _spare(group, "verify spare 0") is not lost
         assert lost.killed.is_set()
-        assert (group.epoch, supervisor.num_interruptions) == (1, 0)
+        assert (group.epoch, supervisor.interruptions.number) == (1, 0)
         await supervisor.stop()
 
     _run(told)
@@ -223,7 +223,7 @@ def test_a_claimant_gets_the_spares_too_and_knows_whose_bundles_they_use(
         present = (*first.workers, *first.workers.spares.ready)
         for worker in present:
             worker.stop_beating()
-        first._end_preparations()
+        first._preparations.end()
 
         tenancies = {n: await h.actor.tenancy() for n, h in cluster.actors.items()}
         second = ToyWorkers(cluster, tmp_path, fallback=False, spares=SPARES, owner="replica-2")

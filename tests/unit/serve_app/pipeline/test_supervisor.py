@@ -26,7 +26,7 @@ from eesd_dist.errors import (
 from eesd_dist.routing.directory import Promotion, RankLoad, StartReport
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import LoadProgress
-from eesd_dist.workers.disk_room import require_room
+from eesd_dist.workers.crash_report import require_room
 from eesd_dist.workers.messages import Epoch, Lease, LoadedRank
 from eesd_dist.workers.roles import DraftLeader, RankWorker
 from serve_app.pipeline.placement import placement_groups
@@ -117,10 +117,10 @@ def test_a_stream_loses_no_token_when_a_worker_dies_and_the_death_is_not_held_ag
         await until(lambda: ingress.num_tokens > 10)
         handle_of(group, victim).killed.set()
         assert await stream == expected(request)
-        assert supervisor.num_interruptions == 1
+        assert supervisor.interruptions.number == 1
         assert not any(isinstance(error, EngineCrashed) for error in ingress.errors)
         assert victim in str(ingress.errors[0])
-        assert supervisor.recovery_s is not None
+        assert supervisor.interruptions.recovery_s is not None
 
     _story(story, lambda: ToyWorkers(cluster, tmp_path, fallback=fallback))
 
@@ -181,7 +181,9 @@ def test_interruptions_with_tokens_between_them_and_without_requests_are_not_lim
     async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
         for number in range(1, 4):
             handle_of(group, "verify rank 0").killed.set()  # idle
-            await until(lambda n=number: supervisor.num_interruptions == n and supervisor.is_ready)
+            await until(
+                lambda n=number: supervisor.interruptions.number == n and supervisor.is_ready
+            )
         for number in range(4, 7):
             request = toy_request(f"r{number}", max_tokens=40)
             ingress = ToyIngress(supervisor, request)
@@ -189,7 +191,7 @@ def test_interruptions_with_tokens_between_them_and_without_requests_are_not_lim
             await until(lambda: group.leader.status.progress > 0 and group.leader.status.num_live)
             handle_of(group, "verify rank 0").killed.set()
             assert await stream == expected(request)
-        assert supervisor.num_interruptions == 6
+        assert supervisor.interruptions.number == 6
         await supervisor.check()
 
     _story(story, lambda: ToyWorkers(cluster, tmp_path, fallback=False), max_interruptions=1)
@@ -218,7 +220,7 @@ def test_a_stream_goes_through_a_degraded_epoch_and_back_with_every_token(
         degraded_s = supervisor.degraded_s
         assert await stream == expected(request)
         assert supervisor.degraded_s == degraded_s
-        assert supervisor.num_interruptions == 1, "failing back is none"
+        assert supervisor.interruptions.number == 1, "failing back is none"
         kinds = [type(error) for error in ingress.errors]
         assert kinds[0] is PeerLost
         assert Migrated in kinds
@@ -228,7 +230,7 @@ def test_a_stream_goes_through_a_degraded_epoch_and_back_with_every_token(
 
 
 async def _fallback_prepared(group: WorkerGroup) -> None:
-    await until(lambda: not group._preparing)
+    await until(lambda: not group._preparations._tasks)
 
 
 def _hold_spawns(group: WorkerGroup) -> asyncio.Event:
@@ -285,7 +287,7 @@ def test_a_fallback_that_fails_by_itself_does_not_cost_its_host(
     async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
         host = handle_of(group, "verify rank 0")
         handle_of(group, "drafting actor").killed.set()
-        await until(lambda: supervisor.num_interruptions and supervisor.is_ready)
+        await until(lambda: supervisor.interruptions.number and supervisor.is_ready)
         assert not supervisor.is_degraded
         assert group.epoch == 3, "one degraded attempt, then a full epoch"
         assert handle_of(group, "verify rank 0") is host
@@ -343,7 +345,7 @@ def test_a_draft_stage_that_cannot_be_restored_is_tried_again_while_fallbacks_de
         epochs.append(group.epoch)
         assert num_tries == 4
         assert epochs == [2, 3], "the degraded epoch went on"
-        assert supervisor.num_interruptions == 1
+        assert supervisor.interruptions.number == 1
 
     _story(story, lambda: ToyWorkers(cluster, tmp_path))
 
@@ -651,7 +653,7 @@ def test_a_pipeline_whose_worker_makes_no_progress_gets_no_new_requests_before_i
         frozen.thawed.set()
         await until(lambda: supervisor.is_ready)
         await until(lambda: published == [False, True])
-        assert supervisor.num_interruptions == 0
+        assert supervisor.interruptions.number == 0
 
     _story(
         story,
@@ -711,7 +713,7 @@ def test_the_longest_start_is_kept_and_goes_into_the_leases(
         assert first_s is not None
         group.workers.start_s = 100.0
         handle_of(group, "verify rank 0").killed.set()
-        await until(lambda: supervisor.num_interruptions and supervisor.is_ready)
+        await until(lambda: supervisor.interruptions.number and supervisor.is_ready)
         assert supervisor.start_s == 100.0
         assert group.workers.lease().start_s == 100.0
         assert supervisor.start_report() is None  # what was lost says more
@@ -760,7 +762,7 @@ def test_the_wait_for_room_does_not_shorten_the_start(tmp_path: Path, cluster: T
             publish_status=publish,
         )
         await supervisor.check()
-        assert supervisor.num_interruptions == 0
+        assert supervisor.interruptions.number == 0
         assert group.epoch == 1
         await supervisor.stop()
 

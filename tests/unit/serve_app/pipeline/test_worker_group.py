@@ -278,7 +278,7 @@ def test_a_new_drafting_actor_on_the_same_node_gets_the_costs_that_the_last_one_
         stages = _Costs()
         group = WorkerGroup(ToyWorkers(cluster, tmp_path, fallback=False, stages=stages))
         await group.start_epoch(timeout_s=10.0)
-        await until(lambda: group._cost is not None)
+        await until(lambda: group._preparations._cost is not None)
         await lose(group, "drafting actor")
         await group.start_epoch(timeout_s=10.0)
         assert stages.costs == [None, {"round_s": 0.5}]

@@ -1,1 +1,0 @@
-"""Prometheus pages of states that are not counted where they are shown."""

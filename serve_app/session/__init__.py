@@ -1,1 +1,0 @@
-"""The local Ray instance of a service: environment, start and end, connection file."""
