@@ -27,13 +27,13 @@ from eesd_dist.types import TokenId
 from serve_app.console.pages import add_pages
 from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.client import EngineClient
+from serve_app.openai.context import LAST_EVENT_ID_HEADER, REQUEST_ID_HEADER, RequestContext
 from serve_app.openai.errors import (
     HttpError,
     NotReady,
     http_error_of,
     http_error_of_fields,
 )
-from serve_app.openai.event_ids import HEADER, IDS_HEADER, asks_for_ids
 from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.departures import Departures
 from serve_app.openai.middleware.gate import AdmissionGate
@@ -46,7 +46,6 @@ from serve_app.openai.middleware.http_metrics import (
 from serve_app.openai.middleware.http_spans import TracedRequests, traceparent_inside
 from serve_app.openai.middleware.permits import RATE_LIMIT_HEADERS, Quotas, noted_permit
 from serve_app.openai.middleware.request_ids import (
-    REQUEST_ID_HEADER,
     NamedRequests,
     nonce_of,
     note_request_id,
@@ -54,7 +53,8 @@ from serve_app.openai.middleware.request_ids import (
 from serve_app.openai.middleware.unexpected_errors import UnexpectedErrors
 from serve_app.openai.openapi import describe_truly
 from serve_app.openai.pacing import Pace
-from serve_app.openai.preparation import Preparation, Prepared
+from serve_app.openai.preparation import Preparation
+from serve_app.openai.prepared import Prepared
 from serve_app.openai.responses import Event, Json
 from serve_app.openai.schema import (
     ChatFields,
@@ -66,7 +66,6 @@ from serve_app.openai.schema import (
 from serve_app.openai.service import RequestObserver, Service, size_of_chat
 from serve_app.openai.sse import EventStream, encoded, while_listened_to
 from serve_app.openai.text_responses import response_events, response_of
-from serve_app.openai.workloads import WORKLOAD_HEADER, checked_workload
 
 logger = logging.getLogger(__name__)
 
@@ -192,8 +191,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 async def _answered_as_response(
     service: Service, fields: ResponsesFields, request: HttpRequest
 ) -> Response:
-    if request.headers.get(HEADER) is not None:
-        raise RequestError(f"{HEADER}: these streams cannot be resumed", param=HEADER)
+    if request.headers.get(LAST_EVENT_ID_HEADER) is not None:
+        raise RequestError(
+            f"{LAST_EVENT_ID_HEADER}: these streams cannot be resumed", param=LAST_EVENT_ID_HEADER
+        )
     prepared = await _prepared(service, fields.as_chat(), request)
 
     async def body() -> Response:
@@ -220,22 +221,25 @@ async def _prepared(
 ) -> Prepared:
     """Raises ClientDisconnect when the client leaves before its grammar is compiled."""
 
+    context = _context_of(request)
+
     def prepare() -> Awaitable[Prepared]:
-        return service.prepared(
-            fields,
-            traceparent=traceparent_inside(request.scope),
-            workload=checked_workload(request.headers.get(WORKLOAD_HEADER)),
-            request_id=request.headers.get(REQUEST_ID_HEADER),
-            nonce=nonce_of(request.scope),
-            permit=noted_permit(request.scope),
-            last_event_id=request.headers.get(HEADER),
-            sends_event_ids=asks_for_ids(request.headers.get(IDS_HEADER)),
-        )
+        return service.prepared(fields, context)
 
     waits = service.has_to_compile(fields)
     prepared = await (while_listened_to(request.receive, prepare) if waits else prepare())
     note_request_id(request.scope, prepared.request_id)
     return prepared
+
+
+def _context_of(request: HttpRequest) -> RequestContext:
+    scope = request.scope
+    return RequestContext.of(
+        request.headers,
+        nonce=nonce_of(scope),
+        traceparent=traceparent_inside(scope),
+        permit=noted_permit(scope),
+    )
 
 
 async def _response(

@@ -10,7 +10,7 @@ from eesd_dist.text import StreamDecoder, TextCodec, TextFinish
 from eesd_dist.types import Emission, TokenId, TokenLogprobs
 from serve_app.openai.event_ids import Shown
 from serve_app.openai.generation import ChoiceTally, Delta
-from serve_app.openai.preparation import Prepared
+from serve_app.openai.prepared import Prepared
 from serve_app.openai.request_metrics import metrics_of, num_cached_tokens
 from serve_app.openai.tools import CallDelta, ToolCallParser
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from opentelemetry.trace import Span
 
@@ -18,16 +18,17 @@ from eesd_dist.telemetry.metrics import RequestTimings
 from eesd_dist.telemetry.request_spans import request_span, traceparent_of
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
-from serve_app.keys import Permit
 from serve_app.openai.charges import GRAMMAR_TOKENS, Charges, charge
 from serve_app.openai.client import EngineClient
+from serve_app.openai.context import RequestContext
 from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
 from serve_app.openai.grammar_queue import GrammarQueue
 from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.permits import Quotas
 from serve_app.openai.pacing import Pace, paced
-from serve_app.openai.preparation import Choice, Preparation, Prepared
+from serve_app.openai.preparation import Preparation
+from serve_app.openai.prepared import Choice, Prepared
 from serve_app.openai.request_metrics import request_attributes, total_attributes
 from serve_app.openai.responses import Answer, Event, Json
 from serve_app.openai.schema import ChatFields, CompletionFields
@@ -86,38 +87,19 @@ class Service:
         self._grammars = GrammarQueue()
 
     async def prepared(
-        self,
-        fields: CompletionFields | ChatFields,
-        *,
-        traceparent: str | None = None,
-        workload: str | None = None,
-        request_id: str | None = None,
-        nonce: bytes | None = None,
-        permit: Permit | None = None,
-        last_event_id: str | None = None,
-        sends_event_ids: bool = False,
+        self, fields: CompletionFields | ChatFields, context: RequestContext
     ) -> Prepared:
-        options: dict[str, Any] = {
-            "traceparent": traceparent,
-            "workload": workload,
-            "request_id": request_id,
-            "nonce": nonce,
-            "permit": permit,
-            "last_event_id": last_event_id,
-            "sends_event_ids": sends_event_ids,
-        }
-
         def prepare() -> Prepared:
             if isinstance(fields, ChatFields):
-                return self._preparation.chat(fields, **options)
-            return self._preparation.completion(fields, **options)
+                return self._preparation.chat(fields, context)
+            return self._preparation.completion(fields, context)
 
         if self.has_to_compile(fields):
-            await self.charges.work(permit, GRAMMAR_TOKENS)
-            await self._compile_grammar(fields, caller="" if permit is None else permit.key.name)
+            await self.charges.work(context.permit, GRAMMAR_TOKENS)
+            await self._compile_grammar(fields, caller=context.caller)
         size = _size_of(fields)
         tokenising = self.threads.run(prepare, size=size)
-        prepared = await self.charges.tokenised(tokenising, permit, size=size)
+        prepared = await self.charges.tokenised(tokenising, context.permit, size=size)
         await self.charges.reserve(prepared)
         return prepared
 

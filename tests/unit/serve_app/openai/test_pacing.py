@@ -17,6 +17,7 @@ from eesd_dist.types import Emission, RequestId, TokenId
 from serve_app.config import StreamsConfig
 from serve_app.ingress.deployment import _pace_of
 from serve_app.keys import ANYONE, Permit
+from serve_app.openai.context import RequestContext
 from serve_app.openai.generation import Delta
 from serve_app.openai.pacing import Pace, paced
 from serve_app.openai.preparation import Preparation
@@ -200,7 +201,7 @@ def test_a_client_that_leaves_a_paced_stream_is_charged_what_was_made_ahead() ->
     async def leave() -> None:
         body = {"prompt": "abc", "max_tokens": 30, "stream": True}
         fields = CompletionFields.model_validate(body)
-        events = service.events(await service.prepared(fields, permit=permit))
+        events = service.events(await service.prepared(fields, RequestContext(permit=permit)))
         await anext(events)
         await events.aclose()
 

@@ -18,6 +18,7 @@ from eesd_dist.errors import EngineError, PoisonRequest, QueueFull, RequestError
 from serve_app.ingress.quotas import GlobalQuotas
 from serve_app.keys import KeyRing, operators_key
 from serve_app.openai.charges import GRAMMAR_TOKENS
+from serve_app.openai.context import RequestContext
 from serve_app.openai.generation import EndedByEngine
 from serve_app.openai.middleware.http_metrics import HttpMetrics
 from serve_app.openai.preparation import Preparation
@@ -356,7 +357,7 @@ def test_an_answer_of_which_no_length_is_stated_leaves_other_requests_room() -> 
 
     def expected(**fields: object) -> int:
         body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-        prepared = preparation.chat(ChatFields.model_validate(body))
+        prepared = preparation.chat(ChatFields.model_validate(body), RequestContext())
         return prepared.num_expected_tokens - prepared.num_prompt_tokens
 
     assert expected() == 1024
@@ -365,7 +366,7 @@ def test_an_answer_of_which_no_length_is_stated_leaves_other_requests_room() -> 
     assert expected(max_tokens=5000, n=2) == 10_000
     assert expected(max_completion_tokens=7) == 7
     fields = CompletionFields.model_validate({"prompt": ["a", "bc"], "n": 2})
-    assert preparation.completion(fields).num_expected_tokens == 3 + 4 * 16
+    assert preparation.completion(fields, RequestContext()).num_expected_tokens == 3 + 4 * 16
 
 
 def test_tokenising_detokenising_and_grammars_count_too(site: Site) -> None:

@@ -10,6 +10,7 @@ import pytest
 from eesd_dist.errors import PromptTooLong
 from eesd_dist.telemetry.tracing import Tracing, make_tracing
 from eesd_dist.telemetry.tracing_options import TracingOptions
+from serve_app.openai.context import RequestContext
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.service import Service, size_of_chat
@@ -27,7 +28,7 @@ def _service(engine: ToyEngine, tracing: Tracing | None = None) -> Service:
 
 async def _run(service: Service, *, chunks: int | None) -> None:
     fields = CompletionFields.model_validate({"prompt": "x", "max_tokens": 30, "n": 2})
-    prepared = await service.prepared(fields, traceparent=TRACEPARENT)
+    prepared = await service.prepared(fields, RequestContext(traceparent=TRACEPARENT))
     if chunks is None:
         await service.whole(prepared)
         return
@@ -66,7 +67,7 @@ def test_choices_that_wait_for_others_of_their_request_are_not_refused_for_a_ful
 
     async def run() -> None:
         fields = CompletionFields.model_validate({"prompt": "x", "max_tokens": 3, "n": 4})
-        await service.whole(await service.prepared(fields))
+        await service.whole(await service.prepared(fields, RequestContext()))
 
     asyncio.run(run())
     assert [request.is_continued for request in engine.requests] == [False, False, True, True]
@@ -105,9 +106,9 @@ def test_a_text_may_be_as_long_as_the_model_and_the_kv_pages_allow() -> None:
     for kv_tokens, limit in ((None, 100), (64, 64), (400, 100)):
         held += [] if kv_tokens is None else [kv_tokens]
         assert preparation.max_model_len == limit
-        (choice,) = preparation.completion(fields).choices
+        (choice,) = preparation.completion(fields, RequestContext()).choices
         num_prompt = len(choice.request.prompt)
         assert choice.request.sampling.max_tokens == min(16, limit - num_prompt)
     held.append(60)
     with pytest.raises(PromptTooLong, match="59"):
-        preparation.completion(fields)
+        preparation.completion(fields, RequestContext())
