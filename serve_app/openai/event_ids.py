@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import re
+import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -138,7 +139,13 @@ class StreamStart:
 class StreamStarts:
     """Begins the answers of one model, and resumes its streams."""
 
-    def __init__(self, *, model: str, key: bytes, draw_seed: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        *,
+        model: str,
+        key: bytes,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
+    ) -> None:
         """Event ids of another `key` are refused."""
         self._model = model
         self._key = key

@@ -5,7 +5,6 @@ what cannot be served, naming the field. Knows neither HTTP nor engines.
 """
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,14 +22,13 @@ from eesd_dist.parameters import (
 )
 from eesd_dist.text import TextCodec
 from eesd_dist.text.grammars import GrammarCompiler, GrammarProbe
-from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.types import Request, RequestId, TokenId
 from serve_app.keys import ANYONE, Permit
+from serve_app.openai.api_settings import ApiSettings, Limits
 from serve_app.openai.chat_options import chat_options
 from serve_app.openai.context import RequestContext
 from serve_app.openai.errors import UnknownModel
-from serve_app.openai.event_ids import EVENT_KEY_BYTES, StreamStart, StreamStarts
-from serve_app.openai.limits import Limits
+from serve_app.openai.event_ids import StreamStart, StreamStarts
 from serve_app.openai.prepared import Choice, Prepared, Prompt, TextOptions, response_id_of
 from serve_app.openai.schema import (
     ChatFields,
@@ -57,60 +55,33 @@ class Preparation:
     def __init__(
         self,
         codec: TextCodec,
+        settings: ApiSettings,
         *,
-        model_name: str,
-        max_model_len: int,
-        kv_tokens: Callable[[], int | None] = lambda: None,
-        max_draft_tokens: int = 8,
-        workloads_by_temperature: bool = True,
         limits: Limits | None = None,
-        event_key: bytes | None = None,
-        resume_window_s: float = 0.0,
-        share_prefix_cache: bool = False,
-        sampling_defaults: SamplingDefaults | None = None,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
+        kv_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`kv_tokens` returns what the KV pages hold, None while it is not known.
-
-        `limits` None: no limit on texts, log-probabilities and repeated prompt tokens of one
-        answer. Event ids of another `event_key` are refused; None draws one, so that no other
-        process takes the ids that are made here. `sampling_defaults`: of the checkpoint.
-        `share_prefix_cache`: callers find each other's
-        prefixes."""
-        self._codec = codec
+        """`kv_tokens` returns what the KV pages hold, None while it is not known. `limits` None: a
+        request may ask for as much as it likes, and take as long as it takes."""
+        self.codec = codec
+        self.settings = settings
+        self.limits = limits
         self._grammars = GrammarCompiler(lambda: codec, probe=GrammarProbe().check)
         self._tool_format = format_of(codec.tool_template)
         marker_id = (
             None if self._tool_format is None else self._special_id(self._tool_format.marker)
         )
         self._marks = frozenset[TokenId]() if marker_id is None else frozenset({marker_id})
-        self._model_name = model_name
-        self._max_positions = max_model_len
         self._kv_tokens = kv_tokens
-        self._max_draft_tokens = max_draft_tokens
-        self._workloads_by_temperature = workloads_by_temperature
-        self._limits = limits
-        self._streams = StreamStarts(
-            model=model_name,
-            key=event_key or secrets.token_bytes(EVENT_KEY_BYTES),
-            draw_seed=draw_seed,
-        )
-        self._resume_window_s = resume_window_s
-        self._share_prefix_cache = share_prefix_cache
-        self.sampling_defaults = sampling_defaults or SamplingDefaults()
+        self._streams = StreamStarts(model=settings.model_name, key=settings.event_key)
 
     @property
     def max_model_len(self) -> int:
         """The longest text, prompt and answer together: of the model, and of the KV pages."""
-        kv_tokens = self._kv_tokens()
-        return self._max_positions if kv_tokens is None else min(self._max_positions, kv_tokens)
+        longest, kv_tokens = self.settings.max_model_len, self._kv_tokens()
+        return longest if kv_tokens is None else min(longest, kv_tokens)
 
-    def completion(
-        self,
-        fields: CompletionFields,
-        context: RequestContext,
-    ) -> Prepared:
-        fields = with_defaults(fields, self.sampling_defaults)
+    def completion(self, fields: CompletionFields, context: RequestContext) -> Prepared:
+        fields = with_defaults(fields, self.settings.sampling_defaults)
         self._check(fields)
         self._check_choices(len(fields.prompts), n=fields.n)
         start = self._streams.start(fields, context, num_choices=len(fields.prompts) * fields.n)
@@ -129,12 +100,8 @@ class Preparation:
             prompt_logprobs=_more(fields.prompt_logprobs, fields.logprobs if fields.echo else None),
         )
 
-    def chat(
-        self,
-        fields: ChatFields,
-        context: RequestContext,
-    ) -> Prepared:
-        fields = with_defaults(fields, self.sampling_defaults)
+    def chat(self, fields: ChatFields, context: RequestContext) -> Prepared:
+        fields = with_defaults(fields, self.settings.sampling_defaults)
         self._check(fields)
         self._check_choices(1, n=fields.n)
         start = self._streams.start(fields, context, num_choices=fields.n)
@@ -142,7 +109,7 @@ class Preparation:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         tool_use = self._tool_use(fields)
         tool_options = {} if tool_use is None else {"tools": list(tool_use.tools)}
-        prompt = self._codec.encode_chat(
+        prompt = self.codec.encode_chat(
             conversation_of(fields.messages), **chat_options(fields), **tool_options
         )
         self._check_length(prompt, param="messages")
@@ -161,8 +128,8 @@ class Preparation:
         )
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self._model_name:
-            raise UnknownModel(name=name, served=self._model_name)
+        if name is not None and name != self.settings.model_name:
+            raise UnknownModel(name=name, served=self.settings.model_name)
 
     def _check(self, fields: GenerationFields) -> None:
         self.check_model(fields.model)
@@ -179,7 +146,7 @@ class Preparation:
                 param="prompt_logprobs",
             )
         names = ignored(fields)
-        if names and self._limits is not None and self._limits.strict_fields:
+        if names and self.limits is not None and self.limits.strict_fields:
             raise RequestError(
                 f"{names[0]}: no such field; leave it out, or set limits.strict_fields to false",
                 param=names[0],
@@ -188,7 +155,7 @@ class Preparation:
             logger.info("fields of a request were ignored: names=%s", ascii(names)[:200])
 
     def _check_choices(self, num_prompts: int, *, n: int) -> None:
-        limits = self._limits
+        limits = self.limits
         if limits is not None and num_prompts * n > limits.max_choices:
             raise RequestError(
                 f"found {num_prompts} prompts x n={n}, {num_prompts * n} texts, expected at most "
@@ -198,7 +165,7 @@ class Preparation:
             )
 
     def _check_extras(self, num_extras: int) -> None:
-        limits = self._limits
+        limits = self.limits
         if limits is not None and num_extras > limits.max_answer_extras:
             raise RequestError(
                 f"the answer may have {num_extras} log-probabilities and repeated prompt tokens, "
@@ -209,9 +176,9 @@ class Preparation:
 
     def _tokens_of(self, fields: CompletionFields, prompt: str | Sequence[int]) -> Prompt:
         if isinstance(prompt, str):
-            tokens = self._codec.encode(prompt, add_special_tokens=fields.add_special_tokens)
+            tokens = self.codec.encode(prompt, add_special_tokens=fields.add_special_tokens)
         else:
-            check_ids(prompt, self._codec, param="prompt")
+            check_ids(prompt, self.codec, param="prompt")
             tokens = tuple(TokenId(token) for token in prompt)
         if not tokens:
             raise RequestError("the prompt is empty: send at least one token", param="prompt")
@@ -248,7 +215,7 @@ class Preparation:
             return ""
         if isinstance(prompt, str):
             return prompt
-        return self._codec.decode([TokenId(token) for token in prompt])
+        return self.codec.decode([TokenId(token) for token in prompt])
 
     def _prepared(
         self,
@@ -268,10 +235,11 @@ class Preparation:
         nonce = start.origin.nonce.hex()
         request_id = fields.request_id or start.origin.request_id or nonce
         response_id = response_id_of(fields.kind, request_id)
+        window_s = 0.0 if start.event_ids is None else self.settings.resume_window_s
         seed = start.origin.seed if fields.seed is None else fields.seed
         sampling = sampling_params(
             fields,
-            self._codec,
+            self.codec,
             max_tokens=min(max_tokens),
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -290,7 +258,7 @@ class Preparation:
                     speculation=fields.speculation.params,
                     workload=self._workload(fields, context),
                     traceparent=context.traceparent,
-                    resume_window_s=0.0 if start.event_ids is None else self._resume_window_s,
+                    resume_window_s=window_s,
                     resumption=start.resumption,
                     caller="" if caller is ANYONE else caller.name,
                     weight=caller.weight,
@@ -309,7 +277,7 @@ class Preparation:
         return Prepared(
             kind=fields.kind,
             request_id=request_id,
-            model=self._model_name,
+            model=self.settings.model_name,
             created_unix_s=start.origin.created_unix_s,
             arrived_s=time.monotonic(),
             seed=seed,
@@ -379,8 +347,8 @@ class Preparation:
 
     def _special_id(self, text: str) -> TokenId | None:
         """Returns the special token that a text is; None where it is written as text."""
-        tokens = self._codec.encode(text, add_special_tokens=False)
-        is_special = len(tokens) == 1 and tokens[0] in self._codec.special_token_ids
+        tokens = self.codec.encode(text, add_special_tokens=False)
+        is_special = len(tokens) == 1 and tokens[0] in self.codec.special_token_ids
         return tokens[0] if is_special else None
 
     def _workload(self, fields: GenerationFields, context: RequestContext) -> str:
@@ -388,12 +356,12 @@ class Preparation:
             fields.speculation.workload or context.workload,
             kind=fields.kind,
             temperature=fields.temperature,
-            by_temperature=self._workloads_by_temperature,
+            by_temperature=self.settings.workloads_by_temperature,
         )
 
     def _cache_salt(self, fields: GenerationFields, permit: Permit | None) -> str:
         salt = fields.cache_salt or ""
-        if permit is None or permit.key is ANYONE or self._share_prefix_cache:
+        if permit is None or permit.key is ANYONE or self.settings.share_prefix_cache:
             return salt
         return f"{permit.key.name}\n{salt}"  # a name has no line break
 
@@ -402,8 +370,8 @@ class Preparation:
         if speculation.mode == "off":
             return None
         if speculation.max_draft_tokens is None:
-            return self._max_draft_tokens
-        return min(speculation.max_draft_tokens, self._max_draft_tokens)
+            return self.settings.max_draft_tokens
+        return min(speculation.max_draft_tokens, self.settings.max_draft_tokens)
 
 
 def _warnings(fields: GenerationFields, constraint: AskedGrammar | None) -> tuple[str, ...]:

@@ -21,13 +21,11 @@ from serve_app.openai.charges import GRAMMAR_TOKENS
 from serve_app.openai.context import RequestContext
 from serve_app.openai.generation import EndedByEngine
 from serve_app.openai.middleware.http_metrics import HttpMetrics
-from serve_app.openai.preparation import Preparation
 from serve_app.openai.schema import ChatFields, CompletionFields
 from tests.support.event_stream import WITH_IDS
 from tests.support.live_server import serving
 from tests.support.running import until
-from tests.support.toy_api import toy_api
-from tests.support.toy_codec import ByteCodec
+from tests.support.toy_api import toy_api, toy_preparation
 from tests.support.toy_engine import ToyEngine
 
 KEYS: dict[str, dict[str, object]] = {
@@ -353,7 +351,7 @@ def test_a_burst_of_requests_is_refused_behind_the_limit_before_it_is_computed(s
 
 
 def test_an_answer_of_which_no_length_is_stated_leaves_other_requests_room() -> None:
-    preparation = Preparation(ByteCodec(), model_name="toy", max_model_len=10_000)
+    preparation = toy_preparation(max_model_len=10_000)
 
     def expected(**fields: object) -> int:
         body = {"messages": [{"role": "user", "content": "hi"}], **fields}

@@ -272,13 +272,9 @@ def _service(
     key: str | None, *, model: str = "toy", event_key: bytes | None = None
 ) -> Iterator[tuple[str, ToyEngine]]:
     engine = ToyEngine(vocab_size=128)
+    options = {} if event_key is None else {"event_key": event_key}
     app = toy_api(
-        engine,
-        model_name=model,
-        max_model_len=100,
-        limits=LIMITS,
-        api_key=key,
-        event_key=event_key,
+        engine, model_name=model, max_model_len=100, limits=LIMITS, api_key=key, **options
     )
     with serving(app) as url:
         yield url, engine
