@@ -12,7 +12,7 @@ import httpx
 
 from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError, RequestError
 from serve_app.batch.reader import URL_OF_KIND
-from serve_app.openai.responses import Json
+from serve_app.openai.answers import Json
 from serve_app.openai.workloads import Kind
 
 _TIMEOUT_S = 3600.0

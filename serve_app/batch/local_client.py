@@ -15,8 +15,8 @@ from eesd_dist.errors import EesdError
 from eesd_dist.types import Emission, Request, RequestId
 from eesd_dist.workers.streams.mailboxes import Mailboxes
 from serve_app.batch.runner import AnswerRow
+from serve_app.openai.answers import Json
 from serve_app.openai.context import RequestContext
-from serve_app.openai.responses import Json
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.service import Service
 from serve_app.openai.workloads import Kind

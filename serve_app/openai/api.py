@@ -25,6 +25,7 @@ from eesd_dist.text import TextCodec
 from eesd_dist.types import TokenId
 from serve_app.console.pages import add_pages
 from serve_app.keys import KeyRing
+from serve_app.openai.answers import Event, Json
 from serve_app.openai.api_settings import ApiSettings, Limits
 from serve_app.openai.client import EngineClient
 from serve_app.openai.context import LAST_EVENT_ID_HEADER, REQUEST_ID_HEADER, RequestContext
@@ -53,7 +54,6 @@ from serve_app.openai.middleware.unexpected_errors import UnexpectedErrors
 from serve_app.openai.openapi import describe_truly
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.prepared import Prepared
-from serve_app.openai.responses import Event, Json
 from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,

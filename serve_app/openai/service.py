@@ -17,6 +17,7 @@ from eesd_dist.parameters import ContentPart, Message, has_grammar
 from eesd_dist.telemetry.metrics import RequestTimings
 from eesd_dist.telemetry.request_spans import request_span, traceparent_of
 from eesd_dist.telemetry.tracing import Tracing
+from serve_app.openai.answers import Answer, Event, Json
 from serve_app.openai.charges import GRAMMAR_TOKENS, Charges, charge
 from serve_app.openai.client import EngineClient
 from serve_app.openai.context import RequestContext
@@ -28,7 +29,6 @@ from serve_app.openai.pacing import paced
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.prepared import Choice, Prepared
 from serve_app.openai.request_metrics import request_attributes, total_attributes
-from serve_app.openai.responses import Answer, Event, Json
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.sse import encoded, encoded_in_parts
 from serve_app.openai.text_threads import TextThreads
