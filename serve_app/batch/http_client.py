@@ -12,8 +12,8 @@ import httpx
 
 from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError, RequestError
 from serve_app.batch.reader import URL_OF_KIND
-from serve_app.openai.preparation import Kind
-from serve_app.openai.responses import Json
+from serve_app.openai.answers import Json
+from serve_app.openai.workloads import Kind
 
 _TIMEOUT_S = 3600.0
 _MAX_RETRY_AFTER_S = 120.0

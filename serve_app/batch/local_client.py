@@ -15,10 +15,11 @@ from eesd_dist.errors import EesdError
 from eesd_dist.types import Emission, Request, RequestId
 from eesd_dist.workers.streams.mailboxes import Mailboxes
 from serve_app.batch.runner import AnswerRow
-from serve_app.openai.preparation import Kind
-from serve_app.openai.responses import Json
+from serve_app.openai.answers import Json
+from serve_app.openai.context import RequestContext
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.service import Service
+from serve_app.openai.workloads import Kind
 
 
 class LocalClient:
@@ -79,6 +80,6 @@ def answered_by(service: Service) -> AnswerRow:
 
     async def answer(kind: Kind, body: Mapping[str, object]) -> Json:
         fields = (ChatFields if kind == "chat" else CompletionFields).model_validate(body)
-        return await service.whole(await service.prepared(fields))
+        return await service.whole(await service.prepared(fields, RequestContext()))
 
     return answer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eesd_dist.errors import ConfigError, RequestError
-from serve_app.openai.preparation import Kind
+from serve_app.openai.workloads import Kind
 
 URL_OF_KIND: Mapping[Kind, str] = {
     "completion": "/v1/completions",

@@ -30,9 +30,9 @@ from eesd_dist.errors import (
 )
 from serve_app.batch.reader import Row, checked_digests, rows_of
 from serve_app.batch.writer import Manifest, OutputFile
+from serve_app.openai.answers import Json
 from serve_app.openai.errors import HttpError, http_error_of
-from serve_app.openai.preparation import Kind
-from serve_app.openai.responses import Json
+from serve_app.openai.workloads import Kind
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from serve_app.batch.http_client import HttpClient
 from serve_app.batch.local_client import LocalClient, answered_by
 from serve_app.batch.runner import BatchOptions, BatchReport, ServedModel, run_batch
 from serve_app.config import ServiceConfig
+from serve_app.openai.api_settings import ApiSettings
 from serve_app.openai.preparation import Preparation
 from serve_app.openai.service import Service
 
@@ -49,18 +50,20 @@ async def run_in_process(
     tokenizer = Tokenizer.load(engine.model.path)
     preparation = Preparation(
         tokenizer,
-        model_name=model.name,
-        max_model_len=max_model_len,
-        max_draft_tokens=engine.speculation.max_draft_tokens,
-        sampling_defaults=SamplingDefaults.of_folder(
-            engine.model.path, mode=engine.model.generation_config
+        ApiSettings(
+            model_name=model.name,
+            max_model_len=max_model_len,
+            max_draft_tokens=engine.speculation.max_draft_tokens,
+            sampling_defaults=SamplingDefaults.of_folder(
+                engine.model.path, mode=engine.model.generation_config
+            ),
         ),
     )
     book = BeliefBook(discount=engine.speculation.discount)
     async with aclosing(LocalClient(build_local_engine(engine, book=book))) as client:
-        service = Service(client, codec=tokenizer, preparation=preparation)
+        answer = answered_by(Service(client, preparation))
         return await run_batch(
-            *(input_file, output_file), answer=answered_by(service), model=model, options=options
+            *(input_file, output_file), answer=answer, model=model, options=options
         )
 
 

@@ -44,9 +44,9 @@ from serve_app.ingress.quotas import GlobalQuotas
 from serve_app.ingress.shared import Shared
 from serve_app.ingress.traces import Traces
 from serve_app.openai.api import Degraded, build_api
+from serve_app.openai.api_settings import ApiSettings, Limits, limits_of
 from serve_app.openai.errors import NotDrained, UnknownPipeline
 from serve_app.openai.keys import KeyRing, operators_key
-from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware.http_metrics import HttpMetrics
 from serve_app.openai.pacing import Pace
 from serve_app.openai.workloads import UNNAMED_CLASSES
@@ -159,21 +159,30 @@ class Ingress:
         self._load_balancer.permits_held = quotas.held
         app = build_api(
             self._client,
+            self._settings(api_key),
             tokenizer=Tokenizer.load(config.engine.model.path, max_tokens=self._max_model_len),
-            model_name=config.served_model_name,
-            max_model_len=self._max_model_len,
-            kv_tokens=self._load_balancer.kv_tokens,
             limits=self._limits,
             health=self._shared_health,
             metrics=self._shared_metrics,
+            kv_tokens=self._load_balancer.kv_tokens,
             tracing=self._tracing,
+            http_metrics=self._http_metrics,
+            keys=self._keys,
+            quotas=quotas,
+        )
+        app.include_router(operator_router(self, has_key=api_key is not None))
+        return app
+
+    def _settings(self, api_key: str | None) -> ApiSettings:
+        config = self._config
+        event_key = bytes.fromhex(self._event_key.get_secret_value())
+        return ApiSettings(
+            model_name=config.served_model_name,
+            max_model_len=self._max_model_len,
             max_draft_tokens=config.engine.speculation.max_draft_tokens,
             controller=config.engine.speculation.controller,
             workloads_by_temperature=config.router.workloads_by_temperature,
-            api_key=api_key,
-            event_key=bytes.fromhex(self._event_key.get_secret_value()),
-            keys=self._keys,
-            quotas=quotas,
+            event_key=event_key if api_key is None else api_key.encode(),
             cors_origins=config.cors_origins,
             created_unix_s=int(time.time()),
             resume_window_s=config.recovery.resume_window_s,
@@ -184,11 +193,7 @@ class Ingress:
             pace=_pace_of(config.streams),
             names_answers=False,
             departures=(TaskCancelledError, RequestCancelledError),
-            observe_request=self._http_metrics.observe_request,
-            http_metrics=self._http_metrics,
         )
-        app.include_router(operator_router(self, has_key=api_key is not None))
-        return app
 
     async def _reread_keys(self) -> None:
         assert self._keys is not None, "a file of keys comes with the operators' key"

@@ -22,19 +22,19 @@ from eesd_dist.parameters import check_ids, conversation_of
 from eesd_dist.telemetry.metrics import CONTENT_TYPE
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import TextCodec
-from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.types import TokenId
+from serve_app.openai.answers import Event, Json
+from serve_app.openai.api_settings import ApiSettings, Limits
 from serve_app.openai.client import EngineClient
 from serve_app.openai.console.pages import add_pages
+from serve_app.openai.context import LAST_EVENT_ID_HEADER, REQUEST_ID_HEADER, RequestContext
 from serve_app.openai.errors import (
     HttpError,
     NotReady,
     http_error_of,
     http_error_of_fields,
 )
-from serve_app.openai.event_ids import HEADER, IDS_HEADER, asks_for_ids
-from serve_app.openai.keys import KeyRing, operators_key
-from serve_app.openai.limits import Limits
+from serve_app.openai.keys import KeyRing
 from serve_app.openai.middleware.departures import Departures
 from serve_app.openai.middleware.gate import AdmissionGate
 from serve_app.openai.middleware.head_requests import HeadRequests
@@ -46,16 +46,14 @@ from serve_app.openai.middleware.http_metrics import (
 from serve_app.openai.middleware.http_spans import TracedRequests, traceparent_inside
 from serve_app.openai.middleware.permits import RATE_LIMIT_HEADERS, Quotas, noted_permit
 from serve_app.openai.middleware.request_ids import (
-    REQUEST_ID_HEADER,
     NamedRequests,
     nonce_of,
     note_request_id,
 )
 from serve_app.openai.middleware.unexpected_errors import UnexpectedErrors
 from serve_app.openai.openapi import describe_truly
-from serve_app.openai.pacing import Pace
-from serve_app.openai.preparation import Preparation, Prepared
-from serve_app.openai.responses import Event, Json
+from serve_app.openai.preparation import Preparation
+from serve_app.openai.prepared import Prepared
 from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,
@@ -63,10 +61,9 @@ from serve_app.openai.schema import (
     ResponsesFields,
     TokenizeFields,
 )
-from serve_app.openai.service import RequestObserver, Service, size_of_chat
+from serve_app.openai.service import Service, size_of_chat
 from serve_app.openai.sse import EventStream, encoded, while_listened_to
 from serve_app.openai.text_responses import response_events, response_of
-from serve_app.openai.workloads import WORKLOAD_HEADER, checked_workload
 
 logger = logging.getLogger(__name__)
 
@@ -83,83 +80,45 @@ Metrics = Callable[[], Awaitable[bytes]]
 
 def build_api(
     engine: EngineClient,
+    settings: ApiSettings,
     *,
     tokenizer: TextCodec,
-    model_name: str,
-    max_model_len: int,
     limits: Limits,
-    kv_tokens: Callable[[], int | None] = lambda: None,
     health: Health,
     metrics: Metrics,
+    kv_tokens: Callable[[], int | None] = lambda: None,
     tracing: Tracing | None = None,
-    observe_request: RequestObserver | None = None,
     http_metrics: HttpMetrics | None = None,
-    max_draft_tokens: int = 8,
-    controller: str = "",
-    workloads_by_temperature: bool = True,
-    api_key: str | None = None,
-    event_key: bytes | None = None,
     keys: KeyRing | None = None,
     quotas: Quotas | None = None,
-    cors_origins: Sequence[str] = (),
-    created_unix_s: int = 0,
-    resume_window_s: float = 0.0,
-    share_prefix_cache: bool = False,
-    sampling_defaults: SamplingDefaults | None = None,
-    pace: Pace | None = None,
-    names_answers: bool = True,
-    departures: tuple[type[Exception], ...] = (),
 ) -> FastAPI:
-    """Builds the OpenAI API of one model. With `api_key` None no key is required, and `event_key`
-    signs the ids of events (None: a key that is drawn here); `keys` are others
-    that open it too, and `quotas` keep their limits. `kv_tokens` returns what the KV pages hold,
-    None while it is not known. `controller`: the default one. `names_answers`: whether
-    answers get the header X-Request-Id here. `departures`: errors of the server that mean that a
-    client has left."""
-    if keys is None and api_key is not None:
-        keys = KeyRing(operators_key(api_key))
-    preparation = Preparation(
-        tokenizer,
-        model_name=model_name,
-        max_model_len=max_model_len,
-        kv_tokens=kv_tokens,
-        max_draft_tokens=max_draft_tokens,
-        workloads_by_temperature=workloads_by_temperature,
-        limits=limits,
-        event_key=event_key if api_key is None else api_key.encode(),
-        resume_window_s=resume_window_s,
-        share_prefix_cache=share_prefix_cache,
-        sampling_defaults=sampling_defaults,
-    )
+    """Builds the OpenAI API of one model. `keys` open it (None: no key is required), and `quotas`
+    keep their limits. `kv_tokens` returns what the KV pages hold, None while it is not known."""
+    preparation = Preparation(tokenizer, settings, limits=limits, kv_tokens=kv_tokens)
     service = Service(
         engine,
-        codec=tokenizer,
-        preparation=preparation,
+        preparation,
         tracing=tracing,
-        observe_request=observe_request,
-        max_choices_at_once=limits.max_choices_at_once,
-        limits=limits,
-        controller=controller,
+        observe_request=None if http_metrics is None else http_metrics.observe_request,
         quotas=quotas,
-        pace=pace,
     )
-    title = f"{model_name} behind an OpenAI-compatible API"
+    title = f"{settings.model_name} behind an OpenAI-compatible API"
     app = FastAPI(title=title, version=_version(), docs_url=None, redoc_url=None)
     add_pages(app)
     _answer_errors(app)
     _add_generation(app, service)
-    _add_models(app, preparation, model_name=model_name, created_unix_s=created_unix_s)
-    _add_tokens(app, tokenizer, preparation, service)
+    _add_models(app, preparation)
+    _add_tokens(app, preparation, service)
     _add_operations(app, health=health, metrics=metrics)
     describe_truly(app, has_key=keys is not None)
     app.add_middleware(AdmissionGate, limits=limits, keys=keys, quotas=quotas)
-    app.add_middleware(Departures, errors=departures)
+    app.add_middleware(Departures, errors=settings.departures)
     app.add_middleware(UnexpectedErrors, answer=_answer_of)
     app.add_middleware(HeadRequests)
-    if cors_origins:  # outermost: a browser's question about a request has no key
+    if settings.cors_origins:  # outermost: a browser's question about a request has no key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(cors_origins),
+            allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER, "retry-after", *RATE_LIMIT_HEADERS],
@@ -168,7 +127,7 @@ def build_api(
         app.add_middleware(CountedRequests, metrics=http_metrics, routes=app.routes)
     if tracing is not None and tracing.is_on:  # its span has all others in it
         app.add_middleware(TracedRequests, tracer=tracing.tracer, routes=app.routes)
-    app.add_middleware(NamedRequests, routes=app.routes, names_answers=names_answers)
+    app.add_middleware(NamedRequests, routes=app.routes, names_answers=settings.names_answers)
     return app
 
 
@@ -192,8 +151,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 async def _answered_as_response(
     service: Service, fields: ResponsesFields, request: HttpRequest
 ) -> Response:
-    if request.headers.get(HEADER) is not None:
-        raise RequestError(f"{HEADER}: these streams cannot be resumed", param=HEADER)
+    if request.headers.get(LAST_EVENT_ID_HEADER) is not None:
+        raise RequestError(
+            f"{LAST_EVENT_ID_HEADER}: these streams cannot be resumed", param=LAST_EVENT_ID_HEADER
+        )
     prepared = await _prepared(service, fields.as_chat(), request)
 
     async def body() -> Response:
@@ -220,22 +181,25 @@ async def _prepared(
 ) -> Prepared:
     """Raises ClientDisconnect when the client leaves before its grammar is compiled."""
 
+    context = _context_of(request)
+
     def prepare() -> Awaitable[Prepared]:
-        return service.prepared(
-            fields,
-            traceparent=traceparent_inside(request.scope),
-            workload=checked_workload(request.headers.get(WORKLOAD_HEADER)),
-            request_id=request.headers.get(REQUEST_ID_HEADER),
-            nonce=nonce_of(request.scope),
-            permit=noted_permit(request.scope),
-            last_event_id=request.headers.get(HEADER),
-            sends_event_ids=asks_for_ids(request.headers.get(IDS_HEADER)),
-        )
+        return service.prepared(fields, context)
 
     waits = service.has_to_compile(fields)
     prepared = await (while_listened_to(request.receive, prepare) if waits else prepare())
     note_request_id(request.scope, prepared.request_id)
     return prepared
+
+
+def _context_of(request: HttpRequest) -> RequestContext:
+    scope = request.scope
+    return RequestContext.of(
+        request.headers,
+        nonce=nonce_of(scope),
+        traceparent=traceparent_inside(scope),
+        permit=noted_permit(scope),
+    )
 
 
 async def _response(
@@ -264,17 +228,17 @@ async def _first(events: AsyncGenerator[Event, None]) -> Event:
     return await anext(events)
 
 
-def _add_models(
-    app: FastAPI, preparation: Preparation, *, model_name: str, created_unix_s: int
-) -> None:
+def _add_models(app: FastAPI, preparation: Preparation) -> None:
+    settings = preparation.settings
+
     def card() -> Json:
         return {
-            "id": model_name,
+            "id": settings.model_name,
             "object": "model",
-            "created": created_unix_s,
+            "created": settings.created_unix_s,
             "owned_by": "eesd",
             "max_model_len": preparation.max_model_len,
-            "default_sampling_params": preparation.sampling_defaults.stated(),
+            "default_sampling_params": settings.sampling_defaults.stated(),
         }
 
     @app.get("/v1/models", response_model=None)
@@ -289,12 +253,9 @@ def _add_models(
         return _json(card())
 
 
-def _add_tokens(
-    app: FastAPI,
-    codec: TextCodec,
-    preparation: Preparation,
-    service: Service,
-) -> None:
+def _add_tokens(app: FastAPI, preparation: Preparation, service: Service) -> None:
+    codec = preparation.codec
+
     def tokens_of(fields: TokenizeFields) -> Sequence[TokenId]:
         if fields.messages is None:
             return codec.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens)

@@ -13,7 +13,7 @@ from eesd_dist.errors import PoisonRequest
 from serve_app.openai.generation import ChoiceTally, EndedByEngine
 from serve_app.openai.keys import Permit
 from serve_app.openai.middleware.permits import Quotas, check_standing
-from serve_app.openai.preparation import Prepared
+from serve_app.openai.prepared import Prepared
 
 T = TypeVar("T")
 
@@ -30,8 +30,8 @@ class Charges:
 
     async def reserve(self, prepared: Prepared) -> None:
         """Reserves what the request may use. Raises TooManyTokens where its key has none left."""
-        if prepared.permit is not None:
-            await self._reserve(prepared.permit, prepared.num_expected_tokens)
+        if prepared.context.permit is not None:
+            await self._reserve(prepared.context.permit, prepared.num_expected_tokens)
 
     async def work(self, permit: Permit | None, num_tokens: int) -> None:
         """Charges work that is about to be done. Raises TooManyTokens, as `reserve`."""
@@ -64,7 +64,7 @@ def charge(
     A request without a token costs its prompt if its client has left, or if the engine ended it of
     its own fault; and nothing if the service has refused or failed it.
     """
-    permit = prepared.permit
+    permit = prepared.context.permit
     has_rounds = any(tally.rounds for tally in tallies)
     if permit is not None and (has_rounds or _is_of_the_client(error)):
         permit.num_prompt_tokens += prepared.num_prompt_tokens

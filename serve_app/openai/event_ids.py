@@ -10,23 +10,20 @@ import hashlib
 import hmac
 import json
 import re
+import secrets
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-from pydantic import BaseModel
+from typing import NamedTuple
 
 from eesd_dist.errors import RequestError
-from serve_app.openai.schema import REQUEST_ID_PATTERN
-
-HEADER = "Last-Event-ID"
-IDS_HEADER = "X-Eesd-Event-Ids"
-"""Asks for the ids. Many clients read lines that begin with `data:` and nothing else."""
+from serve_app.openai.context import LAST_EVENT_ID_HEADER, NONCE_BYTES, RequestContext
+from serve_app.openai.keys import Permit
+from serve_app.openai.schema import REQUEST_ID_PATTERN, GenerationFields
 
 EVENT_KEY_BYTES = 32
 """Size of a key that is drawn, where no API key is configured."""
-NONCE_BYTES = 16
 MAX_ID_CHARS = 128
 _VERSION = 2
 _ORIGIN = struct.Struct(f"<BB{NONCE_BYTES}sQQ")
@@ -37,17 +34,6 @@ _OVER = 1 << 31
 """Flag of a choice that is over, in its number of tokens."""
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN.encode())
 _TO_URL_SAFE = bytes.maketrans(b"+/", b"-_")
-
-
-def asks_for_ids(value: str | None) -> bool:
-    """Returns what the value of `IDS_HEADER` says; None: there is no such header."""
-    if value is None:
-        return False
-    if value.lower() not in ("true", "false"):
-        raise RequestError(
-            f"{IDS_HEADER}: found {ascii(value)[:40]}, expected true or false", param=IDS_HEADER
-        )
-    return value.lower() == "true"
 
 
 class Shown(NamedTuple):
@@ -101,11 +87,11 @@ class WrongEventId(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            f"{HEADER}: found an id that does not belong to this request, expected the last one "
-            "that was received for the same body (request_id included) at the same endpoint with "
-            "the same API key, or without a key since the service was started: send it unchanged, "
-            "or begin a new stream without it",
-            param=HEADER,
+            f"{LAST_EVENT_ID_HEADER}: found an id that does not belong to this request, expected "
+            "the last one that was received for the same body (request_id included) at the same "
+            "endpoint with the same API key, or without a key since the service was started: send "
+            "it unchanged, or begin a new stream without it",
+            param=LAST_EVENT_ID_HEADER,
         )
 
 
@@ -137,10 +123,80 @@ def opened(
     return origin, shown
 
 
-def digest_of(fields: BaseModel, *, kind: Literal["chat", "completion"], model: str) -> bytes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStart:
+    """The point at which an answer begins, or a stream is resumed."""
+
+    origin: Origin
+    shown: tuple[Shown, ...]
+    """The part of each choice that the client has."""
+    event_ids: EventIds | None
+    """None where the events have no ids."""
+    resumption: int
+    """0 for an answer that begins; larger for each resumption of a stream."""
+
+
+class StreamStarts:
+    """Begins the answers of one model, and resumes its streams."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        key: bytes,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
+    ) -> None:
+        """Event ids of another `key` are refused."""
+        self._model = model
+        self._key = key
+        self._draw_seed = draw_seed
+
+    def start(
+        self, fields: GenerationFields, context: RequestContext, *, num_choices: int
+    ) -> StreamStart:
+        """Raises RequestError for an event id that this stream does not have."""
+        event_id = context.last_event_id
+        if event_id is not None and not fields.stream:
+            raise RequestError(
+                f"{LAST_EVENT_ID_HEADER}: found it with stream: false, expected it only where a "
+                "stream is resumed: leave it out, or set stream: true",
+                param=LAST_EVENT_ID_HEADER,
+            )
+        if not fields.stream or not (context.sends_event_ids or event_id is not None):
+            origin, shown = self._new(fields, context), (Shown(),) * num_choices
+            return StreamStart(origin=origin, shown=shown, event_ids=None, resumption=0)
+        key = self._key_of(context.permit)
+        digest = digest_of(fields, model=self._model)
+        if event_id is None:
+            origin, shown = self._new(fields, context), (Shown(),) * num_choices
+        else:
+            origin, shown = opened(event_id, key=key, digest=digest, num_choices=num_choices)
+        return StreamStart(
+            origin=origin,
+            shown=shown,
+            event_ids=EventIds(origin, shown, key=key, digest=digest),
+            resumption=0 if event_id is None else time.time_ns(),
+        )
+
+    def _new(self, fields: GenerationFields, context: RequestContext) -> Origin:
+        return Origin(
+            seed=self._draw_seed(),
+            nonce=context.nonce,
+            created_unix_s=int(time.time()),
+            request_id="" if fields.request_id else context.request_id or "",
+        )
+
+    def _key_of(self, permit: Permit | None) -> bytes:
+        """Callers cannot resume each other's streams."""
+        if permit is None:
+            return self._key
+        return hmac.digest(self._key, permit.key.name.encode(), "sha256")
+
+
+def digest_of(fields: GenerationFields, *, model: str) -> bytes:
     """Returns a digest of a body as it was understood: spaces, the order of keys, nulls and
     defaults that are spelt out do not change it."""
-    content = [kind, model, fields.model_dump(exclude={"prompt"})]
+    content = [fields.kind, model, fields.model_dump(exclude={"prompt"})]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     # Three times faster than JSON for a long list of token ids.
     digest.update(repr(getattr(fields, "prompt", "")).encode())

@@ -18,7 +18,7 @@ from eesd_dist.errors import EngineError, RequestError
 from eesd_dist.text import TextAssembler, TextCodec, TextDelta
 from eesd_dist.types import Emission, FinishReason
 from serve_app.openai.client import EngineClient
-from serve_app.openai.preparation import Choice, TextOptions
+from serve_app.openai.prepared import Choice, TextOptions
 
 T = TypeVar("T")
 

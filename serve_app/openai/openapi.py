@@ -10,11 +10,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from serve_app.openai.context import HEADERS, LAST_EVENT_ID_HEADER
 from serve_app.openai.errors import TABLE
-from serve_app.openai.event_ids import HEADER, IDS_HEADER
 from serve_app.openai.middleware.gate import OPEN_PATHS, OPERATORS
-from serve_app.openai.schema import REQUEST_ID_PATTERN
-from serve_app.openai.workloads import WORKLOAD_PATTERN
 
 Json = dict[str, Any]
 
@@ -110,22 +108,6 @@ _EVENTS: Json = {
     }
 }
 """`itemSchema` describes one event, as FastAPI's own documents do."""
-_HEADERS: Mapping[str, tuple[str, Json]] = {
-    "X-Request-Id": (
-        "becomes the answer's id, unless the body has one",
-        {"type": "string", "pattern": REQUEST_ID_PATTERN},
-    ),
-    "traceparent": ("W3C trace context that the request belongs to", _TEXT),
-    IDS_HEADER: (
-        "whether the events of a stream have ids, with which it can be resumed",
-        {"enum": ["true", "false"]},
-    ),
-    HEADER: ("resumes a stream after the event with this id", _TEXT),
-    "X-Eesd-Workload": (
-        "class of requests that share what is learnt about drafts",
-        {"type": "string", "pattern": WORKLOAD_PATTERN},
-    ),
-}
 
 
 def describe_truly(app: FastAPI, *, has_key: bool) -> None:
@@ -160,8 +142,8 @@ def _complete(operation: Json, *, path: str, needs_key: bool) -> None:
     if path in _GENERATION:
         operation["parameters"] = [
             {"name": name, "in": "header", "description": text, "schema": schema}
-            for name, (text, schema) in _HEADERS.items()
-            if path != _RESPONSES or name != HEADER
+            for name, (text, schema) in HEADERS.items()
+            if path != _RESPONSES or name != LAST_EVENT_ID_HEADER
         ]
 
 

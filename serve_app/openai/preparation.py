@@ -4,13 +4,10 @@ Decides everything about a request before any work starts: token ids, limits, se
 what cannot be served, naming the field. Knows neither HTTP nor engines.
 """
 
-import hmac
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from eesd_dist.errors import PromptTooLong, RequestError
 from eesd_dist.parameters import (
@@ -25,22 +22,14 @@ from eesd_dist.parameters import (
 )
 from eesd_dist.text import TextCodec
 from eesd_dist.text.grammars import GrammarCompiler, GrammarProbe
-from eesd_dist.text.sampling_defaults import SamplingDefaults
 from eesd_dist.types import Request, RequestId, TokenId
+from serve_app.openai.api_settings import ApiSettings, Limits
 from serve_app.openai.chat_options import chat_options
+from serve_app.openai.context import RequestContext
 from serve_app.openai.errors import UnknownModel
-from serve_app.openai.event_ids import (
-    EVENT_KEY_BYTES,
-    HEADER,
-    NONCE_BYTES,
-    EventIds,
-    Origin,
-    Shown,
-    digest_of,
-    opened,
-)
+from serve_app.openai.event_ids import StreamStart, StreamStarts
 from serve_app.openai.keys import ANYONE, Permit
-from serve_app.openai.limits import Limits
+from serve_app.openai.prepared import Choice, Prepared, Prompt, TextOptions, response_id_of
 from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,
@@ -53,118 +42,11 @@ from serve_app.openai.workloads import workload_of
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["chat", "completion"]
-Prompt = tuple[TokenId, ...]
-
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_LISTED_TOKENS = 32_768
 """Most tokens of `/tokenize` and `/detokenize`, unless the model takes more."""
-_UNSTATED_TOKENS = 1024
-"""Reserved for an answer of which the request states no length: the rest of a long context, which
-few answers need, would keep the other requests of a key waiting."""
 _MAX_WARNINGS = 16
 _LISTED_CHARS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A text to be generated."""
-
-    index: int
-    prompt_index: int
-    request: Request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextOptions:
-    """Options that turn tokens into the text of an answer."""
-
-    stops: tuple[str, ...] = ()
-    include_stop_in_output: bool = False
-    skip_special_tokens: bool = True
-    shown_special_tokens: frozenset[TokenId] = frozenset()
-    """Special tokens that are not skipped: the marks of tool calls."""
-    drops_tokens: bool = False
-    """True if what is generated is not part of the answer, which is about the prompt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A client's request: one or more choices for each of one or more prompts."""
-
-    kind: Kind
-    request_id: str
-    """Id from the body, else from the header X-Request-Id, else drawn."""
-    model: str
-    created_unix_s: int
-    arrived_s: float
-    """Time of arrival on the monotonic clock."""
-    seed: int
-    prompts: tuple[Prompt, ...]
-    echoed: tuple[str, ...]
-    """Text before the answers of each prompt; empty strings without `echo`."""
-    choices: tuple[Choice, ...]
-    num_extras: int
-    """Most log-probabilities and repeated prompt tokens that the answer may have."""
-    text: TextOptions
-    tool_use: ToolUse | None
-    """None where no tool may be called."""
-    max_draft_tokens: int | None
-    """Ceiling on one draft; None when the request switched speculation off."""
-    stream: bool
-    include_usage: bool
-    detailed_statistics: bool
-    prompt_logprobs: int | None
-    """Alternatives of each token of the prompts, where these are reported by themselves."""
-    return_token_ids: bool
-    return_token_origins: bool
-    warnings: tuple[str, ...]
-    """Warnings in the answer to its client."""
-    shown: tuple[Shown, ...]
-    """The part of each choice that the client has; nothing, unless it resumes a stream."""
-    permit: Permit | None
-    """None outside of HTTP."""
-    states_length: bool
-    """True if the request says how many tokens an answer has at most."""
-    event_ids: EventIds | None
-    """None where the client has not asked for them."""
-
-    @property
-    def response_id(self) -> str:
-        return _response_id(self.kind, self.request_id)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-    @property
-    def num_expected_tokens(self) -> int:
-        """Tokens of prompts and answers that are reserved before anything is computed."""
-        texts = [choice.request.sampling for choice in self.choices]
-        longest = [sampling.max_tokens for sampling in texts]
-        if not self.states_length:
-            longest = [min(s.max_tokens, max(s.min_tokens, _UNSTATED_TOKENS)) for s in texts]
-        return self.num_prompt_tokens + sum(longest)
-
-    @property
-    def is_resumed(self) -> bool:
-        return self.choices[0].request.resumption > 0
-
-    def has_to_run(self, choice: Choice) -> bool:
-        """A choice that was shown to its end runs again only to be counted."""
-        return self.include_usage or not self.shown[choice.index].is_over
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
-    """The point at which a stream begins or is resumed."""
-
-    origin: Origin
-    shown: tuple[Shown, ...]
-    permit: Permit | None
-    digest: bytes | None
-    """Digest of the body; None where the events have no ids."""
-    resumption: int
 
 
 class Preparation:
@@ -173,85 +55,41 @@ class Preparation:
     def __init__(
         self,
         codec: TextCodec,
+        settings: ApiSettings,
         *,
-        model_name: str,
-        max_model_len: int,
-        kv_tokens: Callable[[], int | None] = lambda: None,
-        max_draft_tokens: int = 8,
-        workloads_by_temperature: bool = True,
         limits: Limits | None = None,
-        event_key: bytes | None = None,
-        resume_window_s: float = 0.0,
-        share_prefix_cache: bool = False,
-        sampling_defaults: SamplingDefaults | None = None,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(48),
+        kv_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`kv_tokens` returns what the KV pages hold, None while it is not known.
-
-        `limits` None: no limit on texts, log-probabilities and repeated prompt tokens of one
-        answer. Event ids of another `event_key` are refused; None draws one, so that no other
-        process takes the ids that are made here. `sampling_defaults`: of the checkpoint.
-        `share_prefix_cache`: callers find each other's
-        prefixes."""
-        self._codec = codec
+        """`kv_tokens` returns what the KV pages hold, None while it is not known. `limits` None: a
+        request may ask for as much as it likes, and take as long as it takes."""
+        self.codec = codec
+        self.settings = settings
+        self.limits = limits
         self._grammars = GrammarCompiler(lambda: codec, probe=GrammarProbe().check)
         self._tool_format = format_of(codec.tool_template)
         marker_id = (
             None if self._tool_format is None else self._special_id(self._tool_format.marker)
         )
         self._marks = frozenset[TokenId]() if marker_id is None else frozenset({marker_id})
-        self._model_name = model_name
-        self._max_positions = max_model_len
         self._kv_tokens = kv_tokens
-        self._max_draft_tokens = max_draft_tokens
-        self._workloads_by_temperature = workloads_by_temperature
-        self._limits = limits
-        self._event_key = event_key or secrets.token_bytes(EVENT_KEY_BYTES)
-        self._resume_window_s = resume_window_s
-        self._share_prefix_cache = share_prefix_cache
-        self.sampling_defaults = sampling_defaults or SamplingDefaults()
-        self._draw_seed = draw_seed
+        self._streams = StreamStarts(model=settings.model_name, key=settings.event_key)
 
     @property
     def max_model_len(self) -> int:
         """The longest text, prompt and answer together: of the model, and of the KV pages."""
-        kv_tokens = self._kv_tokens()
-        return self._max_positions if kv_tokens is None else min(self._max_positions, kv_tokens)
+        longest, kv_tokens = self.settings.max_model_len, self._kv_tokens()
+        return longest if kv_tokens is None else min(longest, kv_tokens)
 
-    def completion(
-        self,
-        fields: CompletionFields,
-        *,
-        traceparent: str | None = None,
-        workload: str | None = None,
-        request_id: str | None = None,
-        nonce: bytes | None = None,
-        permit: Permit | None = None,
-        last_event_id: str | None = None,
-        sends_event_ids: bool = False,
-    ) -> Prepared:
-        """`workload`: a class named outside the body, which overrides it. `request_id`: from
-        outside the body, which overrides it. `nonce`: random bytes for this request, its id if it
-        has no other; None draws them. With a `last_event_id` the stream is resumed, with its first
-        request id and the ids of its events; a new one has them with `sends_event_ids`."""
-        fields = with_defaults(fields, self.sampling_defaults)
+    def completion(self, fields: CompletionFields, context: RequestContext) -> Prepared:
+        fields = with_defaults(fields, self.settings.sampling_defaults)
         self._check(fields)
         self._check_choices(len(fields.prompts), n=fields.n)
-        start = self._start(
-            fields,
-            kind="completion",
-            num_choices=len(fields.prompts) * fields.n,
-            request_id=request_id,
-            nonce=nonce,
-            permit=permit,
-            last_event_id=last_event_id,
-            sends_event_ids=sends_event_ids,
-        )
+        start = self._streams.start(fields, context, num_choices=len(fields.prompts) * fields.n)
         prompts = tuple(self._tokens_of(fields, prompt) for prompt in fields.prompts)
         limit = _DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
         return self._prepared(
             fields,
-            kind="completion",
+            context=context,
             start=start,
             prompts=prompts,
             max_tokens=[
@@ -260,40 +98,18 @@ class Preparation:
             echoed=[self._echoed(fields, prompt) for prompt in fields.prompts],
             top_logprobs=fields.logprobs,
             prompt_logprobs=_more(fields.prompt_logprobs, fields.logprobs if fields.echo else None),
-            traceparent=traceparent,
-            workload=workload,
         )
 
-    def chat(
-        self,
-        fields: ChatFields,
-        *,
-        traceparent: str | None = None,
-        workload: str | None = None,
-        request_id: str | None = None,
-        nonce: bytes | None = None,
-        permit: Permit | None = None,
-        last_event_id: str | None = None,
-        sends_event_ids: bool = False,
-    ) -> Prepared:
-        fields = with_defaults(fields, self.sampling_defaults)
+    def chat(self, fields: ChatFields, context: RequestContext) -> Prepared:
+        fields = with_defaults(fields, self.settings.sampling_defaults)
         self._check(fields)
         self._check_choices(1, n=fields.n)
-        start = self._start(
-            fields,
-            kind="chat",
-            num_choices=fields.n,
-            request_id=request_id,
-            nonce=nonce,
-            permit=permit,
-            last_event_id=last_event_id,
-            sends_event_ids=sends_event_ids,
-        )
+        start = self._streams.start(fields, context, num_choices=fields.n)
         if fields.top_logprobs is not None and not fields.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         tool_use = self._tool_use(fields)
         tool_options = {} if tool_use is None else {"tools": list(tool_use.tools)}
-        prompt = self._codec.encode_chat(
+        prompt = self.codec.encode_chat(
             conversation_of(fields.messages), **chat_options(fields), **tool_options
         )
         self._check_length(prompt, param="messages")
@@ -301,21 +117,19 @@ class Preparation:
         room = self.max_model_len - len(prompt)
         return self._prepared(
             fields,
-            kind="chat",
+            context=context,
             start=start,
             prompts=(prompt,),
             max_tokens=[self._checked_limit(max_tokens, prompt, default=room)],
             echoed=[""],
             top_logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
             prompt_logprobs=fields.prompt_logprobs,
-            traceparent=traceparent,
-            workload=workload,
             tool_use=tool_use,
         )
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self._model_name:
-            raise UnknownModel(name=name, served=self._model_name)
+        if name is not None and name != self.settings.model_name:
+            raise UnknownModel(name=name, served=self.settings.model_name)
 
     def _check(self, fields: GenerationFields) -> None:
         self.check_model(fields.model)
@@ -332,7 +146,7 @@ class Preparation:
                 param="prompt_logprobs",
             )
         names = ignored(fields)
-        if names and self._limits is not None and self._limits.strict_fields:
+        if names and self.limits is not None and self.limits.strict_fields:
             raise RequestError(
                 f"{names[0]}: no such field; leave it out, or set limits.strict_fields to false",
                 param=names[0],
@@ -341,7 +155,7 @@ class Preparation:
             logger.info("fields of a request were ignored: names=%s", ascii(names)[:200])
 
     def _check_choices(self, num_prompts: int, *, n: int) -> None:
-        limits = self._limits
+        limits = self.limits
         if limits is not None and num_prompts * n > limits.max_choices:
             raise RequestError(
                 f"found {num_prompts} prompts x n={n}, {num_prompts * n} texts, expected at most "
@@ -351,7 +165,7 @@ class Preparation:
             )
 
     def _check_extras(self, num_extras: int) -> None:
-        limits = self._limits
+        limits = self.limits
         if limits is not None and num_extras > limits.max_answer_extras:
             raise RequestError(
                 f"the answer may have {num_extras} log-probabilities and repeated prompt tokens, "
@@ -360,69 +174,11 @@ class Preparation:
                 "limits.max_answer_extras"
             )
 
-    def _start(
-        self,
-        fields: GenerationFields,
-        *,
-        kind: Kind,
-        num_choices: int,
-        request_id: str | None,
-        nonce: bytes | None,
-        permit: Permit | None,
-        last_event_id: str | None,
-        sends_event_ids: bool,
-    ) -> _Start:
-        """Raises RequestError for an event id that this stream does not have."""
-        if last_event_id is not None and not fields.stream:
-            raise RequestError(
-                f"{HEADER}: found it with stream: false, expected it only where a stream is "
-                "resumed: leave it out, or set stream: true",
-                param=HEADER,
-            )
-        has_ids = fields.stream and (sends_event_ids or last_event_id is not None)
-        digest = digest_of(fields, kind=kind, model=self._model_name) if has_ids else None
-        if digest is None or last_event_id is None:
-            origin = Origin(
-                seed=self._draw_seed(),
-                nonce=nonce or secrets.token_bytes(NONCE_BYTES),
-                created_unix_s=int(time.time()),
-                request_id="" if fields.request_id else request_id or "",
-            )
-            return _Start(
-                origin=origin,
-                shown=(Shown(),) * num_choices,
-                permit=permit,
-                digest=digest,
-                resumption=0,
-            )
-        origin, shown = opened(
-            last_event_id, key=self._event_key_of(permit), digest=digest, num_choices=num_choices
-        )
-        return _Start(
-            origin=origin,
-            shown=shown,
-            permit=permit,
-            digest=digest,
-            resumption=time.time_ns(),
-        )
-
-    def _event_ids_of(self, start: _Start) -> EventIds | None:
-        if start.digest is None:
-            return None
-        key = self._event_key_of(start.permit)
-        return EventIds(start.origin, start.shown, key=key, digest=start.digest)
-
-    def _event_key_of(self, permit: Permit | None) -> bytes:
-        """Callers cannot resume each other's streams."""
-        if permit is None:
-            return self._event_key
-        return hmac.digest(self._event_key, permit.key.name.encode(), "sha256")
-
     def _tokens_of(self, fields: CompletionFields, prompt: str | Sequence[int]) -> Prompt:
         if isinstance(prompt, str):
-            tokens = self._codec.encode(prompt, add_special_tokens=fields.add_special_tokens)
+            tokens = self.codec.encode(prompt, add_special_tokens=fields.add_special_tokens)
         else:
-            check_ids(prompt, self._codec, param="prompt")
+            check_ids(prompt, self.codec, param="prompt")
             tokens = tuple(TokenId(token) for token in prompt)
         if not tokens:
             raise RequestError("the prompt is empty: send at least one token", param="prompt")
@@ -459,32 +215,31 @@ class Preparation:
             return ""
         if isinstance(prompt, str):
             return prompt
-        return self._codec.decode([TokenId(token) for token in prompt])
+        return self.codec.decode([TokenId(token) for token in prompt])
 
     def _prepared(
         self,
         fields: GenerationFields,
         *,
-        kind: Kind,
-        start: _Start,
+        context: RequestContext,
+        start: StreamStart,
         prompts: tuple[Prompt, ...],
         max_tokens: Sequence[int],
         echoed: Sequence[str],
         top_logprobs: int | None,
         prompt_logprobs: int | None,
-        traceparent: str | None,
-        workload: str | None,
         tool_use: ToolUse | None = None,
     ) -> Prepared:
         constraint = self._constraint(fields, tool_use)
-        caller = ANYONE if start.permit is None else start.permit.key
+        caller = ANYONE if context.permit is None else context.permit.key
         nonce = start.origin.nonce.hex()
         request_id = fields.request_id or start.origin.request_id or nonce
-        response_id = _response_id(kind, request_id)
+        response_id = response_id_of(fields.kind, request_id)
+        window_s = 0.0 if start.event_ids is None else self.settings.resume_window_s
         seed = start.origin.seed if fields.seed is None else fields.seed
         sampling = sampling_params(
             fields,
-            self._codec,
+            self.codec,
             max_tokens=min(max_tokens),
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -501,14 +256,14 @@ class Preparation:
                         sampling, seed=choice_seed(seed, i), max_tokens=max(max_tokens[j], 1)
                     ),
                     speculation=fields.speculation.params,
-                    workload=self._workload(fields, kind=kind, workload=workload),
-                    traceparent=traceparent,
-                    resume_window_s=0.0 if start.digest is None else self._resume_window_s,
+                    workload=self._workload(fields, context),
+                    traceparent=context.traceparent,
+                    resume_window_s=window_s,
                     resumption=start.resumption,
                     caller="" if caller is ANYONE else caller.name,
                     weight=caller.weight,
                     priority=caller.priority + fields.priority,
-                    cache_salt=self._cache_salt(fields, start.permit),
+                    cache_salt=self._cache_salt(fields, context.permit),
                 ),
             )
             for j, prompt in enumerate(prompts)
@@ -520,9 +275,9 @@ class Preparation:
         num_extras = sum(_num_extras(choice.request, fields) for choice in choices)
         self._check_extras(num_extras)
         return Prepared(
-            kind=kind,
+            kind=fields.kind,
             request_id=request_id,
-            model=self._model_name,
+            model=self.settings.model_name,
             created_unix_s=start.origin.created_unix_s,
             arrived_s=time.monotonic(),
             seed=seed,
@@ -547,9 +302,9 @@ class Preparation:
             return_token_origins=fields.return_token_origins,
             warnings=_warnings(fields, constraint),
             shown=start.shown,
-            permit=start.permit,
+            context=context,
             states_length=fields.states_length,
-            event_ids=self._event_ids_of(start),
+            event_ids=start.event_ids,
         )
 
     def new_grammar(self, fields: GenerationFields) -> AskedGrammar | None:
@@ -592,21 +347,21 @@ class Preparation:
 
     def _special_id(self, text: str) -> TokenId | None:
         """Returns the special token that a text is; None where it is written as text."""
-        tokens = self._codec.encode(text, add_special_tokens=False)
-        is_special = len(tokens) == 1 and tokens[0] in self._codec.special_token_ids
+        tokens = self.codec.encode(text, add_special_tokens=False)
+        is_special = len(tokens) == 1 and tokens[0] in self.codec.special_token_ids
         return tokens[0] if is_special else None
 
-    def _workload(self, fields: GenerationFields, *, kind: Kind, workload: str | None) -> str:
+    def _workload(self, fields: GenerationFields, context: RequestContext) -> str:
         return workload_of(
-            fields.speculation.workload or workload,
-            kind=kind,
+            fields.speculation.workload or context.workload,
+            kind=fields.kind,
             temperature=fields.temperature,
-            by_temperature=self._workloads_by_temperature,
+            by_temperature=self.settings.workloads_by_temperature,
         )
 
     def _cache_salt(self, fields: GenerationFields, permit: Permit | None) -> str:
         salt = fields.cache_salt or ""
-        if permit is None or permit.key is ANYONE or self._share_prefix_cache:
+        if permit is None or permit.key is ANYONE or self.settings.share_prefix_cache:
             return salt
         return f"{permit.key.name}\n{salt}"  # a name has no line break
 
@@ -615,8 +370,8 @@ class Preparation:
         if speculation.mode == "off":
             return None
         if speculation.max_draft_tokens is None:
-            return self._max_draft_tokens
-        return min(speculation.max_draft_tokens, self._max_draft_tokens)
+            return self.settings.max_draft_tokens
+        return min(speculation.max_draft_tokens, self.settings.max_draft_tokens)
 
 
 def _warnings(fields: GenerationFields, constraint: AskedGrammar | None) -> tuple[str, ...]:
@@ -641,8 +396,3 @@ def _num_extras(request: Request, fields: GenerationFields) -> int:
 def _more(first: int | None, second: int | None) -> int | None:
     """Returns the larger of two numbers of alternatives; None where both are."""
     return max((count for count in (first, second) if count is not None), default=None)
-
-
-def _response_id(kind: Kind, name: str) -> str:
-    prefix = "chatcmpl" if kind == "chat" else "cmpl"
-    return f"{prefix}-{name}"

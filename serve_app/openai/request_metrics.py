@@ -10,7 +10,7 @@ from eesd_dist.telemetry import names
 from eesd_dist.telemetry.request_spans import Attributes, response_attributes
 from eesd_dist.telemetry.spec_stats import SpecStats
 from serve_app.openai.generation import ChoiceTally
-from serve_app.openai.preparation import Prepared
+from serve_app.openai.prepared import Prepared
 
 _MS = 1000.0
 _TIMINGS = (

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from opentelemetry.trace import Span
 
@@ -17,19 +17,18 @@ from eesd_dist.parameters import ContentPart, Message, has_grammar
 from eesd_dist.telemetry.metrics import RequestTimings
 from eesd_dist.telemetry.request_spans import request_span, traceparent_of
 from eesd_dist.telemetry.tracing import Tracing
-from eesd_dist.text import TextCodec
+from serve_app.openai.answers import Answer, Event, Json
 from serve_app.openai.charges import GRAMMAR_TOKENS, Charges, charge
 from serve_app.openai.client import EngineClient
+from serve_app.openai.context import RequestContext
 from serve_app.openai.errors import RequestExpired
 from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
 from serve_app.openai.grammar_queue import GrammarQueue
-from serve_app.openai.keys import Permit
-from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.permits import Quotas
-from serve_app.openai.pacing import Pace, paced
-from serve_app.openai.preparation import Choice, Preparation, Prepared
+from serve_app.openai.pacing import paced
+from serve_app.openai.preparation import Preparation
+from serve_app.openai.prepared import Choice, Prepared
 from serve_app.openai.request_metrics import request_attributes, total_attributes
-from serve_app.openai.responses import Answer, Event, Json
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.sse import encoded, encoded_in_parts
 from serve_app.openai.text_threads import TextThreads
@@ -38,6 +37,7 @@ from serve_app.openai.throughput import Throughput
 T = TypeVar("T")
 RequestObserver = Callable[[RequestTimings], None]
 
+_MAX_CHOICES_AT_ONCE = 32
 _CHARS_PER_MESSAGE = 32
 _CHARS_PER_WORD = 64
 """A call of the tokenizer takes as long as so many more characters."""
@@ -55,29 +55,19 @@ class Service:
     def __init__(
         self,
         engine: EngineClient,
-        *,
-        codec: TextCodec,
         preparation: Preparation,
+        *,
         tracing: Tracing | None = None,
         observe_request: RequestObserver | None = None,
-        max_choices_at_once: int = 32,
-        limits: Limits | None = None,
-        controller: str = "",
         quotas: Quotas | None = None,
-        pace: Pace | None = None,
     ) -> None:
-        """`observe_request` is called for every choice that ended, in whatever way. `limits`
-        None: a request may take as long as it takes. `controller`: the default one. `pace`: of
-        streams; None sends what a round has made at once."""
+        """`observe_request` is called for every choice that ended, in whatever way."""
         self._engine = engine
-        self._codec = codec
         self._preparation = preparation
+        self._limits = preparation.limits
+        self._settings = preparation.settings
         self._tracing = tracing or Tracing()
         self._observe_request = observe_request
-        self._max_choices_at_once = max_choices_at_once
-        self._limits = limits
-        self._controller = controller
-        self._pace = pace
         self.charges = Charges(quotas)
         self._throughput = Throughput()
         self.threads = TextThreads()
@@ -86,38 +76,19 @@ class Service:
         self._grammars = GrammarQueue()
 
     async def prepared(
-        self,
-        fields: CompletionFields | ChatFields,
-        *,
-        traceparent: str | None = None,
-        workload: str | None = None,
-        request_id: str | None = None,
-        nonce: bytes | None = None,
-        permit: Permit | None = None,
-        last_event_id: str | None = None,
-        sends_event_ids: bool = False,
+        self, fields: CompletionFields | ChatFields, context: RequestContext
     ) -> Prepared:
-        options: dict[str, Any] = {
-            "traceparent": traceparent,
-            "workload": workload,
-            "request_id": request_id,
-            "nonce": nonce,
-            "permit": permit,
-            "last_event_id": last_event_id,
-            "sends_event_ids": sends_event_ids,
-        }
-
         def prepare() -> Prepared:
             if isinstance(fields, ChatFields):
-                return self._preparation.chat(fields, **options)
-            return self._preparation.completion(fields, **options)
+                return self._preparation.chat(fields, context)
+            return self._preparation.completion(fields, context)
 
         if self.has_to_compile(fields):
-            await self.charges.work(permit, GRAMMAR_TOKENS)
-            await self._compile_grammar(fields, caller="" if permit is None else permit.key.name)
+            await self.charges.work(context.permit, GRAMMAR_TOKENS)
+            await self._compile_grammar(fields, caller=context.caller)
         size = _size_of(fields)
         tokenising = self.threads.run(prepare, size=size)
-        prepared = await self.charges.tokenised(tokenising, permit, size=size)
+        prepared = await self.charges.tokenised(tokenising, context.permit, size=size)
         await self.charges.reserve(prepared)
         return prepared
 
@@ -150,7 +121,7 @@ class Service:
 
     async def _complete(self, prepared: Prepared) -> Answer:
         tallies = _new_tallies(prepared)
-        answer = Answer(prepared, codec=self._codec, tallies=tallies)
+        answer = Answer(prepared, codec=self._preparation.codec, tallies=tallies)
         async with aclosing(self._deltas(prepared, tallies)) as deltas:
             async for delta in deltas:
                 answer.add(delta)
@@ -159,7 +130,7 @@ class Service:
     async def events(self, prepared: Prepared) -> AsyncGenerator[Event, None]:
         """Yields events; the first comes with the first tokens, so that a refusal precedes it."""
         tallies = _new_tallies(prepared)
-        answer = Answer(prepared, codec=self._codec, tallies=tallies)
+        answer = Answer(prepared, codec=self._preparation.codec, tallies=tallies)
         openings = answer.opening_events()
         async with aclosing(self._deltas(prepared, tallies)) as deltas:
             async for delta in deltas:
@@ -217,6 +188,10 @@ class Service:
                     raise RequestExpired(limit_s=self._limits.request_ttl_s) from error
                 yield delta
 
+    @property
+    def _max_choices_at_once(self) -> int:
+        return _MAX_CHOICES_AT_ONCE if self._limits is None else self._limits.max_choices_at_once
+
     def _left_s(self, prepared: Prepared) -> float | None:
         if self._limits is None:
             return None
@@ -238,11 +213,11 @@ class Service:
         self, choice: Choice, prepared: Prepared, traceparent: str | None, *, is_continued: bool
     ) -> AsyncGenerator[Delta, None]:
         traced = replace(choice.request, traceparent=traceparent, is_continued=is_continued)
-        pace = self._pace if prepared.stream else None
+        pace = self._settings.pace if prepared.stream else None
         deltas = generate(
             self._engine,
             replace(choice, request=traced),
-            codec=self._codec,
+            codec=self._preparation.codec,
             options=prepared.text,
             by_token=pace is not None,
         )
@@ -259,7 +234,7 @@ class Service:
             traceparent=request.traceparent,
             sampling=request.sampling,
             stream=prepared.stream,
-            attributes=request_attributes(prepared, controller=self._controller),
+            attributes=request_attributes(prepared, controller=self._settings.controller),
         )
 
     def _report(self, prepared: Prepared, tallies: Sequence[ChoiceTally]) -> None:

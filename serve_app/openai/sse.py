@@ -17,8 +17,9 @@ from sse_starlette.sse import AppStatus
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from serve_app.openai.answers import Event
 from serve_app.openai.errors import http_error_of
-from serve_app.openai.responses import Event, Listed
+from serve_app.openai.logprobs import LazyList
 
 T = TypeVar("T")
 Events = AsyncGenerator[Event, None]
@@ -42,8 +43,8 @@ _LEVELS = 4
 """Levels of an answer: itself, its choices, one choice, its log-probabilities."""
 _NUM_LISTED_AT_ONCE = 16
 _NUM_AT_ONCE = 1024
-"""Entries of a list, `Listed` or plain, that are encoded in one call, which holds the interpreter's
-lock."""
+"""Entries of a list, `LazyList` or plain, that are encoded in one call, which holds the
+interpreter's lock."""
 _REST_S = 0.0005
 """Pause after such a call. Without it the event loop would get the lock after 5 ms, at every system
 call that it makes."""
@@ -58,7 +59,7 @@ def encoded(content: object) -> bytes:
 
 
 def _plain_list(value: object) -> list[object]:
-    if isinstance(value, Listed):
+    if isinstance(value, LazyList):
         return value[:]
     raise TypeError(f"{value!r} is not JSON")
 
@@ -77,9 +78,9 @@ def _parts(value: object, *, levels: int) -> Iterator[bytes]:
             yield from _parts(inner, levels=levels - 1)
             opening = b","
         yield b"}"
-    elif isinstance(value, list | Listed) and value:
+    elif isinstance(value, list | LazyList) and value:
         opening = b"["
-        step = _NUM_LISTED_AT_ONCE if isinstance(value, Listed) else _NUM_AT_ONCE
+        step = _NUM_LISTED_AT_ONCE if isinstance(value, LazyList) else _NUM_AT_ONCE
         for at in range(0, len(value), step):
             time.sleep(_REST_S)
             some = value[at : at + step]

@@ -4,9 +4,9 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from serve_app.openai.answers import Event
 from serve_app.openai.errors import http_error_of
-from serve_app.openai.preparation import Prepared
-from serve_app.openai.responses import Event
+from serve_app.openai.prepared import Prepared
 from serve_app.openai.schema import ResponsesFields
 
 Json = dict[str, Any]

@@ -7,9 +7,11 @@ text takes, never the text.
 
 import re
 from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
 from eesd_dist.errors import RequestError
+
+Kind = Literal["chat", "completion"]
 
 WORKLOAD_HEADER = "x-eesd-workload"
 WORKLOAD_PATTERN = r"^[A-Za-z0-9._/-]{1,64}$"
@@ -18,7 +20,7 @@ _GREEDY_BELOW = 1e-5
 _BANDS = ((0.5, "t0.5"), (1.0, "t1"))
 """Upper limit and name of each band; temperatures above the last limit are `hot`."""
 _GREEDY, _HOT = "t0", "hot"
-_KINDS = ("chat", "completion")
+_KINDS = get_args(Kind)
 UNNAMED_CLASSES = frozenset(
     {
         *_KINDS,
@@ -31,7 +33,7 @@ UNNAMED_CLASSES = frozenset(
 def workload_of(
     name: str | None,
     *,
-    kind: Literal["chat", "completion"],
+    kind: Kind,
     temperature: float,
     by_temperature: bool,
 ) -> str:

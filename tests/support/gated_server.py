@@ -12,7 +12,7 @@ import uvicorn
 from eesd_dist.text import Tokenizer
 from serve_app.config import BUNDLED_MODEL, LimitsConfig
 from serve_app.ingress.bounded_connection import BoundedConnection
-from serve_app.openai.limits import limits_of
+from serve_app.openai.api_settings import limits_of
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
 

@@ -9,13 +9,11 @@ from pathlib import Path
 
 from serve_app.batch.local_client import answered_by
 from serve_app.batch.runner import BatchOptions, BatchReport, ServedModel, run_batch
-from serve_app.openai.preparation import Preparation
 from serve_app.openai.service import Service
-from tests.support.toy_codec import ByteCodec
+from tests.support.toy_api import toy_preparation
 from tests.support.toy_engine import ToyEngine
 
 MODEL = ServedModel(name="toy", identity="v1")
-_CODEC = ByteCodec()
 
 
 def run(
@@ -26,8 +24,8 @@ def run(
     model: ServedModel = MODEL,
     options: BatchOptions | None = None,
 ) -> BatchReport:
-    preparation = Preparation(_CODEC, model_name=model.name, max_model_len=200, max_draft_tokens=8)
-    service = Service(engine or ToyEngine(vocab_size=128), codec=_CODEC, preparation=preparation)
+    preparation = toy_preparation(model_name=model.name, max_model_len=200)
+    service = Service(engine or ToyEngine(vocab_size=128), preparation)
     return asyncio.run(
         run_batch(
             input_file,

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from serve_app.config import LimitsConfig
-from serve_app.openai.limits import limits_of
+from serve_app.openai.api_settings import limits_of
 from tests.support.live_server import serving
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eesd_dist.errors import CapacityError, EesdError
 from eesd_dist.parameters import check_json
 from eesd_dist.routing.quotas import Standing
+from serve_app.openai.api_settings import Limits
 from serve_app.openai.console.pages import PATHS as PAGES
 from serve_app.openai.errors import (
     BodyTooLarge,
@@ -26,7 +27,6 @@ from serve_app.openai.errors import (
     UnknownKey,
 )
 from serve_app.openai.keys import ANYONE, ApiKey, KeyRing, Permit
-from serve_app.openai.limits import Limits
 from serve_app.openai.middleware.body_limits import declared_bytes, stated
 from serve_app.openai.middleware.head_gate import check_head, header_of, refusal
 from serve_app.openai.middleware.permits import (

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eesd_dist.errors import RequestError
+from serve_app.openai.context import HEADERS
 from serve_app.openai.errors import EncodedBody, HeadTooLarge, http_error_of
 from serve_app.openai.middleware.body_limits import BodyLimits
 from serve_app.openai.middleware.http_metrics import note_refusal
@@ -31,17 +32,12 @@ FORWARDED_HEADERS = frozenset(
         b"content-type",
         b"host",
         b"if-none-match",
-        b"last-event-id",
         b"origin",
-        b"traceparent",
         b"tracestate",
         b"transfer-encoding",
         b"user-agent",
-        b"x-eesd-event-ids",
-        b"x-eesd-workload",
-        b"x-request-id",
     }
-)
+) | {name.lower().encode() for name in HEADERS}
 """All that is read behind the gate. Of a header that is sent more than once the first counts."""
 _LOGGED_CHARS = 120
 _VERSIONS = frozenset({"1.0", "1.1"})

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eesd_dist.telemetry.logs import current_request
-from serve_app.openai.event_ids import NONCE_BYTES
+from serve_app.openai.context import NONCE_BYTES, REQUEST_ID_HEADER
 from serve_app.openai.middleware.departures import CLIENT_CLOSED_REQUEST, has_left
 from serve_app.openai.middleware.http_metrics import path_format_of
 from serve_app.openai.middleware.permits import noted_permit
@@ -22,7 +22,6 @@ from serve_app.openai.schema import REQUEST_ID_PATTERN
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID_HEADER = "x-request-id"
 _ID = "eesd.request_id"
 _NONCE = "eesd.nonce"
 _IS_LEFT_OUT = "eesd.left_out_of_log"

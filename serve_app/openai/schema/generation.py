@@ -5,7 +5,7 @@ default, as OpenAI's clients send it. Undeclared fields are kept aside (`unsuppo
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, cast
+from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, NonNegativeInt, PositiveInt
 from pydantic_core import core_schema
@@ -15,7 +15,7 @@ from eesd_dist.parameters import Fields, Messages, NumAlternatives, SamplingFiel
 from eesd_dist.types import SpeculationParams, TreeShape
 from serve_app.openai.keys import MAX_PRIORITY
 from serve_app.openai.schema.tools import ToolFields
-from serve_app.openai.workloads import WORKLOAD_PATTERN
+from serve_app.openai.workloads import WORKLOAD_PATTERN, Kind
 
 REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
 """ASCII without blanks and control characters: ids are written to logs."""
@@ -78,6 +78,7 @@ class StreamOptions(Fields):
 class GenerationFields(SamplingFields):
     """Fields of both kinds of requests."""
 
+    kind: ClassVar[Kind]
     model: str | None = None
     """Name of the served model; may be left out."""
     return_token_ids: bool = False
@@ -114,6 +115,7 @@ class GenerationFields(SamplingFields):
 class CompletionFields(GenerationFields):
     """Body of `POST /v1/completions`."""
 
+    kind = "completion"
     prompt: (
         str
         | Tokens
@@ -147,6 +149,7 @@ class CompletionFields(GenerationFields):
 class ChatFields(GenerationFields, ToolFields):
     """Body of `POST /v1/chat/completions`."""
 
+    kind = "chat"
     messages: Messages
     """The conversation, by the model's chat template."""
     max_completion_tokens: PositiveInt | None = None

@@ -11,10 +11,9 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.ingress.bounded_connection import BoundedConnection
-from serve_app.openai.event_ids import HEADER as EVENT_HEADER
+from serve_app.openai.context import LAST_EVENT_ID_HEADER, REQUEST_ID_HEADER
 from serve_app.openai.middleware.body_limits import LIMIT_HEADER
 from serve_app.openai.middleware.head_gate import HeadGate, forwarded
-from serve_app.openai.middleware.request_ids import REQUEST_ID_HEADER
 from serve_app.openai.workloads import WORKLOAD_HEADER
 from tests.support.live_server import serving
 from tests.support.raw_http import Part, Reply, chunk, chunked_head, exchange, get, head, post
@@ -82,7 +81,13 @@ def test_headers_that_serve_acts_on_do_not_reach_it(port: int, serve: _Serve, na
 
 
 def test_what_the_service_reads_passes_once(port: int, serve: _Serve) -> None:
-    names = (REQUEST_ID_HEADER, EVENT_HEADER, WORKLOAD_HEADER, "Authorization", "traceparent")
+    names = (
+        REQUEST_ID_HEADER,
+        LAST_EVENT_ID_HEADER,
+        WORKLOAD_HEADER,
+        "Authorization",
+        "traceparent",
+    )
     first = [f"{name}: first".encode() for name in names]
     second = [f"{name.upper()}: second".encode() for name in names]
     underscores = [f"{name.replace('-', '_')}: third".encode() for name in names if "-" in name]

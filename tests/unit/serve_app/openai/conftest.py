@@ -11,10 +11,11 @@ import pytest
 from eesd_dist.telemetry.metrics import RequestTimings
 from eesd_dist.text import Tokenizer
 from serve_app.config import LimitsConfig
-from serve_app.openai.api import build_api
-from serve_app.openai.limits import limits_of
+from serve_app.openai.api_settings import limits_of
+from serve_app.openai.middleware.http_metrics import HttpMetrics
 from tests.support.live_server import serving
 from tests.support.tiny_tokenizer import write_byte_level
+from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine
 
 MODEL = "toy"
@@ -79,10 +80,11 @@ def served(tokenizer: Tokenizer) -> Iterator[Api]:
     async def metrics() -> bytes:
         return b"eesd_num_requests_running 0\n"
 
-    def observe(timings: RequestTimings) -> None:
-        api.observed.append(timings)
+    class Observer(HttpMetrics):
+        def observe_request(self, timings: RequestTimings) -> None:
+            api.observed.append(timings)
 
-    app = build_api(
+    app = toy_api(
         engine,
         tokenizer=tokenizer,
         model_name=MODEL,
@@ -90,7 +92,7 @@ def served(tokenizer: Tokenizer) -> Iterator[Api]:
         limits=LIMITS,
         health=health,
         metrics=metrics,
-        observe_request=observe,
+        http_metrics=Observer(ingress="toy"),
     )
     with serving(app) as url:
         api.url = url

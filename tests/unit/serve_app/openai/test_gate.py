@@ -17,9 +17,9 @@ from eesd_dist.errors import CapacityError, QueueFull, RequestError
 from eesd_dist.parameters import check_json
 from eesd_dist.text import Tokenizer
 from serve_app.config import LimitsConfig, service_config
+from serve_app.openai.api_settings import Limits, limits_of
 from serve_app.openai.errors import HeadTooLarge
 from serve_app.openai.keys import KeyRing, operators_key
-from serve_app.openai.limits import Limits, limits_of
 from serve_app.openai.middleware import gate
 from serve_app.openai.middleware.gate import AdmissionGate
 from serve_app.openai.middleware.head_gate import MAX_HEAD_BYTES, check_head

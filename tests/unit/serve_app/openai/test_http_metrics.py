@@ -41,8 +41,7 @@ class Counted:
 @pytest.fixture
 def site() -> Iterator[Counted]:
     metrics, engine = HttpMetrics(ingress="a"), ToyEngine()
-    options: dict[str, Any] = {"observe_request": metrics.observe_request, "http_metrics": metrics}
-    app = toy_api(engine, max_model_len=100, api_key="k", **options)
+    app = toy_api(engine, max_model_len=100, api_key="k", http_metrics=metrics)
     headers = {"Authorization": "Bearer k"}
     limits = httpx.Limits(max_keepalive_connections=0)  # an error of ours ends its connection
     with (

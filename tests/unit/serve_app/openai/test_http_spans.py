@@ -15,7 +15,7 @@ from eesd_dist.telemetry import names
 from eesd_dist.telemetry.tracing import Tracing, make_tracing
 from eesd_dist.telemetry.tracing_options import TracingOptions
 from serve_app.config import LimitsConfig
-from serve_app.openai.limits import limits_of
+from serve_app.openai.api_settings import limits_of
 from serve_app.openai.middleware.departures import Departures
 from serve_app.openai.middleware.http_spans import TracedRequests
 from tests.support.live_server import serving

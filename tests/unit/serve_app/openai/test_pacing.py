@@ -16,17 +16,16 @@ from eesd_dist.text import TextDelta
 from eesd_dist.types import Emission, RequestId, TokenId
 from serve_app.config import StreamsConfig
 from serve_app.ingress.deployment import _pace_of
+from serve_app.openai.context import RequestContext
 from serve_app.openai.generation import Delta
 from serve_app.openai.keys import ANYONE, Permit
 from serve_app.openai.pacing import Pace, paced
-from serve_app.openai.preparation import Preparation
 from serve_app.openai.schema import CompletionFields
 from serve_app.openai.service import Service
 from tests.support.event_stream import WITH_IDS, SentEvent, folded, parsed
 from tests.support.live_server import serving
 from tests.support.running import until
-from tests.support.toy_api import toy_api
-from tests.support.toy_codec import ByteCodec
+from tests.support.toy_api import toy_api, toy_preparation
 from tests.support.toy_engine import ToyEngine
 from tests.unit.serve_app.openai.conftest import MAX_MODEL_LEN, Api
 from tests.unit.serve_app.openai.test_resuming import CASES, COMPLETION
@@ -190,17 +189,12 @@ def test_what_was_made_and_is_not_sent_yet_is_counted() -> None:
 def test_a_client_that_leaves_a_paced_stream_is_charged_what_was_made_ahead() -> None:
     engine = ToyEngine(group=5)
     permit = Permit(key=ANYONE, name="p")
-    service = Service(
-        engine,
-        codec=ByteCodec(),
-        preparation=Preparation(ByteCodec(), model_name="toy", max_model_len=100),
-        pace=PACE,
-    )
+    service = Service(engine, toy_preparation(pace=PACE))
 
     async def leave() -> None:
         body = {"prompt": "abc", "max_tokens": 30, "stream": True}
         fields = CompletionFields.model_validate(body)
-        events = service.events(await service.prepared(fields, permit=permit))
+        events = service.events(await service.prepared(fields, RequestContext(permit=permit)))
         await anext(events)
         await events.aclose()
 

@@ -17,16 +17,15 @@ import yaml
 from eesd_dist.errors import EngineError, PoisonRequest, QueueFull, RequestError
 from serve_app.ingress.quotas import GlobalQuotas
 from serve_app.openai.charges import GRAMMAR_TOKENS
+from serve_app.openai.context import RequestContext
 from serve_app.openai.generation import EndedByEngine
 from serve_app.openai.keys import KeyRing, operators_key
 from serve_app.openai.middleware.http_metrics import HttpMetrics
-from serve_app.openai.preparation import Preparation
 from serve_app.openai.schema import ChatFields, CompletionFields
 from tests.support.event_stream import WITH_IDS
 from tests.support.live_server import serving
 from tests.support.running import until
-from tests.support.toy_api import toy_api
-from tests.support.toy_codec import ByteCodec
+from tests.support.toy_api import toy_api, toy_preparation
 from tests.support.toy_engine import ToyEngine
 
 KEYS: dict[str, dict[str, object]] = {
@@ -352,11 +351,11 @@ def test_a_burst_of_requests_is_refused_behind_the_limit_before_it_is_computed(s
 
 
 def test_an_answer_of_which_no_length_is_stated_leaves_other_requests_room() -> None:
-    preparation = Preparation(ByteCodec(), model_name="toy", max_model_len=10_000)
+    preparation = toy_preparation(max_model_len=10_000)
 
     def expected(**fields: object) -> int:
         body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-        prepared = preparation.chat(ChatFields.model_validate(body))
+        prepared = preparation.chat(ChatFields.model_validate(body), RequestContext())
         return prepared.num_expected_tokens - prepared.num_prompt_tokens
 
     assert expected() == 1024
@@ -365,7 +364,7 @@ def test_an_answer_of_which_no_length_is_stated_leaves_other_requests_room() -> 
     assert expected(max_tokens=5000, n=2) == 10_000
     assert expected(max_completion_tokens=7) == 7
     fields = CompletionFields.model_validate({"prompt": ["a", "bc"], "n": 2})
-    assert preparation.completion(fields).num_expected_tokens == 3 + 4 * 16
+    assert preparation.completion(fields, RequestContext()).num_expected_tokens == 3 + 4 * 16
 
 
 def test_tokenising_detokenising_and_grammars_count_too(site: Site) -> None:

@@ -258,7 +258,7 @@ def test_a_name_that_no_request_may_have_is_refused_also_with_the_right_mac(name
 def test_without_a_key_an_id_that_was_made_elsewhere_is_refused(api: Api) -> None:
     body = {"prompt": "x", "stream": True}
     fields = CompletionFields.model_validate(body)
-    digest = digest_of(fields, kind="completion", model=MODEL)
+    digest = digest_of(fields, model=MODEL)
     key = hmac.digest(b"", b"anyone", "sha256")
     origin = Origin(seed=1, nonce=bytes(16), created_unix_s=1, request_id="mine")
     forged = EventIds(origin, [Shown()], key=key, digest=digest).after(0, Shown(3, 3))
@@ -272,13 +272,9 @@ def _service(
     key: str | None, *, model: str = "toy", event_key: bytes | None = None
 ) -> Iterator[tuple[str, ToyEngine]]:
     engine = ToyEngine(vocab_size=128)
+    options = {} if event_key is None else {"event_key": event_key}
     app = toy_api(
-        engine,
-        model_name=model,
-        max_model_len=100,
-        limits=LIMITS,
-        api_key=key,
-        event_key=event_key,
+        engine, model_name=model, max_model_len=100, limits=LIMITS, api_key=key, **options
     )
     with serving(app) as url:
         yield url, engine

@@ -10,10 +10,12 @@ import pytest
 from eesd_dist.errors import PromptTooLong
 from eesd_dist.telemetry.tracing import Tracing, make_tracing
 from eesd_dist.telemetry.tracing_options import TracingOptions
-from serve_app.openai.preparation import Preparation
+from serve_app.config import LimitsConfig
+from serve_app.openai.api_settings import limits_of
+from serve_app.openai.context import RequestContext
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.service import Service, size_of_chat
-from tests.support.toy_codec import ByteCodec
+from tests.support.toy_api import toy_preparation
 from tests.support.toy_engine import ToyEngine
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -21,13 +23,12 @@ TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 
 
 def _service(engine: ToyEngine, tracing: Tracing | None = None) -> Service:
-    preparation = Preparation(ByteCodec(), model_name="toy", max_model_len=100)
-    return Service(engine, codec=ByteCodec(), preparation=preparation, tracing=tracing)
+    return Service(engine, toy_preparation(), tracing=tracing)
 
 
 async def _run(service: Service, *, chunks: int | None) -> None:
     fields = CompletionFields.model_validate({"prompt": "x", "max_tokens": 30, "n": 2})
-    prepared = await service.prepared(fields, traceparent=TRACEPARENT)
+    prepared = await service.prepared(fields, RequestContext(traceparent=TRACEPARENT))
     if chunks is None:
         await service.whole(prepared)
         return
@@ -61,12 +62,13 @@ def test_a_stream_that_is_closed_early_leaves_nothing_running(tmp_path: Path) ->
 
 def test_choices_that_wait_for_others_of_their_request_are_not_refused_for_a_full_queue() -> None:
     engine = ToyEngine(vocab_size=128)
-    preparation = Preparation(ByteCodec(), model_name="toy", max_model_len=100)
-    service = Service(engine, codec=ByteCodec(), preparation=preparation, max_choices_at_once=2)
+    limits = limits_of(LimitsConfig(), max_model_len=100, max_running=4)
+    assert limits.max_choices_at_once == 2
+    service = Service(engine, toy_preparation(limits=limits))
 
     async def run() -> None:
         fields = CompletionFields.model_validate({"prompt": "x", "max_tokens": 3, "n": 4})
-        await service.whole(await service.prepared(fields))
+        await service.whole(await service.prepared(fields, RequestContext()))
 
     asyncio.run(run())
     assert [request.is_continued for request in engine.requests] == [False, False, True, True]
@@ -95,19 +97,14 @@ def test_a_short_conversation_is_short() -> None:
 
 def test_a_text_may_be_as_long_as_the_model_and_the_kv_pages_allow() -> None:
     held: list[int] = []
-    preparation = Preparation(
-        ByteCodec(),
-        model_name="toy",
-        max_model_len=100,
-        kv_tokens=lambda: held[-1] if held else None,
-    )
+    preparation = toy_preparation(kv_tokens=lambda: held[-1] if held else None)
     fields = CompletionFields(model="toy", prompt="x" * 60, max_tokens=None)
     for kv_tokens, limit in ((None, 100), (64, 64), (400, 100)):
         held += [] if kv_tokens is None else [kv_tokens]
         assert preparation.max_model_len == limit
-        (choice,) = preparation.completion(fields).choices
+        (choice,) = preparation.completion(fields, RequestContext()).choices
         num_prompt = len(choice.request.prompt)
         assert choice.request.sampling.max_tokens == min(16, limit - num_prompt)
     held.append(60)
     with pytest.raises(PromptTooLong, match="59"):
-        preparation.completion(fields)
+        preparation.completion(fields, RequestContext())

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eesd_dist.types import TokenId, TokenLogprobs
-from serve_app.openai.responses import Event, Listed, _Entry, _Logprobs
+from serve_app.openai.answers import Event
+from serve_app.openai.logprobs import LazyList, LogprobFormat, TokenEntry
 from serve_app.openai.sse import encoded, encoded_in_parts, written
 from tests.support.toy_codec import ByteCodec
 
@@ -43,14 +44,14 @@ def test_a_large_answer_in_parts_is_the_same() -> None:
 
 def test_a_list_that_is_made_as_it_is_written_is_the_same_in_both_ways() -> None:
     logprobs = TokenLogprobs(logprob=-0.5, top=((TokenId(1), -0.5), (TokenId(2), -1.5)))
-    entries = [_Entry(TokenId(at % 7), logprobs, at) for at in range(200)]
-    shape = _Logprobs(ByteCodec(), num_top=2)
+    entries = [TokenEntry(TokenId(at % 7), logprobs, at) for at in range(200)]
+    shape = LogprobFormat(ByteCodec(), num_top=2)
     for listed in (shape.of_chat(entries), shape.of_text(entries)):
         answer = {"choices": [{"logprobs": listed}]}
         plain = {"choices": [{"logprobs": {key: _plain(column) for key, column in listed.items()}}]}
-        assert any(isinstance(column, Listed) for column in listed.values())
+        assert any(isinstance(column, LazyList) for column in listed.values())
         assert encoded_in_parts(answer) == encoded(answer) == encoded(plain)
 
 
 def _plain(value: object) -> object:
-    return [value[at] for at in range(len(value))] if isinstance(value, Listed) else value
+    return [value[at] for at in range(len(value))] if isinstance(value, LazyList) else value
