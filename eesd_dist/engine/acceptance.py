@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 from eesd_dist.engine.drafting.stage import DraftRun
-from eesd_dist.schedule.scheduler import Committed, PlanItem
+from eesd_dist.schedule.plans import Committed, PlanItem
 from eesd_dist.transport.contracts import Segment, VerifyReply
 from eesd_dist.trees import ROOT
 from eesd_dist.types import Branch, Outcome, TokenId, TokenLogprobs, Value

@@ -28,7 +28,8 @@ from eesd_dist.engine.requests import EngineLoad, EngineRequests
 from eesd_dist.engine.round_stats import RoundInFlight, RoundMeter
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
-from eesd_dist.schedule.scheduler import RoundPlan, Scheduler
+from eesd_dist.schedule.plans import RoundPlan
+from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.transport.contracts import VerifyChannel, VerifyReply
 from eesd_dist.types import (
     NO_TRAFFIC,

@@ -25,7 +25,7 @@ from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.page_table import PageTable
 from eesd_dist.schedule.live import LiveRequest
-from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
+from eesd_dist.schedule.plans import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 

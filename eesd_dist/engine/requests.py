@@ -19,7 +19,8 @@ from eesd_dist.engine.recording.recorder import RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.errors import RequestError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
-from eesd_dist.schedule.scheduler import PlanItem, Scheduler
+from eesd_dist.schedule.plans import PlanItem
+from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.types import Emission, Outcome, Request, RequestId
 
 
