@@ -17,9 +17,9 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.chain_rule import REFUSAL, of_length
 from eesd_dist.control.cost import CostModel
-from eesd_dist.control.fits.isotonic import isotonic
-from eesd_dist.control.offers import Offer
+from eesd_dist.control.fitting import isotonic
 from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.control.tree_growth import Offer
 from eesd_dist.engine.chains import ChainStart
 from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.model.attention.rows import RowSegment
