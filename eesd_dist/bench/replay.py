@@ -15,8 +15,8 @@ from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.chain_rule import ChainReport, ChainRule, follow
 from eesd_dist.control.cost import CostModel
-from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.control.tree_growth import Offer
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.types import Outcome, RequestId, SpeculationParams, TreeShape
 

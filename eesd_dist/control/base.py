@@ -17,8 +17,7 @@ from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.chain_rule import ChainReport, ChainRule
 from eesd_dist.control.cost import NOMINAL_COST, CostModel
-from eesd_dist.control.offers import Offer
-from eesd_dist.control.tree_growth import TreeGrowth
+from eesd_dist.control.tree_growth import Offer, TreeGrowth
 from eesd_dist.types import Evidence, Outcome, RequestId, Value
 
 

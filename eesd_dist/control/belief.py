@@ -1,4 +1,4 @@
-"""Beliefs: what has been learnt from a request's rounds, as five plain numbers.
+"""Beliefs: what has been learnt from a request's rounds, as three plain numbers.
 
 Updates counts from an outcome, discounts, scales and pools them. Does not depend on how a length is
 chosen from them (controllers) or where they are kept (`routing.beliefs`).
@@ -24,10 +24,6 @@ class Belief(Value, frozen=True, kw_only=True):
 
     alpha: float = _UNIFORM
     beta: float = _UNIFORM
-    num_tested: float = 0.0
-    """Judged tokens, discounted; the calibration forms mix these counts with their own prior."""
-    num_accepted: float = 0.0
-    """Accepted ones of the judged tokens."""
     num_rounds: int = 0
 
     @property
@@ -49,8 +45,6 @@ class Belief(Value, frozen=True, kw_only=True):
         return Belief(
             alpha=_UNIFORM + discount * (self.alpha - _UNIFORM) + accepted,
             beta=_UNIFORM + discount * (self.beta - _UNIFORM) + rejected,
-            num_tested=discount * self.num_tested + accepted + rejected,
-            num_accepted=discount * self.num_accepted + accepted,
             num_rounds=self.num_rounds + 1,
         )
 
@@ -59,8 +53,6 @@ class Belief(Value, frozen=True, kw_only=True):
         return Belief(
             alpha=_UNIFORM + factor * (self.alpha - _UNIFORM),
             beta=_UNIFORM + factor * (self.beta - _UNIFORM),
-            num_tested=factor * self.num_tested,
-            num_accepted=factor * self.num_accepted,
             num_rounds=self.num_rounds,
         )
 
@@ -73,8 +65,6 @@ class Belief(Value, frozen=True, kw_only=True):
         return Belief(
             alpha=self.alpha + other.alpha - _UNIFORM,
             beta=self.beta + other.beta - _UNIFORM,
-            num_tested=self.num_tested + other.num_tested,
-            num_accepted=self.num_accepted + other.num_accepted,
             num_rounds=self.num_rounds + other.num_rounds,
         )
 
@@ -89,8 +79,6 @@ class Belief(Value, frozen=True, kw_only=True):
         return Belief(
             alpha=numbers["alpha"],
             beta=numbers["beta"],
-            num_tested=numbers["num_tested"],
-            num_accepted=numbers["num_accepted"],
             num_rounds=int(numbers["num_rounds"]),
         )
 

@@ -9,8 +9,7 @@ from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.chain_rule import ChainReport, ChainRule, of_length
 from eesd_dist.control.cost import CostModel
-from eesd_dist.control.offers import Offer
-from eesd_dist.control.tree_growth import TreeGrowth
+from eesd_dist.control.tree_growth import Offer, TreeGrowth
 from eesd_dist.types import Evidence, Outcome, RequestId
 
 ControllerBuilder = Callable[[ControlSetup, Belief, Random], Controller]

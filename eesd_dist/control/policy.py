@@ -18,9 +18,8 @@ from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.chain_rule import ChainReport, ChainRule
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.learnt_cost import LearntCost, RoundCost
-from eesd_dist.control.offers import Offer
 from eesd_dist.control.registry import entry_of
-from eesd_dist.control.tree_growth import TreeGrowth
+from eesd_dist.control.tree_growth import Offer, TreeGrowth
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.types import Outcome, RequestId
 

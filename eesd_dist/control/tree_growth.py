@@ -1,5 +1,7 @@
 """Chooses a level's tokens for requests with controllers that decide alone.
 
+A drafter that works level by level offers the next tokens of all requests.
+
 The controller decides whether its request's draft goes one level deeper. A chain then gets its one
 next token and a static tree all offered tokens; a dynamic tree gets those with a survival above a
 floor, by the calibrated probability of first choices and the learnt share of alternatives (the
@@ -10,9 +12,25 @@ calibrated first). Does not depend on costs: `goodput` weighs tokens against sec
 from collections.abc import Iterable, Mapping, Sequence
 
 from eesd_dist.control.calibrator import Calibrator
-from eesd_dist.control.offers import Offer
 from eesd_dist.control.survival import ROOT, Node, RankShares, Siblings
-from eesd_dist.types import Outcome, RequestId
+from eesd_dist.types import Evidence, Outcome, RequestId, TreeShape, Value
+
+
+class Offer(Value, frozen=True, kw_only=True):
+    """A token that could be drafted next for one request."""
+
+    request_id: RequestId
+    evidence: Evidence
+    """Evidence of its distribution; `depth` counts the drafted tokens before it."""
+    parent: int = -1
+    """Index of the drafted token of this request that it follows, in the order they were taken; -1:
+    the last known token."""
+    rank: int = 0
+    """0: the exit head's first choice after its parent; r: its r-th alternative. There is room for
+    all offers; those taken are numbered in the order they were offered."""
+    shape: TreeShape = "none"
+    """Shape of its request's drafts."""
+
 
 FLOOR = 0.12
 """Minimum survival: tokens that survive in fewer than an eighth of rounds rarely pay for a row."""

@@ -22,7 +22,7 @@ from eesd_dist.control.calibrator import (
     judged_tokens,
     reliability_table,
 )
-from eesd_dist.control.fits.fitting import fit_calibrator
+from eesd_dist.control.fitting import fit_calibrator
 from eesd_dist.distill.answers import Answer, Machine, answer
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.folders import write_json

@@ -24,9 +24,8 @@ from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.page_table import PageTable
-from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.row_rules import RowRule
-from eesd_dist.sampling.rule import draft_choice
+from eesd_dist.sampling.rule import draft_choice, top1_probs
 from eesd_dist.types import Evidence, Outcome, Request
 
 _PAGE_SIZE = 64

@@ -15,20 +15,20 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.learnt_cost import RoundCost
 from eesd_dist.control.overlap_policy import OverlapPolicy
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.engine.acceptance import Accepted, accepted_drafts
+from eesd_dist.engine.acceptance import Accepted, PromptLogprobs, accepted_drafts
 from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.head_exchange import HeadExchange
 from eesd_dist.engine.headers import HeaderWriter, KvMoves, TraceRound
 from eesd_dist.engine.kv_sharing import KvSharing
 from eesd_dist.engine.masks import Masks
-from eesd_dist.engine.prompt_logprobs import PromptLogprobs
 from eesd_dist.engine.recording.recorder import RecorderSink, RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureLimits, FeatureTap, TextFeatures
 from eesd_dist.engine.requests import EngineLoad, EngineRequests
 from eesd_dist.engine.round_stats import RoundInFlight, RoundMeter
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
-from eesd_dist.schedule.scheduler import RoundPlan, Scheduler
+from eesd_dist.schedule.plans import RoundPlan
+from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.transport.contracts import VerifyChannel, VerifyReply
 from eesd_dist.types import (
     NO_TRAFFIC,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from eesd_dist.engine.drafting.stage import DraftedRound, DraftRun
 from eesd_dist.engine.recording.recorder import RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureTap
-from eesd_dist.schedule.scheduler import RoundPlan
+from eesd_dist.schedule.plans import RoundPlan
 from eesd_dist.transport.contracts import Move, RoundHeader, Segment
 from eesd_dist.trees import ROOT
 from eesd_dist.types import NO_TRACE, RequestId, RoundTrace, TokenId

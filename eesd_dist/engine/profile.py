@@ -17,15 +17,15 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.chain_rule import REFUSAL, of_length
 from eesd_dist.control.cost import CostModel
-from eesd_dist.control.fits.isotonic import isotonic
-from eesd_dist.control.offers import Offer
+from eesd_dist.control.fitting import isotonic
 from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.control.tree_growth import Offer
 from eesd_dist.engine.chains import ChainStart
 from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.page_table import PageTable
 from eesd_dist.schedule.live import LiveRequest
-from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
+from eesd_dist.schedule.plans import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 

@@ -12,14 +12,15 @@ from typing import NamedTuple
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.engine.acceptance import PromptLogprobs
 from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.masks import ConstrainedText, Masks
-from eesd_dist.engine.prompt_logprobs import PromptLogprobs
 from eesd_dist.engine.recording.recorder import RecorderTap
 from eesd_dist.engine.recording.text_features import FeatureTap
 from eesd_dist.errors import RequestError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
-from eesd_dist.schedule.scheduler import PlanItem, Scheduler
+from eesd_dist.schedule.plans import PlanItem
+from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.types import Emission, Outcome, Request, RequestId
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from eesd_dist.engine.drafting.stage import DraftedRound
-from eesd_dist.schedule.scheduler import RoundPlan
+from eesd_dist.schedule.plans import RoundPlan
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.types import Emission, Outcome, RoundStats, RoundTrace, Traffic
 

@@ -41,7 +41,6 @@ class ModelSpec:
     """Per layer: how many of the last positions a row may see, including itself; None: all."""
     ropes: tuple[RopeSpec, ...]
     """Per layer. Layers rotate the same channels, by different angles."""
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """End tokens from generation_config.json when it names any in the vocabulary, else from
     config.json."""
@@ -128,7 +127,6 @@ class ModelSpec:
             traits=traits,
             sliding_windows=windows,
             ropes=tuple(ropes[window is not None] for window in windows),
-            bos_token_id=fields.optional_integer("bos_token_id"),
             eos_token_ids=_token_ids((generation or {}).get("eos_token_id"), below=vocab_size)
             or _token_ids(config.get("eos_token_id"), below=vocab_size),
         )

@@ -37,7 +37,7 @@ class DraftSample:
     tokens: Tensor
     """[S] int64 target ids."""
     probs: Tensor
-    """[S, V] over the target's vocabulary, float32; argument draft_probs_KV of `reject`."""
+    """[S, V] over the target's vocabulary, float32; argument draft_probs_KV of `reject_all`."""
 
 
 def draft_sample(
@@ -67,20 +67,6 @@ def draft_sample(
     ids_V = vocab_ids.to(probs_SV.device).long()
     whole_SV = probs_SV.new_zeros(len(rules), vocab_size).index_copy_(1, ids_V, probs_SV)
     return DraftSample(tokens=ids_V[tokens_S], probs=whole_SV)
-
-
-def reject(
-    target_logits: Tensor,
-    draft_probs_KV: Tensor,
-    draft_tokens: Sequence[int],
-    rules: Sequence[RowRule],
-) -> tuple[int, int]:
-    """Returns how many tokens of one chain are accepted, and the token after them.
-
-    `target_logits` [K + 1, V] and `rules` have one row more than the draft: the bonus token's.
-    """
-    verdict = reject_all(target_logits, draft_probs_KV, [draft_tokens], rules)[0]
-    return verdict.num_accepted, verdict.next_token
 
 
 def reject_all(

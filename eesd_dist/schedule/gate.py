@@ -19,7 +19,7 @@ class Gate:
     def __init__(
         self, *, max_model_len: int, vocab_size: int, num_pages: int, page_size: int
     ) -> None:
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._num_pages = num_pages
         self._page_size = page_size
@@ -38,16 +38,16 @@ class Gate:
         max_tokens = request.sampling.max_tokens
         if num_prompt == 0:
             raise RequestError("the prompt is empty: give at least one token", param="prompt")
-        if num_prompt >= self._max_model_len:
-            raise PromptTooLong(num_tokens=num_prompt, limit=self._max_model_len - 1)
+        if num_prompt >= self.max_model_len:
+            raise PromptTooLong(num_tokens=num_prompt, limit=self.max_model_len - 1)
         if max_tokens < 1:
             raise RequestError(
                 f"max_tokens is {max_tokens}: ask for at least 1", param="max_tokens"
             )
-        if num_generated >= min(max_tokens, self._max_model_len - num_prompt):
+        if num_generated >= min(max_tokens, self.max_model_len - num_prompt):
             raise RequestError(
                 f"{num_generated} tokens were generated already, with max_tokens {max_tokens} and "
-                f"{self._max_model_len} positions in the model nothing is left to generate",
+                f"{self.max_model_len} positions in the model nothing is left to generate",
                 param="max_tokens",
             )
 
@@ -79,7 +79,7 @@ class Gate:
             )
 
     def _check_pages(self, request: Request) -> None:
-        longest = min(len(request.prompt) + request.sampling.max_tokens, self._max_model_len)
+        longest = min(len(request.prompt) + request.sampling.max_tokens, self.max_model_len)
         # The last token is never computed, so it needs no position.
         num_needed = -(-(longest - 1) // self._page_size)
         if num_needed > self._num_pages:

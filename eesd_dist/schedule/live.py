@@ -29,7 +29,6 @@ class LiveRequest:
         "microbatch",
         "num_cached_prompt_tokens",
         "num_computed",
-        "num_prompt",
         "pages",
         "request",
         "ticket",
@@ -54,9 +53,8 @@ class LiveRequest:
         """Order of arrival; a preempted request keeps it."""
         self.arrival_s = arrival_s
         self.first_scheduled_s: float | None = None
-        self.num_prompt = len(request.prompt)
         self.tokens: list[TokenId] = [*request.prompt, *request.generated]
-        self.max_len = min(self.num_prompt + request.sampling.max_tokens, max_model_len)
+        self.max_len = min(len(request.prompt) + request.sampling.max_tokens, max_model_len)
         """Maximum length of prompt and answer together."""
         self.max_draft_tokens = _draft_ceiling(request, service=max_draft_tokens)
         self.tree: TreeShape = tree if self.max_draft_tokens > 0 else "none"
@@ -99,6 +97,10 @@ class LiveRequest:
     @property
     def request_id(self) -> RequestId:
         return self.request.request_id
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
 
     @property
     def num_tokens(self) -> int:

@@ -88,6 +88,7 @@ class LeasedPages:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageLease:
     number: str
+    """Globally unique, so that a late call never hits another lease."""
     requests: tuple[LeasedPages, ...]
 
 
@@ -121,18 +122,14 @@ class PageTraffic:
 class PageLeases:
     """The leases and reservations of one allocator. Not thread-safe: callers hold a lock."""
 
-    def __init__(
-        self, pages: PageAllocator, *, new_number: Callable[[], str] = lambda: uuid4().hex
-    ) -> None:
-        """`new_number` returns a globally unique name, so that a late call never hits another."""
+    def __init__(self, pages: PageAllocator) -> None:
         self._pages = pages
-        self._new_number = new_number
         self._leases: dict[str, list[PageId]] = {}
         self._reservations: dict[str, list[_Table]] = {}
 
     def lease(self, requests: Sequence[LeasedPages]) -> PageLease:
         """Adds an owner to each page until the lease is returned."""
-        number = self._new_number()
+        number = uuid4().hex
         leased = [page for request in requests for page in request.pages]
         self._pages.retain(leased)
         self._leases[number] = leased
@@ -163,7 +160,7 @@ class PageLeases:
         `num_reserved` pages stay free for requests of this pipeline; `untouchable` ones may still
         be read or written by a planned round.
         """
-        number = self._new_number()
+        number = uuid4().hex
         arriving: dict[PageId, PageId] = {}
         tables: list[_Table] = []
         rejected: set[PageId] = set()

@@ -9,8 +9,7 @@ from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.goodput.costs import CostTable
-from eesd_dist.control.goodput.estimates import PromiseRatio
-from eesd_dist.control.goodput.exploration import Exploration
+from eesd_dist.control.goodput.estimates import Exploration, PromiseRatio
 from eesd_dist.control.goodput.forecast import Forecast, RequestForecast
 from eesd_dist.control.goodput.lookup import RequestSources, Sources
 from eesd_dist.control.goodput.round import Draft, GoodputRound, RoundSetup

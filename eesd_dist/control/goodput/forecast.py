@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator, judged_tokens, logit
 from eesd_dist.control.chain_rule import LogOdds
-from eesd_dist.control.goodput.drift import Drift, sigmoid
-from eesd_dist.control.goodput.estimates import RunningMean
+from eesd_dist.control.goodput.estimates import Drift, RunningMean, sigmoid
 from eesd_dist.control.survival import Node, RankShares, Siblings
 from eesd_dist.types import Evidence, Outcome
 

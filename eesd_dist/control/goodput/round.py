@@ -21,11 +21,11 @@ from eesd_dist.control.chain_rule import (
     wants_guess,
 )
 from eesd_dist.control.goodput.costs import CostTable
-from eesd_dist.control.goodput.exploration import Exploration
+from eesd_dist.control.goodput.estimates import Exploration
 from eesd_dist.control.goodput.forecast import Forecast, RequestForecast
 from eesd_dist.control.goodput.lookup import RequestSources, Sources
-from eesd_dist.control.offers import Offer
 from eesd_dist.control.survival import ROOT, Node, Siblings
+from eesd_dist.control.tree_growth import Offer
 from eesd_dist.types import Outcome, RequestId
 
 _GOING_ON = 0.5

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import TreeConfig
-from eesd_dist.control.offers import Offer
+from eesd_dist.control.tree_growth import Offer
 from eesd_dist.engine.drafting.ranks import DraftCompute
 from eesd_dist.engine.drafting.run import Candidate, DraftRun
 from eesd_dist.engine.row_slices import joined
-from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.rejection import draft_sample
 from eesd_dist.sampling.row_rules import RowRule, is_guessed_by_score, noise_temperature
-from eesd_dist.sampling.rule import draft_choice
+from eesd_dist.sampling.rule import draft_choice, top1_probs
 from eesd_dist.types import Evidence
 
 

@@ -38,7 +38,7 @@ from eesd_dist.engine.masks import ConstrainedText
 from eesd_dist.engine.row_slices import joined
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
-from eesd_dist.schedule.scheduler import PlanItem, RoundPlan
+from eesd_dist.schedule.plans import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.types import Evidence, RequestId
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from eesd_dist.config import GrammarConfig
-from eesd_dist.engine.masks.budget import MaskBudget
+from eesd_dist.engine.masks.budget import CHEAP_S, GrammarRecords, MaskBudget
 from eesd_dist.engine.masks.lane import MadeMask, MaskJob, MaskLane, MaskResult
-from eesd_dist.engine.masks.records import CHEAP_S, GrammarRecords
 from eesd_dist.engine.masks.text import ConstrainedText
 from eesd_dist.errors import RequestError
 from eesd_dist.text.grammars import GrammarCompiler, digest_of

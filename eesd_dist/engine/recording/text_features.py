@@ -138,11 +138,7 @@ class FeatureTap:
         self._limits = limits
         self._texts: dict[RequestId, _Text] = {}
         self._kept_bytes = 0
-
-    @property
-    def kept_bytes(self) -> int:
         """Memory reserved for texts that have not ended."""
-        return self._kept_bytes
 
     def check(self, request: Request) -> None:
         """Raises RequestError for features that cannot be, CapacityError where there is no room for

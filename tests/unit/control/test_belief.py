@@ -21,7 +21,6 @@ def test_a_round_teaches_its_accepted_tokens_and_at_most_one_rejection(
     belief = Belief().after(outcome(drafted, accepted))
     assert belief.alpha == 1 + accepted
     assert belief.beta == 1 + (accepted < drafted)
-    assert belief.num_tested == accepted + (accepted < drafted)
 
 
 def test_tokens_after_the_first_rejection_teach_nothing() -> None:

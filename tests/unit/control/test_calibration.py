@@ -20,7 +20,7 @@ from eesd_dist.control.calibrator import (
     judged_tokens,
     reliability_table,
 )
-from eesd_dist.control.fits.fitting import fit_calibrator
+from eesd_dist.control.fitting import fit_calibrator
 from eesd_dist.errors import CheckpointError
 from eesd_dist.types import Branch, Evidence, Outcome, RequestId
 from tests.unit.control.worlds import evidence, outcome

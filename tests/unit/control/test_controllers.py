@@ -100,7 +100,7 @@ def test_drawn_every_token_only_the_posterior_mean_matters() -> None:
 def test_without_weight_on_the_calibration_it_is_beta_ts(
     seed: int, redraw: str, top1_prob: float
 ) -> None:
-    belief = Belief(alpha=5.0, beta=2.0, num_tested=5, num_accepted=4)
+    belief = Belief(alpha=5.0, beta=2.0)
     lengths = [
         [draft_length(variant, ceiling=20, top1_prob=top1_prob) for _ in range(5)]
         for variant in (

@@ -13,9 +13,9 @@ from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
 from eesd_dist.control.calibrator import UNFITTED
 from eesd_dist.control.chain_rule import ChainReport, acceptance, follow
-from eesd_dist.control.fits.fitting import fit_calibrator
-from eesd_dist.control.offers import Offer
+from eesd_dist.control.fitting import fit_calibrator
 from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.control.tree_growth import Offer
 from eesd_dist.types import Branch, Evidence, Outcome, RequestId
 from tests.unit.control.worlds import Served, Text, evidence, outcome, serve, text
 
@@ -165,7 +165,7 @@ def test_a_request_that_drafts_nothing_rests_longer_and_longer() -> None:
 
 
 def test_a_warm_prior_saves_the_lessons_of_the_first_rounds() -> None:
-    hopeless = Belief(alpha=2.0, beta=200.0, num_tested=200, num_accepted=1)
+    hopeless = Belief(alpha=2.0, beta=200.0)
     texts: list[Text] = [[(False, 0.6)] * 30]
     cold = serve(_policy(MEASURED), texts, cost=MEASURED, max_running=1)
     warm = serve(_policy(MEASURED), texts, cost=MEASURED, max_running=1, belief=hopeless)
@@ -278,7 +278,7 @@ def test_without_learning_nothing_changes_and_the_same_run_drafts_the_same() -> 
     assert sum(runs[0]) > 0
     pinned = _admitted(_policy(MEASURED, learn=False), 1)
     pinned.observe([outcome(8, 0)] * 50)
-    pinned.advise({RequestId("0"): Belief(alpha=1.0, beta=90.0, num_tested=90, num_rounds=50)})
+    pinned.advise({RequestId("0"): Belief(alpha=1.0, beta=90.0, num_rounds=50)})
     assert [_one_level(pinned, [0.9]) for _ in range(20)].count([True]) == 20
 
 

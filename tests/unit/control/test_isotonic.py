@@ -6,22 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eesd_dist.control.fits.isotonic import isotonic
+from eesd_dist.control.fitting import isotonic
 
 GRID = [i / 4 for i in range(9)]
 
 
 @settings(max_examples=40)
-@given(
-    st.lists(st.tuples(st.sampled_from(GRID), st.sampled_from([1.0, 2.0])), min_size=1, max_size=4)
-)
-def test_no_row_that_never_falls_is_nearer(pairs: list[tuple[float, float]]) -> None:
-    values, weights = [v for v, _ in pairs], [w for _, w in pairs]
-    fitted = isotonic(values, weights)
+@given(st.lists(st.sampled_from(GRID), min_size=1, max_size=4))
+def test_no_row_that_never_falls_is_nearer(values: list[float]) -> None:
+    fitted = isotonic(values)
     assert fitted == sorted(fitted)
 
     def distance(row: tuple[float, ...] | list[float]) -> float:
-        return sum(w * (x - v) ** 2 for x, v, w in zip(row, values, weights, strict=True))
+        return sum((x - v) ** 2 for x, v in zip(row, values, strict=True))
 
     best = min(map(distance, combinations_with_replacement(GRID, len(values))))
     assert distance(fitted) <= best + 1e-12
@@ -30,5 +27,4 @@ def test_no_row_that_never_falls_is_nearer(pairs: list[tuple[float, float]]) -> 
 def test_a_row_that_rises_is_left_as_it_is_and_a_falling_one_becomes_its_mean() -> None:
     assert isotonic([1.0, 2.0, 4.0]) == [1.0, 2.0, 4.0]
     assert isotonic([4.0, 2.0, 0.0]) == pytest.approx([2.0] * 3)
-    assert isotonic([3.0, 0.0], [2.0, 1.0]) == pytest.approx([2.0] * 2)
     assert isotonic([]) == []

@@ -4,15 +4,15 @@ import pytest
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
-from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.registry import CONTROLLER_NAMES
+from eesd_dist.control.tree_growth import Offer
 from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.types import RequestId
 from tests.unit.control.worlds import ONE, evidence, outcome
 
 COST = CostModel(draft_step_s=0.15, verify_s=tuple(1 + 0.03 * i for i in range(9)), round_s=0.1)
-HOPELESS = Belief(alpha=1.0, beta=400.0, num_tested=400, num_accepted=0, num_rounds=400)
+HOPELESS = Belief(alpha=1.0, beta=400.0, num_rounds=400)
 
 
 def policy(controller: str = "beta", **config: object) -> DraftPolicy:

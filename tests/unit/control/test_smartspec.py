@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
 from eesd_dist.control.base import ControlSetup, RoundLoad
-from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.smartspec import SmartSpec
-from eesd_dist.control.tree_growth import TreeGrowth
+from eesd_dist.control.tree_growth import Offer, TreeGrowth
 from eesd_dist.types import Outcome, RequestId
 from tests.unit.control.worlds import Text, evidence, serve, text
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eesd_dist.control.goodput.drift import Drift, sigmoid
+from eesd_dist.control.goodput.estimates import Drift, sigmoid
 from eesd_dist.control.survival import ROOT, Node, RankShares, Siblings
 from eesd_dist.types import Branch, Outcome
 from tests.unit.control.worlds import ONE, evidence

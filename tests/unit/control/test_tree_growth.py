@@ -4,9 +4,8 @@ import pytest
 
 from eesd_dist.config import SpeculationConfig, TreeConfig
 from eesd_dist.control.belief import Belief
-from eesd_dist.control.offers import Offer
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.control.tree_growth import FLOOR
+from eesd_dist.control.tree_growth import FLOOR, Offer
 from eesd_dist.types import (
     Branch,
     Evidence,
@@ -130,8 +129,8 @@ def test_a_belief_learns_of_first_choices_alone_and_only_where_they_were_judged(
         branches=(branch(0, 0), branch(1, 1), branch(2, -1)),
     )
     belief = Belief().after(tree)
-    assert (belief.num_accepted, belief.num_tested) == (1, 3)
+    assert (belief.alpha, belief.beta) == (2, 3)
     whole = Outcome(request_id=KEY, num_drafted=3, num_accepted=1, branches=(branch(0, 0),))
-    assert Belief().after(whole).num_tested == 1
+    assert Belief().after(whole).weight == 1
     chain = Outcome(request_id=KEY, num_drafted=5, num_accepted=2)
     assert (chain.num_first_accepted, chain.num_first_rejected) == (2, 1)

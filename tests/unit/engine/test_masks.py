@@ -15,9 +15,8 @@ from eesd_dist.config import GrammarConfig
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.engine.masks import ConstrainedText, Masks
-from eesd_dist.engine.masks.budget import MaskBudget
+from eesd_dist.engine.masks.budget import GrammarRecords, MaskBudget
 from eesd_dist.engine.masks.lane import MadeMask, MaskJob, MaskLane, MaskResult
-from eesd_dist.engine.masks.records import GrammarRecords
 from eesd_dist.errors import CapacityError
 from eesd_dist.text.grammars import digest_of, one_of, rules
 from eesd_dist.types import (

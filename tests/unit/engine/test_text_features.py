@@ -88,7 +88,7 @@ def test_every_row_of_a_text_is_the_one_that_the_frozen_target_computes(
     engine = build_local_engine(config, cost=COST)
     tokens, features = run(engine, [*requests, drafts])
     assert engine.load().num_preemptions > 0
-    assert engine._features.kept_bytes == 0
+    assert engine._features._kept_bytes == 0
     bare = [dataclasses.replace(request, features=None) for request in [*requests, drafts]]
     undisturbed, none = run(build_local_engine(config, cost=COST), bare)
     assert tokens == undisturbed
@@ -175,12 +175,12 @@ def test_memory_is_reserved_before_a_text_begins_and_free_after_its_end() -> Non
     tap = FeatureTap(limits)
     tap.check(request)
     tap.admit(request)
-    assert tap.kept_bytes == size
+    assert tap._kept_bytes == size
     with pytest.raises(CapacityError, match="1 texts are kept"):
         tap.check(asked("two", (TokenId(3),) * 20, spec))
     with pytest.raises(RequestError, match="at most 10000 for one text"):
         tap.check(asked("long", (TokenId(3),) * 200, spec))
     tap.check(asked("bare", (TokenId(3),) * 200))
     tap.end(request.request_id)
-    assert tap.kept_bytes == 0
+    assert tap._kept_bytes == 0
     tap.check(request)

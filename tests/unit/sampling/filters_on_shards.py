@@ -11,9 +11,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from eesd_dist.sampling.best_scores import NUM_BEST, needs_best
 from eesd_dist.sampling.elementary import mass_of
 from eesd_dist.sampling.filters import filtered
 from eesd_dist.sampling.row_rules import RowRule
+from eesd_dist.sampling.score_search import NUM_SEARCH_EXCHANGES, NUM_SEARCH_WEIGHTS
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.thread_group import ThreadGroup
 from tests.support.thread_ranks import on_ranks
@@ -55,6 +57,39 @@ class OnShards:
     filtered_RV: Tensor
     num_exchanges: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterTraffic:
+    """Upper bound of what the filters of one round exchange."""
+
+    num_exchanges: int
+    num_bytes: int
+    """Gathered by each rank, its own part included."""
+
+
+def most_traffic(rules: Sequence[RowRule], *, num_ranks: int) -> FilterTraffic:
+    """Returns the bound for these rows, whatever their scores and the size of the vocabulary.
+
+    Joining the rows would gather 4 bytes for each of their tokens.
+    """
+    filtered_rules = [rule for rule in rules if rule.is_filtered]
+    if num_ranks == 1 or not filtered_rules:
+        return FilterTraffic(num_exchanges=0, num_bytes=0)
+    num_nuclei = sum(rule.top_p < 1.0 for rule in filtered_rules)
+    num_large_k = sum(rule.top_k > NUM_BEST for rule in filtered_rules)
+    num_best = NUM_BEST if any(map(needs_best, filtered_rules)) else 1
+    bytes_of_rank = (
+        4 * (num_best + 1) * len(filtered_rules)
+        + 4 * NUM_SEARCH_WEIGHTS * num_large_k
+        + 8 * (2 + NUM_SEARCH_WEIGHTS) * num_nuclei
+    )
+    return FilterTraffic(
+        num_exchanges=1
+        + (NUM_SEARCH_EXCHANGES if num_large_k else 0)
+        + (1 + NUM_SEARCH_EXCHANGES if num_nuclei else 0),
+        num_bytes=num_ranks * bytes_of_rank,
+    )
 
 
 def filtered_on_shards(

@@ -10,13 +10,18 @@ from torch import Tensor
 from eesd_dist.model.parallel import rank_range
 from eesd_dist.sampling import best_scores, filters, nucleus
 from eesd_dist.sampling.elementary import mass_of
-from eesd_dist.sampling.filters import FilterTraffic, filtered, most_traffic
+from eesd_dist.sampling.filters import filtered
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.score_search import search
 from eesd_dist.sampling.sharded_rows import ShardedRows
 from eesd_dist.types import SamplingParams
 from tests.support.fake_cuda import GPU, HostCopies, fake_cuda
-from tests.unit.sampling.filters_on_shards import filtered_by_sorting, filtered_on_shards
+from tests.unit.sampling.filters_on_shards import (
+    FilterTraffic,
+    filtered_by_sorting,
+    filtered_on_shards,
+    most_traffic,
+)
 from tests.unit.sampling.rows_and_odds import rule
 
 WIDE = 128 * 1024

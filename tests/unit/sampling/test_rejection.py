@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_dist.sampling.rejection import draft_sample, reject, reject_all
+from eesd_dist.sampling.rejection import draft_sample, reject_all
 from eesd_dist.types import SamplingParams, Verdict
 from tests.unit.sampling.rows_and_odds import (
     NUM_AT_ONCE,
@@ -89,8 +89,10 @@ def test_a_chain_judged_with_others_is_judged_as_alone() -> None:
     row = drafted = 0
     for draft, verdict in zip(drafts, batch_verdicts, strict=True):
         rows, of_draft = slice(row, row + len(draft) + 1), slice(drafted, drafted + len(draft))
-        single_verdict = reject(target_SV[rows], draft_probs_KV[of_draft], draft, rules[rows])
-        assert single_verdict == (verdict.num_accepted, verdict.next_token)
+        (single_verdict,) = reject_all(
+            target_SV[rows], draft_probs_KV[of_draft], [draft], rules[rows]
+        )
+        assert single_verdict == verdict
         row, drafted = rows.stop, of_draft.stop
 
 
@@ -99,11 +101,14 @@ def test_at_temperature_0_a_draft_survives_exactly_while_it_is_the_targets_argma
     rules = [rule(SamplingParams(temperature=0.0), position=p) for p in range(CHAIN + 1)]
     wrong = (favourites[1] + 1) % V
     for draft, expected in [
-        (favourites[:3], (3, favourites[3])),
-        ([favourites[0], wrong, favourites[2]], (1, favourites[1])),
+        (favourites[:3], Verdict(num_drafted=3, num_accepted=3, next_token=favourites[3])),
+        (
+            [favourites[0], wrong, favourites[2]],
+            Verdict(num_drafted=3, num_accepted=1, next_token=favourites[1]),
+        ),
     ]:
         certain_KV = torch.nn.functional.one_hot(torch.tensor(draft), V).float()
-        assert reject(TARGET, certain_KV, draft, rules) == expected
+        assert reject_all(TARGET, certain_KV, [draft], rules) == [expected]
 
 
 def test_a_draft_outside_the_filtered_target_never_survives() -> None:
@@ -112,15 +117,16 @@ def test_a_draft_outside_the_filtered_target_never_survives() -> None:
     certain_KV = torch.nn.functional.one_hot(torch.tensor([unlikely]), V).float()
     for seed in range(50):
         rules = [rule(SamplingParams(seed=seed, top_k=3), position=p) for p in (0, 1)]
-        num_accepted, token = reject(target_V, certain_KV, [unlikely], rules)
-        assert num_accepted == 0
-        assert token in TARGET[0].topk(3).indices.tolist()
+        (verdict,) = reject_all(target_V, certain_KV, [[unlikely]], rules)
+        assert verdict.num_accepted == 0
+        assert verdict.next_token in TARGET[0].topk(3).indices.tolist()
 
 
 def test_a_head_equal_to_the_target_is_never_rejected() -> None:
     rules = [rule(SamplingParams(seed=3), position=p) for p in range(CHAIN + 1)]
     drafted = draft_sample(TARGET[:CHAIN], rules[:CHAIN], range(CHAIN))
-    assert reject(TARGET, drafted.probs, drafted.tokens.tolist(), rules)[0] == CHAIN
+    (verdict,) = reject_all(TARGET, drafted.probs, [drafted.tokens.tolist()], rules)
+    assert verdict.num_accepted == CHAIN
 
 
 def test_the_same_seed_gives_the_same_draft_and_another_depth_a_fresh_one() -> None:

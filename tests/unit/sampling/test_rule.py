@@ -17,7 +17,6 @@ from torch import Tensor
 
 from eesd_dist.model.parallel import rank_range
 from eesd_dist.sampling import compiled_rule
-from eesd_dist.sampling.evidence import top1_probs
 from eesd_dist.sampling.processors import VocabularyShard
 from eesd_dist.sampling.rule import (
     WIDEST_GAP,
@@ -30,6 +29,7 @@ from eesd_dist.sampling.rule import (
     first_max,
     joined_choices,
     perturbed,
+    top1_probs,
     warm_up,
 )
 from eesd_dist.transport.contracts import TensorGroup

@@ -14,7 +14,8 @@ from random import Random
 
 from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.schedule.pages import PageAllocator
-from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
+from eesd_dist.schedule.plans import Committed, PlanItem, RoundPlan
+from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.trees import depths_of, path_to
 from eesd_dist.types import Emission, FinishReason, PageId, Request, RequestId, TokenId
 

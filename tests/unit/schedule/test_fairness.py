@@ -10,7 +10,8 @@ import pytest
 
 from eesd_dist.config import SchedulerConfig
 from eesd_dist.errors import QueueFull
-from eesd_dist.schedule.scheduler import Committed, RoundPlan, Scheduler
+from eesd_dist.schedule.plans import Committed, RoundPlan
+from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.types import Request, RequestId
 from tests.unit.schedule.hash_stages import (
     Ledger,
@@ -61,7 +62,7 @@ def planned(scheduler_: Scheduler, *, rounds: int) -> Counter[str]:
 
 
 def callers(scheduler_: Scheduler) -> Counter[str]:
-    return Counter(live.request.caller for live in scheduler_.running())
+    return Counter(live.request.caller for live in scheduler_._running)
 
 
 def test_one_caller_is_served_in_the_order_of_arrival() -> None:
@@ -69,7 +70,7 @@ def test_one_caller_is_served_in_the_order_of_arrival() -> None:
     for at in range(20):
         scheduler_.add(request(f"a{at}", "a"))
     decode_once(scheduler_)
-    assert {live.request_id for live in scheduler_.running()} == {f"a{at}" for at in range(SLOTS)}
+    assert {live.request_id for live in scheduler_._running} == {f"a{at}" for at in range(SLOTS)}
     decode_once(scheduler_)
     assert scheduler_.usage().num_preemptions == 0
 
@@ -115,7 +116,7 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one() -> None:
     for at in range(10):
         scheduler_.add(request(f"chat {at}", "one", priority=0))
     decode_once(scheduler_)
-    assert Counter(live.request.priority for live in scheduler_.running()) == {0: SLOTS}
+    assert Counter(live.request.priority for live in scheduler_._running) == {0: SLOTS}
 
 
 def test_where_pages_are_what_lacks_callers_share_them() -> None:
@@ -124,7 +125,7 @@ def test_where_pages_are_what_lacks_callers_share_them() -> None:
         scheduler_.add(request(f"greedy {at}", "greedy"))
     for _ in range(8):
         decode_once(scheduler_)
-    assert 1 < len(list(scheduler_.running())) < SLOTS
+    assert 1 < len(list(scheduler_._running)) < SLOTS
     scheduler_.add(request("modest", "modest"))
     decode_once(scheduler_)
     assert callers(scheduler_)["modest"] == 1
@@ -142,7 +143,7 @@ def test_a_freed_slot_goes_to_the_caller_with_fewer() -> None:
     scheduler_.add(request("more of b", "b"))
     scheduler_.abort(RequestId("first 0"))  # of b, which so has less
     decode_once(scheduler_)
-    running = {live.request_id for live in scheduler_.running()}
+    running = {live.request_id for live in scheduler_._running}
     assert "more of b" in running
 
 
@@ -275,7 +276,7 @@ def test_a_queue_of_many_callers_has_a_bound() -> None:
             scheduler_.add(request(f"{at}", f"caller {at % 25}"))
         except QueueFull:
             num_rejected += 1
-    assert scheduler_.num_waiting == 16
+    assert scheduler_.usage().num_waiting == 16
     assert num_rejected == 84
 
 
@@ -321,9 +322,9 @@ def test_whatever_comes_plans_are_sound_and_all_work_ends(seed: int) -> None:
             plan, results = in_flight.pop(microbatch)
             stages.settle(plan)
             ledger.write(scheduler_.commit(plan, results))
-        before = [live for live in scheduler_.running() if live.in_flight]
+        before = [live for live in scheduler_._running if live.in_flight]
         planned = scheduler_.plan(microbatch)
-        running = set(scheduler_.running())
+        running = set(scheduler_._running)
         assert all(live.in_flight and live in running for live in before)
         assert len(running) <= config.max_running
         scheduler_.check()

@@ -19,7 +19,8 @@ from eesd_dist.schedule.page_leases import (
     PageReservation,
 )
 from eesd_dist.schedule.pages import PageAllocator
-from eesd_dist.schedule.scheduler import Committed, RoundPlan, Scheduler
+from eesd_dist.schedule.plans import Committed, RoundPlan
+from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.types import (
     PageId,
     Request,
@@ -163,7 +164,7 @@ def test_migrated_pages_are_found_by_their_own_request_and_by_no_other_salt() ->
         source.scheduler.add(_request(salt, length=19, seed=5, cache_salt=salt))
     while min(map(len, source.ledger.answers.values()), default=0) < 2:
         source.step()
-    while any(live.in_flight for live in source.scheduler._running.values()):
+    while any(live.in_flight for live in source.scheduler._running):
         source.step()
     reservation = _migrate(source, target)
     assert len(reservation.moves) == len({page for _, page in reservation.moves}) >= 8
@@ -192,7 +193,7 @@ def test_a_prefix_that_is_cached_already_is_not_copied_and_a_shared_one_is_copie
         for _ in range(8):
             source.step()
     reservation = _migrate(source, target)
-    leased = {page for live in source.scheduler._running.values() for page in live.pages}
+    leased = {page for live in source.scheduler._running for page in live.pages}
     assert 0 < len(reservation.moves) <= len(leased)
     assert len({page for page, _ in reservation.moves}) == len(reservation.moves)
     second = _migrate(source, target)
@@ -258,7 +259,7 @@ def test_a_reservation_leaves_a_busy_target_what_its_own_requests_grow_to() -> N
         target.scheduler.add(_request(f"r{i}", length=9, seed=i))
     for _ in range(4):
         target.step()
-    assert (target.scheduler.num_running, target.scheduler.num_waiting) == (4, 1)
+    assert (target.scheduler.num_running, target.scheduler.usage().num_waiting) == (4, 1)
     leased = LeasedPages(
         request_id=RequestId("a"),
         tokens=tuple(TokenId(20 + i % 7) for i in range(60 * PAGE)),

@@ -21,7 +21,8 @@ from eesd_dist.config import SchedulerConfig, TreeConfig
 from eesd_dist.errors import PromptTooLong, QueueFull, RequestError
 from eesd_dist.schedule.live import LiveRequest, salt_of
 from eesd_dist.schedule.pages import PageAllocator
-from eesd_dist.schedule.scheduler import Committed, PlanItem, RoundPlan, Scheduler
+from eesd_dist.schedule.plans import Committed, PlanItem, RoundPlan
+from eesd_dist.schedule.scheduler import Scheduler
 from eesd_dist.types import (
     FinishReason,
     Request,
@@ -282,14 +283,14 @@ def test_a_full_queue_refuses_the_next_and_says_so() -> None:
         scheduler.add(_request("c"))
     scheduler.plan(0)
     scheduler.add(_request("c"))
-    assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
+    assert (scheduler.num_running, scheduler.usage().num_waiting) == (1, 2)
 
 
 def test_a_request_that_has_begun_in_another_pipeline_is_not_refused_for_a_full_queue() -> None:
     scheduler = _scheduler(config=SchedulerConfig(overlap=False, max_running=1, max_waiting=1))
     scheduler.add(_request("a"))
     scheduler.add(_request("b", generated=[3]))
-    assert scheduler.num_waiting == 2
+    assert scheduler.usage().num_waiting == 2
 
 
 def test_an_id_that_is_being_served_is_refused() -> None:
@@ -305,7 +306,7 @@ def test_the_queue_is_first_come_first_served_even_when_a_later_one_would_fit() 
     scheduler.add(_request("b", prompt=[2] * 20, max_tokens=2))
     scheduler.add(_request("c", prompt=[3]))
     assert [item.live.request_id for item in _plan(scheduler).items] == ["a"]
-    assert scheduler.num_waiting == 2
+    assert scheduler.usage().num_waiting == 2
 
 
 # Sharing a round.
@@ -342,7 +343,7 @@ def test_no_request_starves_while_new_requests_keep_coming() -> None:
     scheduler, stages, ledger = _scheduler(make_pages(14), config=config), _stages(), Ledger()
     scheduler.add(_request("long", prompt=range(20), max_tokens=30))
     for index in range(300):
-        if scheduler.num_waiting < 3:
+        if scheduler.usage().num_waiting < 3:
             scheduler.add(_request(f"short{index}", prompt=[index % 50] * 6, max_tokens=4))
         plan = scheduler.plan(index % 2)
         if plan is not None:
@@ -507,7 +508,7 @@ def test_a_request_that_gave_way_with_no_round_to_tell_it_is_named_in_the_next()
     for microbatch in (0, 1, 0, 1):
         _decode_once(scheduler, microbatch=microbatch)
     assert scheduler.plan(1) is None
-    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    assert (scheduler.num_running, scheduler.usage().num_waiting) == (1, 1)
     scheduler.abort(RequestId("a"))
     plan = _plan(scheduler, 0)
     assert plan.preempted == ("b",)
@@ -665,15 +666,14 @@ def test_after_a_store_is_lost_every_stream_goes_on_to_the_same_end() -> None:
         assert ledger.answers[request.request_id] == toy_answer(request, max_model_len=200)[0]
 
 
-def test_when_all_fail_each_is_named_once_and_no_page_is_held() -> None:
+def test_after_a_store_is_lost_no_page_is_held_and_no_prefix_found() -> None:
     pages = make_pages()
     scheduler = _scheduler(pages, config=SchedulerConfig(overlap=False, max_running=2))
     for name in "abcd":
         scheduler.add(_request(name))
     scheduler.plan(0)
     scheduler.abort(RequestId("b"))
-    assert scheduler.fail_all() == ["a", "c", "d"]
-    assert not scheduler.has_work()
+    assert scheduler.reset_computed() == ["a"]
     assert (pages.num_free, pages.num_cached) == (64, 0)
     scheduler.check()
 
@@ -831,7 +831,7 @@ class AnyOrder(RuleBasedStateMachine):
             speculation=plain.speculation,
             generated=tuple(generated),
         )
-        if self.scheduler.num_waiting >= 6 and not generated:
+        if self.scheduler.usage().num_waiting >= 6 and not generated:
             with pytest.raises(QueueFull):
                 self.scheduler.add(request)
             return
@@ -871,7 +871,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.scheduler.abort(request_id) == is_live
         self.aborted.add(request_id)
 
-    @precondition(lambda self: self.aborted and self.scheduler.num_waiting < 6)
+    @precondition(lambda self: self.aborted and self.scheduler.usage().num_waiting < 6)
     @rule(data=st.data())
     def come_back(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.aborted)))

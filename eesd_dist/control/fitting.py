@@ -14,8 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from eesd_dist.control.calibrator import FEATURES, UNFITTED, Calibrator, features
-from eesd_dist.control.fits.isotonic import isotonic
 from eesd_dist.types import Evidence
+
+
+def isotonic(values: Sequence[float]) -> list[float]:
+    """Returns the non-decreasing sequence with the least squared distance to `values`: neighbours
+    in the wrong order are replaced by their mean, until there are none (pool adjacent violators:
+    Ayer et al. 1955; Barlow et al. 1972)."""
+    blocks: list[tuple[float, int]] = []  # mean and number of values
+    for value in values:
+        mean, count = float(value), 1
+        while blocks and blocks[-1][0] >= mean:
+            left, num_left = blocks.pop()
+            mean = (left * num_left + mean * count) / (num_left + count)
+            count += num_left
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
+
 
 Array = npt.NDArray[np.float64]
 

@@ -1,1 +1,0 @@
-"""Fits of the calibration: a logistic regression and a monotone curve."""
