@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from eesd_dist.bench.crowds import Crowd, Guest
 from eesd_dist.bench.replay import Variant
-from eesd_dist.bench.statistics import Interval, Rows, bootstrap
 from eesd_dist.bench.traces import Text
 from eesd_dist.engine.core import EngineCore
+from eesd_dist.statistics import Interval, Rows, bootstrap
 from eesd_dist.types import Request, RequestId, RoundStats, TokenId
 
 PLAIN = Variant(label="plain", controller=None)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from eesd_dist.bench.statistics import usual_s
+from eesd_dist.statistics import usual_s
 
 
 def usual_call_s(
