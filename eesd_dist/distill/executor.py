@@ -1,7 +1,7 @@
 """Executors: run the work of a step.
 
 A step decides what remains to be done; an executor does it: `LocalExecutor` in this process,
-`serve_app.distill.executor` on Ray. All inputs of an executor can be pickled.
+`serve_app.distill.executors` on Ray. All inputs of an executor can be pickled.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -25,7 +25,7 @@ from eesd_dist.types import FeatureSpec, Request, RequestId, SamplingParams, Tok
 from serve_app.app import build_app
 from serve_app.cli.main import main
 from serve_app.config import service_config
-from serve_app.distill.served_rows import ServedRows
+from serve_app.distill.jobs import ServedRows
 from serve_app.operations.connect import service_connection
 from serve_app.operations.serving import deploy
 from tests.support.running import Running, tokens_of

@@ -2,7 +2,7 @@
 
 Every step that needs the target asks a `RowSource`: for texts that the target writes, or for texts
 read unchanged, each with the features of its rows. What follows depends on rows alone, and is the
-same code wherever the target runs. `serve_app.distill.served_rows` asks a service.
+same code wherever the target runs. `serve_app.distill.jobs` asks a service.
 """
 
 # Shapes: T rows of a text, D hidden size, K best tokens.
