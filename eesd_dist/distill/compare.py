@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eesd_dist.distill.features import FeatureSequence
-from eesd_dist.distill.sources.rows import TextRows
+from eesd_dist.distill.sources import TextRows
 from eesd_dist.distill.train.losses import LEAST_TAIL, Comparison, DraftVocabulary, KeptTargets
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.heads.trainable_head import TrainableExitHead

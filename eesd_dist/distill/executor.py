@@ -11,8 +11,7 @@ import torch
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob, ShardWorker
-from eesd_dist.distill.sources.rows import EngineRows, RowSource
-from eesd_dist.distill.sources.writer import EngineWriter, Writer
+from eesd_dist.distill.sources import EngineRows, EngineWriter, RowSource, Writer
 from eesd_dist.distill.train.learner import alone
 from eesd_dist.distill.train.loop import train_rank
 from eesd_dist.distill.train.request import TrainRequest

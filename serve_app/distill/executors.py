@@ -17,8 +17,7 @@ from typing import Annotated
 from eesd_dist.config import EngineConfig, ModelConfig
 from eesd_dist.distill.collector import Chunk, Collector, MadeShard, ShardJob
 from eesd_dist.distill.executor import Executor, LocalExecutor
-from eesd_dist.distill.sources.rows import RowSource
-from eesd_dist.distill.sources.writer import Writer
+from eesd_dist.distill.sources import RowSource, Writer
 from eesd_dist.distill.train.request import TrainRequest
 from eesd_dist.errors import ConfigError
 from serve_app.config import RouterConfig, ServiceConfig

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob, ShardWorker
 from eesd_dist.distill.features import ShardEntry
-from eesd_dist.distill.sources.rows import TextRows
+from eesd_dist.distill.sources import TextRows
 from eesd_dist.distill.train.loop import train_rank
 from eesd_dist.distill.train.request import TrainRequest
 from eesd_dist.errors import (

@@ -17,8 +17,7 @@ from ray import serve
 
 from eesd_dist.config import ModelConfig, SpeculationConfig
 from eesd_dist.distill.features import FeatureStore, identity_of
-from eesd_dist.distill.sources.rows import PLAIN, EngineRows
-from eesd_dist.distill.sources.writer import engine_config
+from eesd_dist.distill.sources import PLAIN, EngineRows, engine_config
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.errors import RequestError
 from eesd_dist.types import FeatureSpec, Request, RequestId, SamplingParams, TokenId

@@ -17,7 +17,7 @@ from eesd_dist.bench.gpu_check.processes import run_section
 from eesd_dist.bench.gpu_check.report import failures, json_of, table_of
 from eesd_dist.bench.gpu_check.report_rows import Row
 from eesd_dist.bench.gpu_check.setting import SECTIONS, DeviceName, Section
-from eesd_dist.bench.prompts import BUNDLED_MODEL
+from eesd_dist.bench.options import BUNDLED_MODEL
 from eesd_dist.provenance import collect_provenance
 
 _LEAST_S = 60.0

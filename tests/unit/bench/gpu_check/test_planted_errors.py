@@ -159,7 +159,7 @@ def test_the_fuzz_is_started_with_options_that_it_has(
 ) -> None:
     report, found = rows
     body = """
-from eesd_dist.bench.fuzz.options import FuzzOptions
+from eesd_dist.bench.options import FuzzOptions
 from eesd_dist.command_line import run_command
 
 def main(options: FuzzOptions) -> None:

@@ -13,7 +13,7 @@ from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob
 from eesd_dist.distill.estimate import Rates, described, estimate
 from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.features import FeatureStore, shard_name
-from eesd_dist.distill.rounds import collect_and_train
+from eesd_dist.distill.ring import collect_and_train
 from eesd_dist.distill.run import RunRequest, run
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.errors import ConfigError
