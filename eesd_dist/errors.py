@@ -186,10 +186,13 @@ class WireError(EngineError):
     """A message is invalid in this version or epoch."""
 
 
-def listed(names: Sequence[str], *, limit: int = 8) -> str:
+_MAX_LISTED = 8
+
+
+def listed(names: Sequence[str]) -> str:
     """Returns the first names, and how many more there are."""
-    num_more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {num_more} more" if num_more > 0 else "")
+    num_more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def os_error_text(error: OSError) -> str:

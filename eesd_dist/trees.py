@@ -36,20 +36,3 @@ def is_chain(parents: Sequence[int]) -> bool:
 def first_misplaced(parents: Sequence[int]) -> int | None:
     """Returns the first token with a parent that neither comes before it nor is the root."""
     return next((i for i, parent in enumerate(parents) if not ROOT <= parent < i), None)
-
-
-def runs_of(parents: Sequence[int]) -> list[list[int]]:
-    """Returns the tree as chains, with every token in exactly one of them.
-
-    A chain continues with the first child of its last token; other children begin new chains.
-    """
-    run_of: dict[int, list[int]] = {}
-    runs: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        run = run_of.pop(parent, None)
-        if run is None:
-            run = []
-            runs.append(run)
-        run.append(node)
-        run_of[node] = run
-    return runs

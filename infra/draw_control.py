@@ -20,14 +20,14 @@ from matplotlib.figure import Figure
 
 from eesd_dist.bench.judging import ChangeOfClass, Findings, Judge, Rates
 from eesd_dist.bench.live import PLAIN
-from eesd_dist.bench.prompts import BUNDLED_MODEL
+from eesd_dist.bench.options import BUNDLED_MODEL
 from eesd_dist.bench.replay import ReplaySetting, lengths_by_position
-from eesd_dist.bench.statistics import percentile
 from eesd_dist.bench.traces import TraceSet
 from eesd_dist.command_line import run_command
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.statistics import percentile
 
 _LOADS = (1, 2, 4, 8, 16, 32)
 _SIZE = (7.2, 3.6)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import numpy as np
+from eesd_dist.statistics import percentile
 
 _FLAP_S = 300.0
 
@@ -85,4 +85,4 @@ class Outcome:
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Returns the smallest value that `share` of the values do not exceed; 0 if there is none."""
-    return float(np.quantile(values, share, method="inverted_cdf")) if values else 0.0
+    return percentile(values, share) if values else 0.0

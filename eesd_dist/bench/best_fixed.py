@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd_dist.bench.statistics import Rows, bootstrap
+from eesd_dist.statistics import Rows, bootstrap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

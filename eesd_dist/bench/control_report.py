@@ -9,7 +9,7 @@ from typing import Any
 
 from eesd_dist.bench.judging import Findings, Rates, tree_variants
 from eesd_dist.bench.live import PLAIN, Race
-from eesd_dist.bench.rounds import STAGES, ms_per_round, without_prefill
+from eesd_dist.bench.round_breakdown import STAGES, ms_per_round, without_prefill
 
 CONTENDERS = ("goodput", "beta", "calibration")
 """Controllers in the summary; the first one is this project's."""

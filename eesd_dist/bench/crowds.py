@@ -36,6 +36,11 @@ class Guest:
 Crowd = tuple[Guest, ...]
 
 
+def all_at_once(num_texts: int) -> Crowd:
+    """Returns one request of each text."""
+    return tuple(Guest(text=text) for text in range(num_texts))
+
+
 def texts_of(
     prompts: Sequence[Prompt],
     *,

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, get_args
@@ -62,7 +62,7 @@ class Runner(Protocol):
 
 
 class PlacedRunner(Runner, Protocol):
-    """A runner that reports its hosts."""
+    """A runner on actors, which reports their hosts."""
 
     def hosts(self) -> Sequence[str]:
         """Returns the host of each rank."""
@@ -289,29 +289,16 @@ def cases_of(topologies: Sequence[Topology], *, in_process: bool) -> tuple[Case,
     return tuple(cases)
 
 
-class _LocalRunner:
-    """Both stages in this process."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._llm = LocalEngine(config)
-
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        return self._llm.generate(requests)
-
-    def hosts(self) -> Sequence[str]:
-        return ("this process",)
-
-    def close(self) -> None:
-        self._llm.close()
-
-
 @contextmanager
-def _local_runner(config: EngineConfig) -> Iterator[PlacedRunner]:
-    runner = _LocalRunner(config)
-    try:
-        yield runner
-    finally:
-        runner.close()
+def _runner_of(case: Case, config: EngineConfig, actors: Actors) -> Iterator[tuple[Runner, int]]:
+    """Runs the engine of a case: actors, or both stages in this process. Yields it with the number
+    of its hosts."""
+    if case.verify_ranks:
+        with actors(config) as actor_runner:
+            yield actor_runner, len(set(actor_runner.hosts()))
+    else:
+        with closing(LocalEngine(config)) as engine:
+            yield engine, 1
 
 
 def run(options: ExactOptions, *, actors: Actors, is_cluster: bool) -> int:
@@ -329,8 +316,7 @@ def run(options: ExactOptions, *, actors: Actors, is_cluster: bool) -> int:
     for case in cases:
         config = engine_config(options.model, options.head, case)
         started = time.perf_counter()
-        with (actors if case.verify_ranks else _local_runner)(config) as runner:
-            num_hosts = len(set(runner.hosts()))
+        with _runner_of(case, config, actors) as (runner, num_hosts):
             comparison = compare(
                 runner,
                 prompts,

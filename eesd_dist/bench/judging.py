@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
 
-from eesd_dist.bench.crowds import BURSTS, Crowd, in_turn, mixed
+from eesd_dist.bench.crowds import BURSTS, Crowd, Guest, in_turn, mixed
 from eesd_dist.bench.live import PLAIN
 from eesd_dist.bench.replay import (
-    Arrival,
     Clairvoyant,
     Replayed,
     Replayer,
@@ -297,61 +296,60 @@ class Judge:
 
     def class_rates(self, traces: Sequence[Trace], load: int) -> Rates:
         """Returns rates of one class with `load` requests at once, or one after the other for 1."""
-        crowds: list[tuple[Arrival, ...]]
         if load == 1:
-            crowds = [(Arrival(trace=trace),) for trace in traces]
+            crowds: list[Crowd] = [(Guest(text=text),) for text in range(len(traces))]
         else:
-            crowds = [tuple(Arrival(trace=traces[i % len(traces)]) for i in range(load))]
-        return self._rates(crowds)
+            crowds = [tuple(Guest(text=at % len(traces)) for at in range(load))]
+        return self._rates(traces, crowds)
 
     def load_rates(self, load: int) -> Rates:
         rng = Random(self._seed + load)
         repeats = max(1, 2 // load)
-        return self._rates(
-            [self._arrivals(in_turn(len(self._traces), load, rng=rng)) for _ in range(repeats)]
-        )
+        crowds = [in_turn(len(self._traces), load, rng=rng) for _ in range(repeats)]
+        return self._rates(self._traces, crowds)
 
     def mixed_rates(self, max_tokens: int, bursts: Sequence[int]) -> Rates:
         crowd = mixed(
             len(self._traces), max_tokens=max_tokens, rng=Random(self._seed), bursts=bursts
         )
-        return self._rates([self._arrivals(crowd)])
+        return self._rates(self._traces, [crowd])
 
-    def _rates(self, crowds: Sequence[Sequence[Arrival]]) -> Rates:
+    def _rates(self, traces: Sequence[Trace], crowds: Sequence[Crowd]) -> Rates:
         return Rates(
-            by_label={variant.label: self._rate(crowds, variant) for variant in self.all_variants},
+            by_label={
+                variant.label: self._rate(traces, crowds, variant) for variant in self.all_variants
+            },
             oracle=_rate(
                 [
-                    replay(crowd, self.fixed[-1], self._setting, lengths=accepted_length)
+                    replay(
+                        traces,
+                        self.fixed[-1],
+                        self._setting,
+                        crowd=crowd,
+                        lengths=accepted_length,
+                    )
                     for crowd in crowds
                 ]
             ),
             fixed=tuple(variant.label for variant in self.fixed),
         )
 
-    def _rate(self, crowds: Sequence[Sequence[Arrival]], variant: Variant) -> float:
+    def _rate(self, traces: Sequence[Trace], crowds: Sequence[Crowd], variant: Variant) -> float:
         """Returns the rate over all crowds in order; beliefs carry over from earlier crowds."""
         engine = self._engine(variant)
         return _rate(
-            [engine.run(crowd, tag=f"{self._seed}-{number}") for number, crowd in enumerate(crowds)]
+            [
+                engine.run(traces, crowd, tag=f"{self._seed}-{number}")
+                for number, crowd in enumerate(crowds)
+            ]
         )
-
-    def _arrivals(self, crowd: Crowd) -> list[Arrival]:
-        return [
-            Arrival(
-                trace=self._traces[guest.text],
-                after_tokens=guest.after_tokens,
-                max_running=guest.max_running,
-            )
-            for guest in crowd
-        ]
 
     def _engine(self, variant: Variant) -> Replayer:
         return Replayer(variant, self._setting, book=BeliefBook())
 
     def alone(self, trace: Trace, variant: Variant) -> Replayed:
         """Replays one request on a cold engine."""
-        return replay([Arrival(trace=trace)], variant, self._setting, tag=f"{trace.seed}")
+        return replay([trace], variant, self._setting, tag=f"{trace.seed}")
 
     def clairvoyant(self, trace: Trace) -> Clairvoyant:
         return Clairvoyant.of(trace, cost=self._setting.cost, ceiling=self._ceiling)
@@ -423,8 +421,8 @@ class Judge:
         texts do not warm each other."""
         engine = self._engine(variant)
         for number, text in enumerate(taught):
-            engine.run([Arrival(trace=text)], tag=f"taught-{number}")
-        return engine.run([Arrival(trace=trace)], tag=f"{trace.seed}")
+            engine.run([text], tag=f"taught-{number}")
+        return engine.run([trace], tag=f"{trace.seed}")
 
     def reliability(self) -> Reliability:
         """Returns forecast and verdict of every judged token at every position."""

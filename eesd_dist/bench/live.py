@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from eesd_dist.bench.crowds import Crowd, Guest
 from eesd_dist.bench.replay import Variant
-from eesd_dist.bench.statistics import Interval, Rows, bootstrap
 from eesd_dist.bench.traces import Text
 from eesd_dist.engine.core import EngineCore
+from eesd_dist.statistics import Interval, Rows, bootstrap
 from eesd_dist.types import Request, RequestId, RoundStats, TokenId
 
 PLAIN = Variant(label="plain", controller=None)
@@ -68,8 +68,8 @@ class Race:
             _rate([block[label]]) / _rate([block[over]]) for block in self.blocks
         )
 
-    def interval(self, label: str, over: str, *, share: float = 0.9) -> Interval:
-        """Returns a bootstrap interval over blocks."""
+    def interval(self, label: str, over: str) -> Interval:
+        """Returns a bootstrap interval of 90 % over blocks."""
         passes = [[block[name] for block in self.blocks] for name in (label, over)]
         tokens, other_tokens = (np.array([run.tokens for run in runs]) for runs in passes)
         seconds, other_seconds = (np.array([run.seconds for run in runs]) for runs in passes)
@@ -80,7 +80,7 @@ class Race:
             other_rate = other_tokens[rows].sum(axis=-1) / other_seconds[rows].sum(axis=-1)
             return np.asarray(rate / other_rate)
 
-        return bootstrap(ratio, [len(self.blocks)], share=share)
+        return bootstrap(ratio, [len(self.blocks)], share=0.9)
 
     @property
     def fixed(self) -> tuple[str, ...]:
@@ -136,8 +136,6 @@ class Track:
         self,
         blocks: Sequence[Sequence[Crowd]],
         variants: Sequence[Variant],
-        *,
-        after_block: Callable[[], None] = lambda: None,
     ) -> Race:
         """Runs each block's crowds with every variant; plain decoding has to be one of them."""
         done: list[dict[str, Pass]] = []
@@ -151,7 +149,6 @@ class Track:
                 for crowd in crowds:
                     self._run(crowd, variant, passes[variant.label])
             done.append(passes)
-            after_block()
         return Race(blocks=tuple(done))
 
     def _run(

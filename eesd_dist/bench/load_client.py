@@ -8,7 +8,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -24,28 +24,28 @@ _STATUS_TO_REPEAT = frozenset({404, 429, 500, 502, 503, 504})
 """Answers of a front that is being replaced; 404: its routes are not known yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Streamed:
-    """A finished stream; times are on the client's monotonic clock."""
+    """A stream, finished or as far as it was heard; times are on the client's monotonic clock."""
 
     name: str
-    tokens: tuple[int, ...]
-    text: str
-    num_tokens: int | None
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    num_tokens: int | None = None
     """The service's count; None if the stream ended before it arrived."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """The service's figures, in the chunk of the usage."""
-    finish_reason: str | None
-    is_done: bool
+    finish_reason: str | None = None
+    is_done: bool = False
     """True if `[DONE]` was received."""
     num_resumed: int = 0
     """Number of times that its connection broke and it continued on another one."""
     num_turned_away: int = 0
     """Number of errors answered by a front that was being replaced."""
-    error: str | None
+    error: str | None = None
     """Error of the service or the connection."""
     start_s: float
-    arrivals_s: tuple[float, ...]
+    arrivals_s: tuple[float, ...] = ()
     """Times of chunks with tokens."""
     ended_s: float
 
@@ -64,25 +64,15 @@ class Listener:
     """Parses one stream line by line; `heard` returns the state so far at any time."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._asked_s = time.monotonic()
-        self._tokens: list[int] = []
-        self._text = ""
-        self._num_tokens: int | None = None
-        self._metrics: Mapping[str, Any] = {}
-        self._finish_reason: str | None = None
-        self._is_done = False
+        time_s = time.monotonic()
+        self._stream = Streamed(name=name, start_s=time_s, ended_s=time_s)
         self._event_id = ""
         """Id of the event that is being received."""
         self._last_event_id = ""
-        self._num_resumed = 0
-        self._num_turned_away = 0
-        self._error: str | None = None
-        self._arrivals_s: list[float] = []
 
     @property
     def is_over(self) -> bool:
-        return self._is_done or self._error is not None
+        return self._stream.is_done or self._stream.error is not None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -93,7 +83,7 @@ class Listener:
 
     def hear(self, line: str) -> None:
         if line == "data: [DONE]":
-            self._is_done = True
+            self._stream.is_done = True
         elif line.startswith("id: "):
             self._event_id = line.removeprefix("id: ")
         elif line.startswith("data: "):
@@ -105,46 +95,33 @@ class Listener:
         """A request was accepted, the first one or one that continues."""
         self._event_id = ""
         if self._last_event_id:
-            self._num_resumed += 1
+            self._stream.num_resumed += 1
         else:
-            self._text = ""  # an echoed prompt comes again
+            self._stream.text = ""  # an echoed prompt comes again
 
     def turned_away(self) -> None:
-        self._num_turned_away += 1
+        self._stream.num_turned_away += 1
 
     def fail(self, error: str) -> None:
-        self._error = self._error or error
+        self._stream.error = self._stream.error or error
 
     def heard(self) -> Streamed:
-        return Streamed(
-            name=self._name,
-            tokens=tuple(self._tokens),
-            text=self._text,
-            num_tokens=self._num_tokens,
-            metrics=self._metrics,
-            finish_reason=self._finish_reason,
-            is_done=self._is_done,
-            num_resumed=self._num_resumed,
-            num_turned_away=self._num_turned_away,
-            error=self._error,
-            start_s=self._asked_s,
-            arrivals_s=tuple(self._arrivals_s),
-            ended_s=time.monotonic(),
-        )
+        return replace(self._stream, ended_s=time.monotonic())
 
     def _take(self, chunk: Mapping[str, Any]) -> None:
         if "error" in chunk:
             self.fail(str(chunk["error"]["message"]))
             return
+        stream = self._stream
         if chunk.get("usage"):
-            self._num_tokens = chunk["usage"]["completion_tokens"]
-            self._metrics = chunk.get("metrics") or {}
+            stream.num_tokens = chunk["usage"]["completion_tokens"]
+            stream.metrics = chunk.get("metrics") or {}
         for choice in chunk["choices"]:
-            self._text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            stream.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
             if choice.get("token_ids"):
-                self._tokens += choice["token_ids"]
-                self._arrivals_s.append(time.monotonic())
+                stream.tokens += tuple(choice["token_ids"])
+                stream.arrivals_s += (time.monotonic(),)
 
 
 async def stream(

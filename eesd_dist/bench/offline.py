@@ -18,7 +18,7 @@ from eesd_dist.bench.best_fixed import (
 )
 from eesd_dist.bench.options import OfflineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
-from eesd_dist.bench.rounds import ms_per_round, without_prefill
+from eesd_dist.bench.round_breakdown import ms_per_round, without_prefill
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,

@@ -18,9 +18,9 @@ import msgspec
 from eesd_dist.bench.load_client import Streamed, ask, client_of, offer, read_bodies
 from eesd_dist.bench.options import OnlineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
-from eesd_dist.bench.rounds import ms_per_round
-from eesd_dist.bench.statistics import percentile
+from eesd_dist.bench.round_breakdown import ms_per_round
 from eesd_dist.errors import EngineError
+from eesd_dist.statistics import percentile
 from eesd_dist.types import RoundStats
 
 MODES = ("off", "auto")

@@ -1,4 +1,5 @@
-"""Options of benchmarks that need the engine only; docstrings are the help texts of the commands.
+"""Options of benchmarks that need the engine only, and their default model and prompts; docstrings
+are the help texts of the commands.
 
 Imports nothing heavy.
 """
@@ -10,8 +11,12 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from eesd_dist.bench.prompts import BUNDLED_MODEL, SHIPPED_PROMPTS
-from eesd_dist.types import Device, DTypeSetting, Numerics, StopRule
+from eesd_dist.types import Device, DType, DTypeSetting, Numerics, StopRule
+
+BUNDLED_MODEL = Path(__file__).parents[2] / "serve_app" / "demo_model"
+SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
+"""JSON lines, with a workload each."""
+
 
 Model = Annotated[Path, "folder of the target model (the bundled one)"]
 Head = Annotated[Path | None, "folder of the exit head (MODEL/exit_head)"]
@@ -143,4 +148,56 @@ class ControlOptions:
     traces: Annotated[Path | None, "replay the traces of this file"] = None
     cost: Annotated[Path | None, "cost model, JSON; measured if not given"] = None
     quick: Annotated[bool, "under four minutes on two cores"] = False
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostsOptions:
+    """Measures the costs of stages: input of `eesd plan`.
+
+    Runs real rounds of one pipeline in processes of this machine, one thread a rank: the drafting
+    process and the verify ranks, over Gloo, without overlap. Write the
+    last line to a file for `eesd plan --costs`.
+    """
+
+    model: Model = BUNDLED_MODEL
+    head: Head = None
+    prompts: Prompts = SHIPPED_PROMPTS
+    batches: Annotated[tuple[int, ...], "requests in a round"] = (1, 8)
+    lengths: Annotated[tuple[int, ...], "draft lengths"] = (0, 1, 2, 4, 8)
+    verify_tp: Annotated[int, "ranks of the verify stage"] = 1
+    num_prompts: Annotated[int, "prompts that each batch size runs"] = 16
+    max_tokens: Annotated[int, "length of each text"] = 64
+    repeats: Annotated[int, "runs of every batch and length"] = 3
+    json: Json = False
+
+
+DEFAULT_FUZZ_TOKENS = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuzzOptions:
+    """Compares texts of random engines, requests and faults.
+
+    Each engine is drawn from the seed and its number: controllers, trees, batch, pages,
+    microbatches, ranks, links; requests with every sampling parameter; arrivals, aborts, lost
+    stages, migrations. Each text, its finish reason and its log-probabilities are compared with
+    those of the same request alone, with speculation off. A failing engine is written to a
+    case file that --case replays. Exit status 1 if anything differs.
+    """
+
+    random: Annotated[int | None, "seed of all random choices"] = None
+    model: Annotated[tuple[Path, ...], "folder of a model; may be repeated"] = ()
+    head: Annotated[Path | None, "exit head of the first model (MODEL/exit_head)"] = None
+    random_models: Annotated[int, "number of additional models of odd shapes"] = 0
+    prompts: Annotated[Path | None, "JSON lines, for models with a tokenizer (bundled)"] = None
+    device: Annotated[Device, "where to compute"] = "auto"
+    dtype: Annotated[tuple[DType, ...], "only these types (all)"] = ()
+    ranks: Annotated[int, "fewest verify ranks of an engine"] = 1
+    tokens: Annotated[int | None, f"approximate tokens to compare ({DEFAULT_FUZZ_TOKENS})"] = None
+    minutes: Annotated[float | None, "time limit; with --tokens, whichever comes first"] = None
+    state: Annotated[Path | None, "state file; the same command continues from it"] = None
+    case: Annotated[Path | None, "replay only this case file"] = None
+    case_folder: Annotated[Path, "folder for failing cases"] = Path()
+    max_failures: Annotated[int, "stop after this many failing engines"] = 3
     json: Json = False

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from eesd_dist.bench.crowds import Crowd, all_at_once
 from eesd_dist.bench.traces import Trace
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
@@ -44,20 +45,6 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """A request, and the number of emitted tokens of the run at its arrival.
-
-    In tokens and not in seconds, so that every variant has the same crowd at the same point of its
-    work. An idle engine does not wait for that number.
-    """
-
-    trace: Trace
-    after_tokens: int = 0
-    max_running: int | None = None
-    """It waits until fewer requests than this run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySetting:
     """Settings shared by all variants of one comparison."""
 
@@ -72,7 +59,7 @@ class ReplayedRound:
     """A request's part of a round."""
 
     request: int
-    """Index of its arrival."""
+    """Index in the crowd."""
     at: int
     outcome: Outcome
 
@@ -123,11 +110,19 @@ class Replayer:
         self._book = book
 
     def run(
-        self, arrivals: Sequence[Arrival], *, lengths: Lengths | None = None, tag: str = "replay"
+        self,
+        traces: Sequence[Trace],
+        crowd: Crowd | None = None,
+        *,
+        lengths: Lengths | None = None,
+        tag: str = "replay",
     ) -> Replayed:
-        """Runs every request to its end. `lengths` decides instead of the controller;
-        `tag` is the prefix of the request ids, which seed their draws."""
-        waiting = deque(enumerate(arrivals))
+        """Runs the requests of a crowd to their ends; None: one of each trace, all at once.
+
+        `lengths` decides instead of the controller; `tag` is the prefix of the request ids, which
+        seed their draws.
+        """
+        waiting = deque(enumerate(crowd or all_at_once(len(traces))))
         live: dict[RequestId, _Reader] = {}
         run = Replayed()
         while waiting or live:
@@ -137,18 +132,19 @@ class Replayer:
                 and len(live) < (waiting[0][1].max_running or len(live) + 1)
                 and (waiting[0][1].after_tokens <= run.tokens or not live)
             ):
-                reader = self._admit(*waiting.popleft(), tag=tag)
+                index, guest = waiting.popleft()
+                reader = self._admit(index, traces[guest.text], tag=tag)
                 live[reader.request_id] = reader
             levels = _draft(list(live.values()), self._policy, lengths)
             run.seconds.append(_seconds(self._setting.cost, list(live.values()), levels))
             self._commit(live, run)
         return run
 
-    def _admit(self, index: int, arrival: Arrival, *, tag: str) -> "_Reader":
+    def _admit(self, index: int, trace: Trace, *, tag: str) -> "_Reader":
         reader = _Reader(
-            RequestId(f"{tag}-{index}"), index, arrival.trace, self._variant, self._speculation
+            RequestId(f"{tag}-{index}"), index, trace, self._variant, self._speculation
         )
-        workload = f"{self._variant.label}/{arrival.trace.workload}"
+        workload = f"{self._variant.label}/{trace.workload}"
         belief = Belief()
         if self._book is not None:
             belief = self._book.admit(reader.request_id, workload).belief
@@ -182,15 +178,16 @@ class Replayer:
 
 
 def replay(
-    arrivals: Sequence[Arrival],
+    traces: Sequence[Trace],
     variant: Variant,
     setting: ReplaySetting,
     *,
+    crowd: Crowd | None = None,
     lengths: Lengths | None = None,
     tag: str = "replay",
 ) -> Replayed:
     """Replays one run without earlier beliefs."""
-    return Replayer(variant, setting).run(arrivals, lengths=lengths, tag=tag)
+    return Replayer(variant, setting).run(traces, crowd, lengths=lengths, tag=tag)
 
 
 class _Reader:

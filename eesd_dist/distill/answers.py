@@ -1,7 +1,7 @@
 """Answers prompts, and plays the rounds of a head that drafts to the full length over the answers.
 
 Calibration and evaluation use the outcomes: judged and accepted tokens, and the head's evidence.
-The target writes plainly, wherever it runs; the head is in this process (`replay`).
+The target writes plainly, wherever it runs; the head is in this process (`head_alone`).
 """
 
 import sys
@@ -15,9 +15,8 @@ from tqdm import tqdm
 from eesd_dist.config import DType, EngineConfig, ModelConfig, SpeculationConfig
 from eesd_dist.distill.compare import Judged, judge_text
 from eesd_dist.distill.executor import Executor
-from eesd_dist.distill.replay import HeadAlone, rounds_of
-from eesd_dist.distill.sources.rows import TextRows
-from eesd_dist.distill.sources.writer import engine_config
+from eesd_dist.distill.head_alone import HeadAlone, rounds_of
+from eesd_dist.distill.sources import TextRows, engine_config
 from eesd_dist.distill.train.losses import DraftVocabulary
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.text.prompts import Prompt

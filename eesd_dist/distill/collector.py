@@ -19,8 +19,7 @@ from pydantic import TypeAdapter
 
 from eesd_dist.config import DType, ModelConfig, SpeculationConfig
 from eesd_dist.distill.features import FeatureSequence, ShardEntry, row_bytes, write_shard
-from eesd_dist.distill.sources.rows import PLAIN, EngineRows, RowSource, TextRows, reading
-from eesd_dist.distill.sources.writer import engine_config
+from eesd_dist.distill.sources import PLAIN, EngineRows, RowSource, TextRows, engine_config, reading
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.model.heads.head_config import VerifierIdentity
 from eesd_dist.routing.beliefs import BeliefBook

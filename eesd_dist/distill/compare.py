@@ -12,22 +12,24 @@ depend on training or the engine.
 """
 
 # Shapes: T positions of a sequence, G of them that the target wrote, N positions, D hidden size,
-# K best tokens, V draft vocabulary, S sequences, R resamples.
+# K best tokens, V draft vocabulary, S sequences.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eesd_dist.distill.features import FeatureSequence
-from eesd_dist.distill.sources.rows import TextRows
+from eesd_dist.distill.sources import TextRows
 from eesd_dist.distill.train.losses import LEAST_TAIL, Comparison, DraftVocabulary, KeptTargets
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
+from eesd_dist.statistics import Rows, bootstrap
 
-_RESAMPLES = 4000
 _CONFIDENCE = 0.95
 
 
@@ -101,17 +103,20 @@ def difference(
 ) -> Difference:
     """Returns `of` the new head minus `of` the old one per position, on the same sequences.
 
-    The interval is a paired percentile bootstrap (Efron and Tibshirani 1993, chapter 13) over whole
-    sequences, since the tokens of one text are correlated.
+    The interval is a paired bootstrap over whole sequences, since the tokens of one text are
+    correlated.
     """
-    weight_S = torch.tensor([float(text.num_positions) for text in old])
-    gain_S = torch.tensor([of(b) - of(a) for a, b in zip(old, new, strict=True)])
-    generator = torch.Generator().manual_seed(seed)
-    chosen_RS = torch.randint(len(old), (_RESAMPLES, len(old)), generator=generator)
-    gain_R = gain_S[chosen_RS].sum(dim=1) / weight_S[chosen_RS].sum(dim=1).clamp(min=1.0)
-    tail = (1.0 - _CONFIDENCE) / 2.0
-    low, high = torch.quantile(gain_R.double(), torch.tensor([tail, 1.0 - tail]).double()).tolist()
-    return Difference(mean=float(gain_S.sum() / weight_S.sum()), low=low, high=high)
+    weight_S = np.array([float(text.num_positions) for text in old])
+    gain_S = np.array([of(b) - of(a) for a, b in zip(old, new, strict=True)])
+
+    def mean_gain(groups: list[Rows]) -> NDArray[np.float64]:
+        (rows,) = groups
+        return np.asarray(gain_S[rows].sum(axis=-1) / np.maximum(weight_S[rows].sum(axis=-1), 1.0))
+
+    interval = bootstrap(mean_gain, [len(old)], share=_CONFIDENCE, seed=seed)
+    return Difference(
+        mean=float(gain_S.sum() / weight_S.sum()), low=interval.low, high=interval.high
+    )
 
 
 def _judged(

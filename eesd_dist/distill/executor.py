@@ -1,7 +1,7 @@
 """Executors: run the work of a step.
 
 A step decides what remains to be done; an executor does it: `LocalExecutor` in this process,
-`serve_app.distill.executor` on Ray. All inputs of an executor can be pickled.
+`serve_app.distill.executors` on Ray. All inputs of an executor can be pickled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +11,7 @@ import torch
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob, ShardWorker
-from eesd_dist.distill.sources.rows import EngineRows, RowSource
-from eesd_dist.distill.sources.writer import EngineWriter, Writer
+from eesd_dist.distill.sources import EngineRows, EngineWriter, RowSource, Writer
 from eesd_dist.distill.train.learner import alone
 from eesd_dist.distill.train.loop import train_rank
 from eesd_dist.distill.train.request import TrainRequest

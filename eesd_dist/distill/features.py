@@ -287,11 +287,6 @@ def write_shard(
     return _entry(shard_name(index), content, [s.num_tokens for s in sequences])
 
 
-def read_shard(file: Path) -> list[FeatureSequence]:
-    """Reads a shard. Raises CheckpointError for a truncated file, or one that is not a shard."""
-    return _sequences_of(file, _content(file))
-
-
 def inspect_shard(file: Path, *, stamp: str) -> ShardEntry:
     """Returns the entry of an existing shard. Raises CheckpointError if it was written with other
     options or for another target, or is damaged."""

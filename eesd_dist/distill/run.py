@@ -5,7 +5,7 @@ manifest, OUT/training with its checkpoints, then OUT/exit_N, and in it calibrat
 evaluation.json. After an interruption the same command continues; other options are refused, since
 the files would be inconsistent. `--minutes` are split: two fifths each for collecting and for
 training, the rest for calibration and evaluation. More training on less text was worse, by
-overfitting. With `--ring` collecting and training alternate (`rounds`), each with its part of the
+overfitting. With `--ring` collecting and training alternate (`ring`), each with its part of the
 minutes.
 """
 
@@ -27,7 +27,7 @@ from eesd_dist.distill.evaluate import EVALUATION_FILE, EvaluateOptions, evaluat
 from eesd_dist.distill.executor import Executor, Say
 from eesd_dist.distill.folders import only_one, require_same, write_json
 from eesd_dist.distill.held_out import PromptParts
-from eesd_dist.distill.rounds import Rounds, collect_and_train
+from eesd_dist.distill.ring import Rounds, collect_and_train
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.distill.train_head import train
 from eesd_dist.errors import ConfigError

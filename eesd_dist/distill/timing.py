@@ -3,8 +3,6 @@
 Uses the default controller. `evaluate` chooses the texts.
 """
 
-import math
-import random
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from eesd_dist.config import SpeculationConfig
@@ -19,13 +19,12 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight
 from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Machine, Query
 from eesd_dist.distill.executor import Executor
-from eesd_dist.distill.sources.writer import Written
+from eesd_dist.distill.sources import Written
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.statistics import Interval, Rows, bootstrap
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Outcome
-
-_RESAMPLES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,14 +135,14 @@ def speed_of(timings: Sequence[Timing], *, cost: CostModel, seed: int) -> Speed:
     num_tokens = sum(timing.num_tokens for timing in timings)
     outcomes = [outcome for timing in timings for outcome in timing.outcomes]
     seen = hindsight(outcomes, cost=cost, max_length=MAX_DRAFT_TOKENS)
-    low, high = _interval(timings, seed=seed)
+    interval = _interval(timings, seed=seed)
     num_rounds = max(len(outcomes), 1)
     return Speed(
         plain_tokens_per_s=num_tokens / plain_s,
         tokens_per_s=num_tokens / drafted_s,
         over_plain=plain_s / drafted_s,
-        low=low,
-        high=high,
+        low=interval.low,
+        high=interval.high,
         predicted_over_plain=seen.rate / seen.plain_rate,
         tokens_per_round=sum(1 + outcome.num_accepted for outcome in outcomes) / num_rounds,
         drafted_per_round=sum(outcome.num_drafted for outcome in outcomes) / num_rounds,
@@ -152,13 +151,13 @@ def speed_of(timings: Sequence[Timing], *, cost: CostModel, seed: int) -> Speed:
     )
 
 
-def _interval(timings: Sequence[Timing], *, seed: int) -> tuple[float, float]:
-    """Returns a percentile bootstrap over texts (Efron and Tibshirani 1993, chapter 13)."""
-    rng = random.Random(f"bootstrap/{seed}")
-    ratios: list[float] = []
-    for _ in range(_RESAMPLES):
-        drawn = rng.choices(timings, k=len(timings))
-        ratios.append(sum(t.plain_s for t in drawn) / sum(t.drafted_s for t in drawn))
-    ratios.sort()
-    last = len(ratios) - 1
-    return ratios[math.floor(0.025 * last)], ratios[math.ceil(0.975 * last)]
+def _interval(timings: Sequence[Timing], *, seed: int) -> Interval:
+    """Returns a bootstrap interval of the speed-up over texts."""
+    plain_s = np.array([timing.plain_s for timing in timings])
+    drafted_s = np.array([timing.drafted_s for timing in timings])
+
+    def speed_up(groups: list[Rows]) -> NDArray[np.float64]:
+        (rows,) = groups
+        return np.asarray(plain_s[rows].sum(axis=-1) / drafted_s[rows].sum(axis=-1))
+
+    return bootstrap(speed_up, [len(timings)], seed=seed)

@@ -7,8 +7,7 @@ from eesd_dist.parameters.conversation import (
     Messages,
     conversation_of,
 )
-from eesd_dist.parameters.fields import Fields
-from eesd_dist.parameters.json_shape import check_json
+from eesd_dist.parameters.fields import Fields, check_json
 from eesd_dist.parameters.sampling import (
     NumAlternatives,
     SamplingFields,

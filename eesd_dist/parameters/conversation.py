@@ -8,8 +8,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from eesd_dist.errors import RequestError
-from eesd_dist.parameters.fields import Fields
-from eesd_dist.parameters.json_shape import check_json
+from eesd_dist.parameters.fields import Fields, check_json
 from eesd_dist.parameters.structured_output import naming
 
 MAX_MESSAGES = 4096

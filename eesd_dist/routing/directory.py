@@ -9,7 +9,7 @@ the pipeline that was idle at the last heartbeat.
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from random import Random
-from typing import Any, Literal, NewType
+from typing import Any, NewType
 
 from eesd_dist.control.cost import CostModel
 from eesd_dist.errors import CapacityError
@@ -138,12 +138,10 @@ class PipelineDirectory:
         clock: Callable[[], float],
         rng: Random,
         expiry_s: float = 5.0,
-        choice: Literal["least_loaded", "two_choices"] = "least_loaded",
     ) -> None:
         self._clock = clock
         self._rng = rng
         self._expiry_s = expiry_s
-        self._choice = choice
         self._records: dict[PipelineId, PipelineRecord] = {}
         self._promotions: dict[str, Promotion] = {}
         """The latest for each configuration; kept when the reporting pipeline is gone."""
@@ -190,8 +188,7 @@ class PipelineDirectory:
         """Returns the pipeline for one more request and counts it as assigned there.
 
         `app` limits the choice to one service; `excluded` are pipelines that the caller has seen
-        fail. `two_choices` takes the less busy of two drawn at random: nearly as even as comparing
-        all, and more stable when many routers act on old reports. Raises CapacityError.
+        fail. Raises CapacityError.
         """
         candidates = [
             record
@@ -206,8 +203,6 @@ class PipelineDirectory:
                 f"draining, unavailable, of another service or among the {len(excluded)} that just "
                 "failed; try again in a moment"
             )
-        if self._choice == "two_choices" and len(candidates) > 2:
-            candidates = self._rng.sample(candidates, 2)
         return self._assign(self._least_loaded(candidates))
 
     def describe(self) -> list[dict[str, object]]:

@@ -98,11 +98,11 @@ def _begin_again(handle: int) -> None:
     os.ftruncate(handle, 0)
 
 
-def set_up_logs(form: LogFormat, *, level: int = logging.WARNING) -> None:
+def set_up_logs(form: LogFormat) -> None:
     """Sends the log lines of this process to stderr, unless that was set up before."""
     handler = BoundedStream(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    logging.basicConfig(level=level, handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 def _escaped(match: re.Match[str]) -> str:

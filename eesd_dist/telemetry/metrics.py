@@ -62,83 +62,34 @@ class ServiceMetrics:
     """Metrics in a separate registry, so that two services in one process do not mix."""
 
     def __init__(self, *, model_name: str) -> None:
-        self.registry = CollectorRegistry()
-        self._model_name = model_name
-        self._running = self._gauge("num_requests_running", "Requests that hold KV pages.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
-        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.")
+        self._page = _Page(model_name)
+        self.registry = self._page.registry
+        self._running = self._page.gauge("num_requests_running", "Requests that hold KV pages.")
+        self._waiting = self._page.gauge("num_requests_waiting", "Requests in the queue.")
+        self._kv_usage = self._page.gauge(
+            "kv_cache_usage_perc", "Share of KV pages in use, 0 to 1."
+        )
         self._preemptions = _Total(
-            self._counter("num_preemptions", "Times that a request had to give up its KV pages.")
+            self._page.counter(
+                "num_preemptions", "Times that a request had to give up its KV pages."
+            )
         )
         self._prefix_queries = _Total(
-            self._counter("prefix_cache_queries", "Prompt tokens of requests that have begun.")
+            self._page.counter("prefix_cache_queries", "Prompt tokens of requests that have begun.")
         )
         self._prefix_hits = _Total(
-            self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+            self._page.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
-        self._generated_tokens = self._counter("generation_tokens", "Tokens that left.")
-        self._finished = self._labelled_counter(
-            "request_success",
-            "Finished requests. One that a stop string ended is an abort here.",
-            "finished_reason",
-        )
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S
-        )
-        self._inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between tokens of one request.", _INTER_TOKEN_S
-        )
-        self._e2e = self._histogram(
-            "e2e_request_latency_seconds", "Arrival to last token.", REQUEST_S
-        )
-        self._queue = self._histogram(
-            "request_queue_time_seconds", "Arrival to first round.", REQUEST_S
-        )
-        self._drafts = self._counter("spec_decode_num_drafts", "Drafts verified.")
-        self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
-        self._accepted = self._counter(
-            "spec_decode_num_accepted_tokens", "Drafted tokens accepted."
-        )
-        self._looked_up = self._counter(
-            "spec_decode_num_lookup_draft_tokens", "Tokens drafted by prompt lookup."
-        )
-        self._looked_up_accepted = self._counter(
-            "spec_decode_num_lookup_accepted_tokens", "Of prompt lookup, accepted."
-        )
-        self._drafted_at = self._labelled_counter(
-            "spec_decode_num_draft_tokens_per_pos", "Drafted, by draft position.", "position"
-        )
-        self._accepted_at = self._labelled_counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted, by draft position.", "position"
-        )
-        self._stage = Histogram(
-            "eesd_round_stage_seconds",
-            "Where the time of a round went.",
-            ("model_name", "stage"),
-            buckets=_STAGE_S,
-            registry=self.registry,
-        )
-        self._hop_bytes = Counter(
-            "eesd_hop_bytes",
-            "Bytes between ranks.",
-            ("model_name", "hop", "direction"),
-            registry=self.registry,
-        )
-        self._hop_seconds = self._labelled_counter(
-            "hop_seconds",
-            "Waiting for bytes between ranks; draft_to_verify: there and back.",
-            "hop",
-        )
+        self._requests = _RequestMetrics(self._page)
+        self._rounds = _RoundMetrics(self._page)
         self._refused = _Total(
-            self._counter(
+            self._page.counter(
                 "refused_connections",
                 "Connections to the drafting actor from outside its pipeline.",
             )
         )
-        self._recorded: RecorderCounts | None = None
-        """Last counts of the recorder; None where there is no recorder, and so no metrics of it."""
-        self._begin_at_zero()
+        self._recorder: _RecorderMetrics | None = None
+        """None where there is no recorder."""
 
     def observe_load(self, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
         self._running.set(num_running)
@@ -146,6 +97,137 @@ class ServiceMetrics:
         self._kv_usage.set(kv_usage)
 
     def observe_round(self, stats: RoundStats) -> None:
+        self._rounds.observe(stats)
+
+    def observe_request(self, timings: RequestTimings) -> None:
+        self._requests.observe(timings)
+
+    def observe_recorder(self, counts: RecorderCounts) -> None:
+        """Takes totals since the process began; the first call creates the metrics."""
+        if self._recorder is None:
+            self._recorder = _RecorderMetrics(self._page)
+        self._recorder.observe(counts)
+
+    def observe_refused(self, total: int) -> None:
+        """Takes the total since the process began."""
+        self._refused.reached(total)
+
+    def observe_totals(
+        self, *, num_preemptions: int, num_prompt_tokens: int, num_cached_tokens: int
+    ) -> None:
+        """Takes totals since the engine was built."""
+        self._preemptions.reached(num_preemptions)
+        self._prefix_queries.reached(num_prompt_tokens)
+        self._prefix_hits.reached(num_cached_tokens)
+
+    def render(self) -> bytes:
+        """Returns the page that a Prometheus server scrapes, of type CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+
+class _Page:
+    """Registers metrics of one model in one registry."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.model_name = model_name
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        gauge = Gauge(f"eesd_{name}", text, ("model_name",), registry=self.registry)
+        return gauge.labels(self.model_name)
+
+    def counter(self, name: str, text: str) -> Counter:
+        return self.labelled_counter(name, text).labels(self.model_name)
+
+    def labelled_counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"eesd_{name}", text, ("model_name", *labels), registry=self.registry)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return self.labelled_histogram(name, text, buckets).labels(self.model_name)
+
+    def labelled_histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(
+            f"eesd_{name}", text, ("model_name", *labels), buckets=buckets, registry=self.registry
+        )
+
+
+class _RequestMetrics:
+    """Metrics of requests that ended."""
+
+    def __init__(self, page: _Page) -> None:
+        self._model_name = page.model_name
+        self._prompt_tokens = page.counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._finished = page.labelled_counter(
+            "request_success",
+            "Finished requests. One that a stop string ended is an abort here.",
+            "finished_reason",
+        )
+        self._first_token = page.histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S
+        )
+        self._inter_token = page.histogram(
+            "inter_token_latency_seconds", "Between tokens of one request.", _INTER_TOKEN_S
+        )
+        self._e2e = page.histogram(
+            "e2e_request_latency_seconds", "Arrival to last token.", REQUEST_S
+        )
+        self._queue = page.histogram(
+            "request_queue_time_seconds", "Arrival to first round.", REQUEST_S
+        )
+        # A rate needs a first sample at zero to show the first event.
+        for reason in FinishReason:
+            self._finished.labels(self._model_name, reason.value)
+
+    def observe(self, timings: RequestTimings) -> None:
+        self._prompt_tokens.inc(timings.num_prompt_tokens)
+        if timings.finish_reason is not None:
+            self._finished.labels(self._model_name, timings.finish_reason.value).inc()
+        self._queue.observe(timings.queue_s)
+        if timings.e2e_s is not None:
+            self._e2e.observe(timings.e2e_s)
+        if timings.time_to_first_token_s is not None:
+            self._first_token.observe(timings.time_to_first_token_s)
+        for seconds in timings.inter_token_s:
+            self._inter_token.observe(seconds)
+
+
+class _RoundMetrics:
+    """Metrics of rounds: tokens and drafts, the seconds of each stage, and the hops."""
+
+    def __init__(self, page: _Page) -> None:
+        self._model_name = page.model_name
+        self._generated_tokens = page.counter("generation_tokens", "Tokens that left.")
+        self._drafts = page.counter("spec_decode_num_drafts", "Drafts verified.")
+        self._drafted = page.counter("spec_decode_num_draft_tokens", "Tokens drafted.")
+        self._accepted = page.counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.")
+        self._looked_up = page.counter(
+            "spec_decode_num_lookup_draft_tokens", "Tokens drafted by prompt lookup."
+        )
+        self._looked_up_accepted = page.counter(
+            "spec_decode_num_lookup_accepted_tokens", "Of prompt lookup, accepted."
+        )
+        self._drafted_at = page.labelled_counter(
+            "spec_decode_num_draft_tokens_per_pos", "Drafted, by draft position.", "position"
+        )
+        self._accepted_at = page.labelled_counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted, by draft position.", "position"
+        )
+        self._stage = page.labelled_histogram(
+            "round_stage_seconds", "Where the time of a round went.", _STAGE_S, "stage"
+        )
+        self._hop_bytes = page.labelled_counter(
+            "hop_bytes", "Bytes between ranks.", "hop", "direction"
+        )
+        self._hop_seconds = page.labelled_counter(
+            "hop_seconds",
+            "Waiting for bytes between ranks; draft_to_verify: there and back.",
+            "hop",
+        )
+        self._begin_at_zero()
+
+    def observe(self, stats: RoundStats) -> None:
         self._generated_tokens.inc(stats.num_emitted)
         self._drafts.inc(_num_drafts(stats))
         self._drafted.inc(stats.num_drafted)
@@ -179,51 +261,8 @@ class ServiceMetrics:
         ):
             self._hop_seconds.labels(self._model_name, hop).inc(seconds)
 
-    def observe_request(self, timings: RequestTimings) -> None:
-        self._prompt_tokens.inc(timings.num_prompt_tokens)
-        if timings.finish_reason is not None:
-            self._finished.labels(self._model_name, timings.finish_reason.value).inc()
-        self._queue.observe(timings.queue_s)
-        if timings.e2e_s is not None:
-            self._e2e.observe(timings.e2e_s)
-        if timings.time_to_first_token_s is not None:
-            self._first_token.observe(timings.time_to_first_token_s)
-        for seconds in timings.inter_token_s:
-            self._inter_token.observe(seconds)
-
-    def observe_recorder(self, counts: RecorderCounts) -> None:
-        """Takes totals since the process began; the first call creates the metrics."""
-        before = self._recorded
-        if before is None:
-            before = RecorderCounts(num_written=0, num_dropped=0, num_bytes=0)
-            self._written = self._counter("recorder_sequences", "Texts kept for training.")
-            self._dropped = self._counter("recorder_dropped", "Texts the recorder had no room for.")
-            self._recorder_bytes = self._gauge("recorder_bytes", "Bytes of the recorder's shards.")
-        self._recorded = counts
-        self._written.inc(counts.num_written - before.num_written)
-        self._dropped.inc(counts.num_dropped - before.num_dropped)
-        self._recorder_bytes.set(counts.num_bytes)
-
-    def observe_refused(self, total: int) -> None:
-        """Takes the total since the process began."""
-        self._refused.reached(total)
-
-    def observe_totals(
-        self, *, num_preemptions: int, num_prompt_tokens: int, num_cached_tokens: int
-    ) -> None:
-        """Takes totals since the engine was built."""
-        self._preemptions.reached(num_preemptions)
-        self._prefix_queries.reached(num_prompt_tokens)
-        self._prefix_hits.reached(num_cached_tokens)
-
-    def render(self) -> bytes:
-        """Returns the page that a Prometheus server scrapes, of type CONTENT_TYPE."""
-        return generate_latest(self.registry)
-
     def _begin_at_zero(self) -> None:
         """Creates all label values: a rate needs a first sample at zero to show the first event."""
-        for reason in FinishReason:
-            self._finished.labels(self._model_name, reason.value)
         for stage in STAGES:
             self._stage.labels(self._model_name, stage)
         for hop in HOPS:
@@ -233,22 +272,21 @@ class ServiceMetrics:
             if hop != HOP_DRAFT_TO_VERIFY:
                 self._hop_bytes.labels(self._model_name, hop, "received")
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        gauge = Gauge(f"eesd_{name}", text, ("model_name",), registry=self.registry)
-        return gauge.labels(self._model_name)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        counter = Counter(f"eesd_{name}", text, ("model_name",), registry=self.registry)
-        return counter.labels(self._model_name)
+class _RecorderMetrics:
+    """Metrics of the recorder, from its totals since the process began."""
 
-    def _labelled_counter(self, name: str, text: str, label: str) -> Counter:
-        return Counter(f"eesd_{name}", text, ("model_name", label), registry=self.registry)
+    def __init__(self, page: _Page) -> None:
+        self._written = page.counter("recorder_sequences", "Texts kept for training.")
+        self._dropped = page.counter("recorder_dropped", "Texts the recorder had no room for.")
+        self._bytes = page.gauge("recorder_bytes", "Bytes of the recorder's shards.")
+        self._last = RecorderCounts(num_written=0, num_dropped=0, num_bytes=0)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(
-            f"eesd_{name}", text, ("model_name",), buckets=buckets, registry=self.registry
-        )
-        return histogram.labels(self._model_name)
+    def observe(self, counts: RecorderCounts) -> None:
+        self._written.inc(counts.num_written - self._last.num_written)
+        self._dropped.inc(counts.num_dropped - self._last.num_dropped)
+        self._bytes.set(counts.num_bytes)
+        self._last = counts
 
 
 class _Total:

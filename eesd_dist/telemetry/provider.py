@@ -42,15 +42,13 @@ _MAX_SPANS_OF_TRACE = 512
 """Number of spans of a trace that one process keeps at most."""
 
 
-def make_provider(
-    options: TracingOptions, *, process: str, service: str
-) -> "tuple[TracerProvider, KeptTraces]":
+def make_provider(options: TracingOptions, *, process: str) -> "tuple[TracerProvider, KeptTraces]":
     """Returns a new provider, and the traces that it keeps; does not change the global one. Raises
     ConfigError for a variable that the SDK cannot read, which it names."""
     try:
         provider = TracerProvider(
             sampler=_sampler(options),
-            resource=Resource.create({"service.name": service, "service.instance.id": process}),
+            resource=Resource.create({"service.name": "eesd", "service.instance.id": process}),
             id_generator=_Ids(),
         )
     except ValueError as error:

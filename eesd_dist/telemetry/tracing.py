@@ -64,7 +64,7 @@ class Tracing:
             self._provider.shutdown()
 
 
-def make_tracing(options: TracingOptions, *, process: str, service: str = "eesd") -> Tracing:
+def make_tracing(options: TracingOptions, *, process: str) -> Tracing:
     """Returns tracing that exports over OTLP when there is an endpoint, otherwise OTLP-JSON lines
     to `<folder>/<process>.jsonl` when there is a folder.
 
@@ -75,5 +75,5 @@ def make_tracing(options: TracingOptions, *, process: str, service: str = "eesd"
     # Imported here so that a process that does not trace never loads the SDK.
     from eesd_dist.telemetry.provider import make_provider
 
-    provider, span_store = make_provider(options, process=process, service=service)
+    provider, span_store = make_provider(options, process=process)
     return Tracing(provider, span_store=span_store, max_round_spans=options.max_round_spans)

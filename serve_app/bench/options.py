@@ -6,8 +6,15 @@ Imports nothing heavy.
 from dataclasses import dataclass
 from typing import Annotated
 
-from eesd_dist.bench.options import ExactOptions, Json, Model, Prompts, Quick
-from eesd_dist.bench.prompts import BUNDLED_MODEL, SHIPPED_PROMPTS
+from eesd_dist.bench.options import (
+    BUNDLED_MODEL,
+    SHIPPED_PROMPTS,
+    ExactOptions,
+    Json,
+    Model,
+    Prompts,
+    Quick,
+)
 from eesd_dist.checks import require_positive
 
 

@@ -5,9 +5,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 from eesd_dist.bench import options as engine
-from eesd_dist.bench.costs.options import CostsOptions
-from eesd_dist.bench.fuzz.options import FuzzOptions
-from eesd_dist.bench.prompts import BUNDLED_MODEL
+from eesd_dist.bench.options import BUNDLED_MODEL, CostsOptions, FuzzOptions
 from eesd_dist.command_line import add_callback, add_module, group
 from eesd_dist.errors import ConfigError
 from serve_app.bench import options as service

@@ -29,7 +29,7 @@ class _Steps(TyperGroup):
         name, command, arguments = super().resolve_command(ctx, args)
         if name is not None:
             require_extra("distill", *_EXTRA, what="distillation")
-            from serve_app.distill.main import step_program
+            from serve_app.distill.commands import step_program
 
             command = get_command(step_program(name))
         return name, command, arguments

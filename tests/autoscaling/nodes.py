@@ -15,7 +15,7 @@ import yaml
 
 from cluster.ray_compat import job_with_installed_code
 from eesd_dist.errors import EngineError
-from serve_app.bench.ports import free_port
+from serve_app.bench.chaos.command import free_port
 from serve_app.service.local_ray import watched_folder
 from serve_app.service.watchdog import ray_folder
 

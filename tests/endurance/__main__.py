@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from eesd_dist.bench.load_client import read_bodies
+from eesd_dist.bench.options import SHIPPED_PROMPTS
 from eesd_dist.bench.output import Say, print_report, say_unless
-from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.command_line import run_command
 from serve_app.bench.chaos.command import config_of
 from serve_app.bench.chaos.schedule import bodies_of, schedule

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eesd_dist.bench.fuzz.command import main
-from eesd_dist.bench.fuzz.options import FuzzOptions
+from eesd_dist.bench.options import FuzzOptions
 from eesd_dist.config import DType
 from tests.gpu.conftest import Property
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.benchmark import Timer
 
-from eesd_dist.bench.rounds import ms_per_round, without_prefill
+from eesd_dist.bench.round_breakdown import ms_per_round, without_prefill
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,

@@ -17,15 +17,14 @@ from ray import serve
 
 from eesd_dist.config import ModelConfig, SpeculationConfig
 from eesd_dist.distill.features import FeatureStore, identity_of
-from eesd_dist.distill.sources.rows import PLAIN, EngineRows
-from eesd_dist.distill.sources.writer import engine_config
+from eesd_dist.distill.sources import PLAIN, EngineRows, engine_config
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.errors import RequestError
 from eesd_dist.types import FeatureSpec, Request, RequestId, SamplingParams, TokenId
 from serve_app.app import build_app
 from serve_app.cli.main import main
 from serve_app.config import service_config
-from serve_app.distill.served_rows import ServedRows
+from serve_app.distill.jobs import ServedRows
 from serve_app.service.connect import service_connection
 from serve_app.service.serve_instance import deploy
 from tests.support.running import Running, tokens_of

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.distill.train_head import train
-from serve_app.distill.executor import RayExecutor
+from serve_app.distill.executors import RayExecutor
 from tests.support.running import descendants
 from tests.support.tiny_features import EXIT_LAYER, write_tiny_features, write_tiny_target
 

@@ -26,7 +26,7 @@ from eesd_dist.bench.fuzz.cases import (
     load_case,
     save_case,
 )
-from eesd_dist.bench.fuzz.check import Checked, check
+from eesd_dist.bench.fuzz.check import ENGINE, PLAIN, Checked, Failure, check
 from eesd_dist.bench.fuzz.models import ModelShelf
 from eesd_dist.bench.fuzz.reference import PlainTexts
 from eesd_dist.command_line import run_command
@@ -244,10 +244,14 @@ def reduced(
             failures = check(candidate, shelf, plain).failures
         except Exception:  # a case that cannot be built is not a reduction
             return False
-        return any(failure.is_of_a_text == first.is_of_a_text for failure in failures)
+        return any(_is_of_a_text(failure) == _is_of_a_text(first) for failure in failures)
 
-    culprit = first.entry if first.is_of_a_text else None
+    culprit = first.entry if _is_of_a_text(first) else None
     return reduce_case(case, fails, culprit=culprit, limit_s=limit_s)
+
+
+def _is_of_a_text(failure: Failure) -> bool:
+    return failure.entry not in (ENGINE, PLAIN)
 
 
 def main(

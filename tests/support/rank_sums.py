@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from eesd_dist.bench.statistics import usual_s
+from eesd_dist.statistics import usual_s
 from eesd_dist.transport.authentication.handshake import Address
 from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.rendezvous import build_group, connect_store

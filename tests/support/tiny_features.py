@@ -11,6 +11,8 @@ from eesd_dist.distill.features import (
     FeatureManifest,
     FeatureSequence,
     FeatureStore,
+    _content,
+    _sequences_of,
     identity_of,
     weights_fingerprint,
     write_shard,
@@ -26,6 +28,11 @@ NUM_PROMPT = 5
 def write_tiny_target(folder: Path) -> Path:
     save_tiny_model(folder, num_hidden_layers=3, hidden_size=32, intermediate_size=48, head_dim=8)
     return folder
+
+
+def read_shard(file: Path) -> list[FeatureSequence]:
+    """Reads a shard. Raises CheckpointError for a truncated file, or one that is not a shard."""
+    return _sequences_of(file, _content(file))
 
 
 def write_tiny_features(

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eesd_dist.trees import depths_of, first_misplaced, is_chain, path_to, runs_of
+from eesd_dist.trees import depths_of, first_misplaced, is_chain, path_to
 
 
 @st.composite
@@ -19,17 +19,6 @@ def test_a_path_goes_from_the_root_to_its_end_by_parents(parents: list[int]) -> 
         assert [parents[at] for at in path] == [-1, *path[:-1]]
         assert depths_of(parents)[node] == len(path)
     assert path_to(parents, -1) == []
-
-
-@given(parents=trees())
-def test_runs_are_chains_that_hold_every_token_once(parents: list[int]) -> None:
-    runs = runs_of(parents)
-    assert sorted(node for run in runs for node in run) == list(range(len(parents)))
-    for run in runs:
-        assert [parents[node] for node in run[1:]] == run[:-1]
-    num_leaves = len(set(range(len(parents))) - set(parents))
-    assert len(runs) == num_leaves
-    assert (len(runs) <= 1) >= is_chain(parents)
 
 
 def test_a_chain_is_the_one_tree_in_which_each_follows_the_last() -> None:

@@ -10,9 +10,9 @@ from eesd_dist.bench.costs.measure import (
     stage_costs,
     warm_up,
 )
-from eesd_dist.bench.costs.options import CostsOptions
 from eesd_dist.bench.costs.pipeline import running_pipeline
 from eesd_dist.bench.costs.rounds import RoundTimes
+from eesd_dist.bench.options import CostsOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.checks import require_positive
 from eesd_dist.text.prompts import load_prompts

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from eesd_dist.bench.costs.attention import measure_attention
+from eesd_dist.bench.costs.calls import measure_attention, measure_products
 from eesd_dist.bench.costs.form import MeasuredModel, RoundCost, StageCosts
-from eesd_dist.bench.costs.products import measure_products
 from eesd_dist.bench.costs.rounds import RoundTimes, run_rounds
 from eesd_dist.config import (
     CacheConfig,

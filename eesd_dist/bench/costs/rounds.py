@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from eesd_dist.bench.costs.form import RoundCost
-from eesd_dist.bench.rounds import round_s
-from eesd_dist.bench.statistics import usual_s
+from eesd_dist.bench.round_breakdown import round_s
 from eesd_dist.engine.core import EngineCore
+from eesd_dist.statistics import usual_s
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import (
     Request,

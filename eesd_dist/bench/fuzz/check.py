@@ -22,10 +22,6 @@ class Failure:
     """The entry with the wrong text; `ENGINE` or `PLAIN` if one of these failed."""
     what: str
 
-    @property
-    def is_of_a_text(self) -> bool:
-        return self.entry not in (ENGINE, PLAIN)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:

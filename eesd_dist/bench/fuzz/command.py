@@ -20,11 +20,10 @@ from eesd_dist.bench.fuzz.check import check
 from eesd_dist.bench.fuzz.drawing.cases import Source
 from eesd_dist.bench.fuzz.drawing.requests import Prompt
 from eesd_dist.bench.fuzz.models import KnownModel, ModelShelf
-from eesd_dist.bench.fuzz.options import DEFAULT_TOKENS, FuzzOptions
 from eesd_dist.bench.fuzz.reference import PlainTexts
 from eesd_dist.bench.fuzz.totals import StateFile
+from eesd_dist.bench.options import DEFAULT_FUZZ_TOKENS, SHIPPED_PROMPTS, FuzzOptions
 from eesd_dist.bench.output import print_report, say_unless
-from eesd_dist.bench.prompts import SHIPPED_PROMPTS
 from eesd_dist.errors import ConfigError, EesdError
 from eesd_dist.text.prompts import load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
@@ -69,7 +68,7 @@ def _run(options: FuzzOptions, seed: int, shelf: ModelShelf) -> int:
     state = StateFile(options.state, settings=_settings(source))
     tokens = options.tokens
     if tokens is None and options.minutes is None:
-        tokens = DEFAULT_TOKENS
+        tokens = DEFAULT_FUZZ_TOKENS
     campaign = Campaign(
         source,
         shelf,

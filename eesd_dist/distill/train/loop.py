@@ -21,9 +21,9 @@ from eesd_dist.distill.folders import put_in_place
 from eesd_dist.distill.train.batches import BatchReader, PlannedBatch
 from eesd_dist.distill.train.held_out_rows import held_out_batches
 from eesd_dist.distill.train.learner import DeepSpeedLearner, Figures, Progress
+from eesd_dist.distill.train.learning_rate import LearningRate, Pace
 from eesd_dist.distill.train.request import TrainInputs, TrainRequest, device_of
 from eesd_dist.distill.train.run_folder import RunFolder
-from eesd_dist.distill.train.schedule import LearningRate, Pace
 from eesd_dist.errors import ConfigError
 from eesd_dist.provenance import collect_provenance
 

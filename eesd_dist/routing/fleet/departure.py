@@ -11,8 +11,13 @@ from dataclasses import dataclass, replace
 
 from eesd_dist.routing.activity import max_tokens_per_s
 from eesd_dist.routing.directory import PipelineId, PipelineReport
-from eesd_dist.routing.fleet.load import FleetLoad, PipelineLoad
-from eesd_dist.routing.fleet.size import FleetDecision, FleetSize, FleetTargets
+from eesd_dist.routing.fleet.size import (
+    FleetDecision,
+    FleetLoad,
+    FleetSize,
+    FleetTargets,
+    PipelineLoad,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

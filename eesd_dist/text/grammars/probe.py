@@ -2,21 +2,24 @@
 
 The compiler recurses, and neither its stack nor its time is bounded by its limits: a chain of some
 thousand rules ends the process with a segmentation fault. So an ingress compiles only what a child
-has compiled within two seconds, a quarter of the stack, and bounded memory.
+has compiled within two seconds, a quarter of the stack, and bounded memory. What takes that process
+over finds nothing there: no variable of this process's environment, and no file of the working
+directory, of PYTHONPATH or of the user's folders among its imports.
 """
 
 import json
 import select
 import subprocess
+import sys
 import threading
 import weakref
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from eesd_dist.errors import RequestError
 from eesd_dist.text.grammars.compiler import LIMITS
-from eesd_dist.text.grammars.isolated import isolated_process
 
 _WITHIN_S = 2.0
 _STARTS_WITHIN_S = 30.0
@@ -73,4 +76,21 @@ def _kill(child: "subprocess.Popen[bytes]") -> None:
 
 def _started() -> "subprocess.Popen[bytes]":
     file = Path(__file__).with_name("probe_process.py")
-    return isolated_process(file, json.dumps(LIMITS), package="llguidance")
+    return _isolated_process(file, json.dumps(LIMITS), package="llguidance")
+
+
+def _isolated_process(file: Path, *args: str, package: str) -> "subprocess.Popen[bytes]":
+    """Runs a file with pipes for its input and output. Its last argument is the folder that holds
+    `package`, to import that one from: `-I` leaves out folders of the user."""
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parents[1]
+    return subprocess.Popen(
+        [sys.executable, "-I", str(file), *args, str(folder)],
+        env={},
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )

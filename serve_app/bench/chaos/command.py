@@ -1,6 +1,7 @@
 """`eesd bench chaos`: breaks processes and links of a service and compares its streams."""
 
 import asyncio
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -15,7 +16,6 @@ from serve_app.bench.chaos.report import complaints, rows_of, summarise, table
 from serve_app.bench.chaos.schedule import bodies_of, schedule
 from serve_app.bench.chaos.threads import why_untraceable
 from serve_app.bench.options import ChaosOptions
-from serve_app.bench.ports import free_port
 from serve_app.config import ServiceConfig, service_config
 from serve_app.service.environment import prepare_for_cluster, prepare_for_local_ray
 from serve_app.service.settings import apply_settings
@@ -141,3 +141,16 @@ def _plan(options: ChaosOptions, kinds: Sequence[str]) -> Iterator[PlannedFault]
         seed=options.seed, kinds=kinds, mean_gap_s=options.gap_s, at_once=options.at_once
     )
     return islice(plan, options.kills)
+
+
+def free_port(host: str) -> int:
+    """Returns a TCP port that nothing has bound. Raises ConfigError for another machine's host."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"no port on {host}: {error.strerror}; run this where the cluster's head runs"
+            ) from error
+        port: int = probe.getsockname()[1]
+        return port

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from eesd_dist.bench.load_client import Streamed
-from eesd_dist.bench.statistics import percentile
+from eesd_dist.statistics import percentile
 from serve_app.bench.chaos.faults import fault_named
 
 _SETTLE_S = 1.0

@@ -8,7 +8,7 @@ import pytest
 
 from eesd_dist.bench import exact
 from eesd_dist.bench.online import Sample, percentiles, row_of
-from eesd_dist.bench.prompts import SHIPPED_PROMPTS
+from eesd_dist.bench.options import SHIPPED_PROMPTS
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.text.prompts import load_prompts

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from eesd_dist.bench import control
-from eesd_dist.bench.crowds import in_turn, mixed, take_per_class
+from eesd_dist.bench.crowds import Guest, in_turn, mixed, take_per_class
 from eesd_dist.bench.judging import Curve, Judge, fixed_variants, tree_variants
 from eesd_dist.bench.live import PLAIN, Pass, Race
 from eesd_dist.bench.options import ControlOptions
-from eesd_dist.bench.replay import Arrival, ReplaySetting, Variant, replay
+from eesd_dist.bench.replay import ReplaySetting, Variant, replay
 from eesd_dist.bench.traces import Guess, Trace, TraceSet
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.cost import CostModel
@@ -245,7 +245,7 @@ def test_the_best_fixed_length_is_none_where_nothing_and_all_where_everything_is
 def test_a_round_of_a_batch_costs_what_the_cost_model_says() -> None:
     """Two requests of which one ends sooner; the seconds are computed by hand."""
     (fixed,) = [v for v in fixed_variants(4) if v.label == "fixed 2"]
-    run = replay([Arrival(trace=trace([2] * 6)), Arrival(trace=trace([0] * 2))], fixed, setting())
+    run = replay([trace([2] * 6), trace([0] * 2)], fixed, setting())
     assert [len(turns) for turns in run.rounds] == [2, 2]
     assert run.tokens == 8
     # The shorter text has room for one drafted token at first, and then for none.
@@ -256,19 +256,14 @@ def test_a_round_of_a_batch_costs_what_the_cost_model_says() -> None:
 def test_a_guess_that_is_refused_is_paid_for() -> None:
     dear = replace(COST, guess_s=0.08)
     variant = Variant(label="threshold", controller="threshold")  # 0.5 is below its threshold 0.6
-    run = replay([Arrival(trace=trace([4] * 3))], variant, replace(setting(), cost=dear))
+    run = replay([trace([4] * 3)], variant, replace(setting(), cost=dear))
     guessed = dear.seconds(0) + dear.guess_s
     assert run.seconds == pytest.approx([guessed, guessed, dear.seconds(0)])
 
 
 def test_no_request_arrives_before_the_mark_unless_the_engine_is_idle() -> None:
-    text = trace([0] * 4)
-    crowd = [
-        Arrival(trace=text),
-        Arrival(trace=text, after_tokens=2),
-        Arrival(trace=text, after_tokens=99),
-    ]
-    run = replay(crowd, PLAIN, setting())
+    crowd = (Guest(text=0), Guest(text=0, after_tokens=2), Guest(text=0, after_tokens=99))
+    run = replay([trace([0] * 4)], PLAIN, setting(), crowd=crowd)
     assert [len(turns) for turns in run.rounds] == [1, 1, 2, 2, 1, 1, 1, 1, 1, 1]
 
 

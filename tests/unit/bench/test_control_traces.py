@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eesd_dist.bench.judging import adaptive_variants, fixed_variants, other_forms
-from eesd_dist.bench.replay import Arrival, Clairvoyant, ReplaySetting, Variant, replay
+from eesd_dist.bench.replay import Clairvoyant, ReplaySetting, Variant, replay
 from eesd_dist.bench.traces import Text, Trace, TraceSet, chain_length, joined, record
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from eesd_dist.control.calibrator import UNFITTED
@@ -136,7 +136,7 @@ def test_a_replayed_run_has_the_rounds_of_the_live_one(
     texts, traces = recorded
     tag = variant.label.replace(" ", "")
     alive = lived(engine, texts, variant, tag=tag)
-    run = replay([Arrival(trace=trace) for trace in traces], variant, setting(), tag=tag)
+    run = replay(traces, variant, setting(), tag=tag)
     assert by_request(run.outcomes) == alive
     assert run.tokens == sum(len(trace) for trace in traces)
 
@@ -231,7 +231,7 @@ def test_the_clairvoyant_is_never_slower_than_a_controller(
     for trace in recorded[1]:
         best = Clairvoyant.of(trace, cost=COST, ceiling=CEILING)
         for variant in variants:
-            run = replay([Arrival(trace=trace)], variant, setting())
+            run = replay([trace], variant, setting())
             lost = best.regret(run, trace)
             assert min(lost) > -1e-9
             assert sum(lost) == pytest.approx(run.total_s - best.remaining_s[0])
@@ -244,7 +244,7 @@ def test_the_clairvoyant_time_is_reached_by_drafting_its_lengths(
     for trace in recorded[1]:
         best = Clairvoyant.of(trace, cost=COST, ceiling=CEILING)
         run = replay(
-            [Arrival(trace=trace)],
+            [trace],
             fixed(CEILING),
             setting(),
             lengths=lambda _, at, best=best: best.lengths[at],  # type: ignore[misc]
@@ -260,8 +260,6 @@ def test_a_stream_of_several_texts_has_all_their_tokens_and_no_round_across_a_se
     assert len(stream) == sum(len(trace) for trace in traces)
     seams = {len(traces[0]), len(traces[0]) + len(traces[1])}
     starts = {
-        turn.at
-        for turns in replay([Arrival(trace=stream)], fixed(CEILING), setting()).rounds
-        for turn in turns
+        turn.at for turns in replay([stream], fixed(CEILING), setting()).rounds for turn in turns
     }
     assert seams <= starts

@@ -28,17 +28,17 @@ from eesd_dist.distill.features import (
     FeatureStore,
     ShardEntry,
     identity_of,
-    read_shard,
     shard_name,
     weights_fingerprint,
 )
-from eesd_dist.distill.sources.rows import EngineRows, TextRows
+from eesd_dist.distill.sources import EngineRows, TextRows
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.types import Request
 from serve_app.config import BUNDLED_MODEL
 from tests.support.drafters import save_target
 from tests.support.tiny_checkpoints import tiny_model
+from tests.support.tiny_features import read_shard
 from tests.support.tiny_tokenizer import write_byte_level
 
 PROMPTS = [("chat", [5, 6, 7, 8]), ("code", [9, 10]), ("chat", [11, 12, 13])]

@@ -16,7 +16,7 @@ from eesd_dist.distill.compare import (
     one_minus_tv,
 )
 from eesd_dist.distill.features import FeatureSequence
-from eesd_dist.distill.sources.rows import TextRows
+from eesd_dist.distill.sources import TextRows
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.distill.train.losses import DraftVocabulary, KeptTargets
 from eesd_dist.errors import ConfigError

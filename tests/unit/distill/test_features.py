@@ -16,12 +16,12 @@ from eesd_dist.distill.features import (
     FeatureStore,
     identity_of,
     inspect_shard,
-    read_shard,
     weights_fingerprint,
     write_shard,
 )
 from eesd_dist.errors import CheckpointError, ConfigError
 from tests.support.tiny_checkpoints import tiny_model
+from tests.support.tiny_features import read_shard
 
 
 def _sequence(num_tokens: int, *, seed: int = 0, vocab_size: int = 300) -> FeatureSequence:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eesd_dist.bench.prompts import SHIPPED_PROMPTS as BENCH_PROMPTS
+from eesd_dist.bench.options import SHIPPED_PROMPTS as BENCH_PROMPTS
 from eesd_dist.distill.held_out import SHIPPED_PROMPTS, PromptChoice, read_texts
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.spec import ModelSpec

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from collections import Counter
 from random import Random
-from typing import Literal
 
 import pytest
 
@@ -21,10 +20,8 @@ class Clock:
         return self.now_s
 
 
-def directory(
-    clock: Clock, choice: Literal["least_loaded", "two_choices"] = "least_loaded"
-) -> PipelineDirectory:
-    return PipelineDirectory(clock=clock, rng=Random(3), expiry_s=5.0, choice=choice)
+def directory(clock: Clock) -> PipelineDirectory:
+    return PipelineDirectory(clock=clock, rng=Random(3), expiry_s=5.0)
 
 
 def report(
@@ -48,11 +45,8 @@ def test_the_least_busy_takes_the_request() -> None:
     assert book.choose().leader == "leader of b"
 
 
-@pytest.mark.parametrize("choice", ["least_loaded", "two_choices"])
-def test_a_burst_between_heartbeats_is_spread(
-    choice: Literal["least_loaded", "two_choices"],
-) -> None:
-    book = directory(Clock(), choice)
+def test_a_burst_between_heartbeats_is_spread() -> None:
+    book = directory(Clock())
     for name in "abcd":
         book.heartbeat(report(name))
     counts = Counter(book.choose().pipeline_id for _ in range(400))

@@ -310,4 +310,4 @@ def test_a_line_of_a_file_is_a_request_that_a_collector_takes(tmp_path: Path) ->
 def test_a_variable_that_the_sdk_cannot_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many")
     with pytest.raises(ConfigError, match="OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"):
-        make_provider(TracingOptions(max_traces_kept=1), process="p", service="s")
+        make_provider(TracingOptions(max_traces_kept=1), process="p")

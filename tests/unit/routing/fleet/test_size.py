@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 from eesd_dist.errors import ConfigError
 from eesd_dist.routing.activity import Activity
-from eesd_dist.routing.fleet.load import FleetLoad, PipelineLoad
-from eesd_dist.routing.fleet.size import FleetDecision, FleetSize, FleetTargets, need_of
+from eesd_dist.routing.fleet.size import (
+    FleetDecision,
+    FleetLoad,
+    FleetSize,
+    FleetTargets,
+    PipelineLoad,
+    need_of,
+)
 
 TARGETS = FleetTargets(
     min_count=0,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from eesd_dist.distill.compare import Difference, HeldOutFigures
 from eesd_dist.distill.refresh import REPORT_FILE, RefreshReport
-from serve_app.distill.promote import Promotion, promote_if_better
+from serve_app.distill.commands import Promotion, promote_if_better
 
 FIGURES = HeldOutFigures(num_positions=9, agreement=0.5, one_minus_tv=0.5, acceptance=0.5)
 NO_GAIN = Difference(mean=0.0, low=0.0, high=0.0)

@@ -7,7 +7,7 @@ import pytest
 from eesd_dist.distill.collect import CollectOptions, CollectRequest
 from eesd_dist.distill.collector import Chunk, ShardJob
 from serve_app.config import BUNDLED_MODEL
-from serve_app.distill.collect_job import ChunkWorker, cause_of
+from serve_app.distill.jobs import ChunkWorker, cause_of
 
 
 def test_a_worker_that_cannot_write_says_where(

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import msgspec
 import pytest
 
-from eesd_dist.bench.rounds import STAGES, ms_per_round, round_s, split_of, without_prefill
+from eesd_dist.bench.round_breakdown import STAGES, ms_per_round, round_s, split_of, without_prefill
 from eesd_dist.types import RoundStats, Traffic
 from tests.unit.telemetry.rounds import a_round
 

@@ -1,4 +1,4 @@
-"""Statistics of all benchmarks: one percentile and one bootstrap, so that figures can be compared.
+"""Statistics of all figures: one percentile and one bootstrap, so that figures can be compared.
 
 Depends on numbers only.
 """

@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 
 from eesd_dist.distill.collect import CollectOptions, collect, planned_parts
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob
+from eesd_dist.distill.estimate import Rates, described, estimate
 from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.features import FeatureStore, shard_name
-from eesd_dist.distill.rounds import collect_and_train
+from eesd_dist.distill.ring import collect_and_train
 from eesd_dist.distill.run import RunRequest, run
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.errors import ConfigError
-from serve_app.distill.estimate import Rates, described, estimate
 from tests.support.drafters import save_target
 from tests.support.tiny_tokenizer import write_byte_level
 

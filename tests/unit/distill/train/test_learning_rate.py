@@ -2,7 +2,7 @@
 
 import pytest
 
-from eesd_dist.distill.train.schedule import LearningRate, Pace
+from eesd_dist.distill.train.learning_rate import LearningRate, Pace
 
 
 def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.cli import main as cli
-from serve_app.distill.main import _STEPS as STEPS
+from serve_app.distill.commands import _STEPS as STEPS
 
 
 @pytest.mark.parametrize("step", STEPS)

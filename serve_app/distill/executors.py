@@ -1,27 +1,100 @@
-"""Runs the steps of distillation over a running service, which holds the target.
+"""Runs the work of distillation steps: on Ray, on this machine or a cluster, or in a service.
 
-The service's pipelines write and read the texts. Shards are written, and heads are trained, judged
-and calibrated, by this process and those it starts: none of them loads the target.
+Ray reads the environment when it is imported: it is imported in functions, after the environment
+was prepared.
 """
 
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from eesd_dist.config import EngineConfig
+from eesd_dist.config import EngineConfig, ModelConfig
 from eesd_dist.distill.collector import Chunk, Collector, MadeShard, ShardJob
-from eesd_dist.distill.executor import Executor
-from eesd_dist.distill.sources.rows import RowSource
-from eesd_dist.distill.sources.writer import Writer
+from eesd_dist.distill.executor import Executor, LocalExecutor
+from eesd_dist.distill.sources import RowSource, Writer
 from eesd_dist.distill.train.request import TrainRequest
 from eesd_dist.errors import ConfigError
-from serve_app.config import RouterConfig
-from serve_app.distill.executor import RayExecutor
+from serve_app.config import RouterConfig, ServiceConfig
 from serve_app.service.connection_file import prepare_to_connect
+from serve_app.service.environment import prepare_for_cluster, prepare_for_local_ray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayExecutor:
+    """Collects with Ray Data and trains with Ray Train; one training process needs no Ray."""
+
+    address: Annotated[str | None, "a running Ray cluster; without it, Ray is started here"] = None
+
+    def make_shards(self, job: ShardJob, chunks: Sequence[Chunk]) -> Iterator[MadeShard]:
+        # Ray's core reports as an error how Ray Data makes its own actors.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        with self._ray(job.model, min_cpus=job.num_workers(len(chunks), num_gpus=0)):
+            from serve_app.distill.jobs import make_shards
+
+            yield from make_shards(job, chunks, num_cpus=self._cpus_of_worker(job.threads))
+
+    def train(self, request: TrainRequest) -> None:
+        if request.workers == 1:
+            LocalExecutor().train(request)
+            return
+        with self._ray(request.model, min_cpus=request.workers):
+            from serve_app.distill.jobs import train
+
+            train(request, num_cpus=self._cpus_of_worker(request.threads_of_worker))
+
+    def rows(self, config: EngineConfig) -> RowSource:
+        return LocalExecutor().rows(config)
+
+    def writer(self, config: EngineConfig) -> Writer:
+        return LocalExecutor().writer(config)
+
+    def _cpus_of_worker(self, threads: int) -> float:
+        """Returns logical CPUs, few on a local Ray; in a cluster they decide a worker's node."""
+        return 0.5 if self.address is None else threads
+
+    @contextmanager
+    def _ray(self, model: Path, *, min_cpus: int) -> Iterator[None]:
+        """Runs Ray within the block; a Ray that this process already uses stays in use."""
+        if self.address is None:
+            prepare_for_local_ray()
+        else:
+            prepare_for_cluster()
+        import ray
+
+        from serve_app.service.local_ray import connected_ray, local_ray
+
+        with ExitStack() as stack:
+            if not ray.is_initialized():
+                config = ServiceConfig(engine=EngineConfig(model=ModelConfig(path=model)))
+                with _without_chatter():
+                    stack.enter_context(
+                        local_ray(config, shows_logs=False, min_cpus=min_cpus)
+                        if self.address is None
+                        else connected_ray(self.address, shows_logs=False)
+                    )
+            yield
+
+
+@contextmanager
+def _without_chatter() -> Iterator[None]:
+    """Silences Ray's core, which writes past Python to the terminal; errors are raised anyway."""
+    sys.stderr.flush()
+    ours = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(ours, 2)
+        os.close(ours)
+        os.close(nowhere)
+
 
 _CHUNKS_AT_A_TIME = 2
 """While the last texts of one shard are written, those of the next one fill the batch."""
@@ -42,7 +115,11 @@ class ServiceChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedExecutor:
-    """Implements `Executor` with a service for everything that needs the target."""
+    """Implements `Executor` with a service for everything that needs the target.
+
+    Shards are written, and heads are trained, judged and calibrated, by this process and those it
+    starts: none of them loads the target.
+    """
 
     source: RowSource
     training: RayExecutor
@@ -90,7 +167,7 @@ def executor_for(choice: ServiceChoice, local: RayExecutor, *, model: Path) -> I
         return
     address = prepare_to_connect(local.address, port=choice.port)
     # Ray reads the environment when it is imported.
-    from serve_app.distill.served_rows import ServedRows
+    from serve_app.distill.jobs import ServedRows
     from serve_app.service.connect import service_connection
 
     router = RouterConfig(name=choice.router, namespace=choice.namespace)

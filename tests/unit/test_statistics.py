@@ -1,4 +1,4 @@
-"""One percentile and one bootstrap for all benchmarks."""
+"""One percentile and one bootstrap for all figures."""
 
 import math
 from random import Random
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from eesd_dist.bench.statistics import Rows, bootstrap, percentile, usual_s
+from eesd_dist.statistics import Rows, bootstrap, percentile, usual_s
 
 Floats = NDArray[np.float64]
 

@@ -9,9 +9,8 @@ from msgspec import structs
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.cost import CostModel
 from eesd_dist.distill.answers import Machine
-from eesd_dist.distill.replay import HeadAlone, rounds_of
-from eesd_dist.distill.sources.rows import PLAIN, EngineRows
-from eesd_dist.distill.sources.writer import EngineWriter
+from eesd_dist.distill.head_alone import HeadAlone, rounds_of
+from eesd_dist.distill.sources import PLAIN, EngineRows, EngineWriter
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.types import FeatureSpec, Outcome, Request, RequestId, SamplingParams
 from tests.support.drafters import EXIT_LAYER, save_head, save_target

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import DType
-from eesd_dist.distill.sources.rows import TextRows
+from eesd_dist.distill.sources import TextRows
 from eesd_dist.engine.build import device_named
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead

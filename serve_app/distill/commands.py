@@ -2,6 +2,9 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
 
 from typer import Typer
 
@@ -9,13 +12,59 @@ from eesd_dist.command_line import Run, program_of
 from eesd_dist.distill import calibrate, collect, evaluate, refresh, run, sweep
 from eesd_dist.distill import train_head as train
 from eesd_dist.distill.answers import Machine
+from eesd_dist.distill.estimate import Rates, described, estimate
+from eesd_dist.distill.folders import write_json
 from eesd_dist.distill.held_out import PromptChoice
+from eesd_dist.distill.refresh import REPORT_FILE, RefreshReport
 from eesd_dist.distill.train.request import TrainRequest
-from serve_app.config import BUNDLED_MODEL
-from serve_app.distill.estimate import Rates, described, estimate
-from serve_app.distill.executor import RayExecutor
-from serve_app.distill.promote import Promotion, promote_if_better
-from serve_app.distill.served import ServiceChoice, executor_for
+from eesd_dist.model.heads.head_config import head_digest
+from eesd_dist.model.spec import read_json
+from serve_app.config import BUNDLED_MODEL, RouterConfig
+from serve_app.distill.executors import RayExecutor, ServiceChoice, executor_for
+from serve_app.service.promotion import promote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promotion:
+    """Choice of the running service that gets the new head, if any."""
+
+    promote: Annotated[bool, "load it into the running service if it is better"] = False
+
+    address: Annotated[str | None, "its Ray cluster; without it, the one `eesd serve` started"] = (
+        None
+    )
+    port: Annotated[int | None, "of that service, where there are several"] = None
+    app: Annotated[str, "its name in Ray Serve"] = "eesd"
+    router: Annotated[str, "its router's name"] = RouterConfig().name
+    namespace: Annotated[str, "and the Ray namespace of that"] = RouterConfig().namespace
+
+
+def promote_if_better(
+    folder: Path, report: RefreshReport, promotion: Promotion, *, compared_with: Path
+) -> str:
+    """Loads the head into the service, without a restart, and adds the reports to refresh.json.
+
+    Does nothing if the gain may be chance. Raises what `serve_app.service.promotion.promote`
+    raises, also when the service drafts with another head than the one it was compared with.
+    """
+    if not report.gain.rises:
+        return (
+            f"not promoted: the gain of {report.gain.mean:+.4f} may be chance (its interval begins "
+            f"at {report.gain.low:+.4f})"
+        )
+    promoted = promote(
+        folder,
+        address=promotion.address,
+        port=promotion.port,
+        app_name=promotion.app,
+        router=RouterConfig(name=promotion.router, namespace=promotion.namespace),
+        # The new one too: where some pipelines have taken it already, the others may.
+        instead_of=(head_digest(compared_with), head_digest(folder)),
+    )
+    file = folder / REPORT_FILE
+    write_json(file, {**read_json(file), "promoted": [asdict(entry) for entry in promoted]})
+    names = ", ".join(entry.pipeline for entry in promoted)
+    return f"promoted: {len(promoted)} pipelines draft with it now ({names})"
 
 
 def step_program(name: str) -> Typer:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.distill.collect import CollectOptions, collect
+from eesd_dist.distill.estimate import HeadSize, Rates, described, estimate
 from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.features import row_bytes
 from eesd_dist.distill.run import RunRequest
@@ -17,7 +18,6 @@ from eesd_dist.model.heads.head_config import HeadKind
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from serve_app.cli.main import main
-from serve_app.distill.estimate import HeadSize, Rates, described, estimate
 from tests.support.drafters import save_target
 from tests.support.tiny_tokenizer import write_byte_level
 

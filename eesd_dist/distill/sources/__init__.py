@@ -1,1 +1,0 @@
-"""Sources of texts and of the target's rows: an engine here, or a running service."""
