@@ -18,12 +18,12 @@ from serve_app.batch.runner import AnswerRow
 from serve_app.openai.answers import Json
 from serve_app.openai.context import RequestContext
 from serve_app.openai.schema import ChatFields, CompletionFields
-from serve_app.openai.service import Service
+from serve_app.openai.text_service import TextService
 from serve_app.openai.workloads import Kind
 
 
 class LocalClient:
-    """An `EngineClient` (serve_app.openai.client). Close it in the end."""
+    """An `EngineClient` (serve_app.openai.generation). Close it in the end."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
@@ -75,7 +75,7 @@ class LocalClient:
         self._mail.fail_all(error)
 
 
-def answered_by(service: Service) -> AnswerRow:
+def answered_by(service: TextService) -> AnswerRow:
     """Returns what answers the rows of a batch with this service."""
 
     async def answer(kind: Kind, body: Mapping[str, object]) -> Json:

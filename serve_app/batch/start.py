@@ -21,7 +21,7 @@ from serve_app.batch.runner import BatchOptions, BatchReport, ServedModel, run_b
 from serve_app.config import ServiceConfig
 from serve_app.openai.api_settings import ApiSettings
 from serve_app.openai.preparation import Preparation
-from serve_app.openai.service import Service
+from serve_app.openai.text_service import TextService
 
 _HASHED_WHOLE_BYTES = 2**28
 _TEXT_FILES = (
@@ -61,7 +61,7 @@ async def run_in_process(
     )
     book = BeliefBook(discount=engine.speculation.discount)
     async with aclosing(LocalClient(build_local_engine(engine, book=book))) as client:
-        answer = answered_by(Service(client, preparation))
+        answer = answered_by(TextService(client, preparation))
         return await run_batch(
             *(input_file, output_file), answer=answer, model=model, options=options
         )

@@ -9,7 +9,7 @@ from typer import Argument, echo
 
 from eesd_dist.command_line import add_command
 from eesd_dist.errors import ConfigError
-from serve_app.cli.service import RunningService, echo_json, service_group
+from serve_app.cli.running_service import RunningService, echo_json, service_group
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, echo
 
 from eesd_dist.command_line import add_command
-from serve_app.cli.service import RunningService, service_group
+from serve_app.cli.running_service import RunningService, service_group
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

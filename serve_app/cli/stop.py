@@ -4,7 +4,7 @@ from typing import Annotated
 
 from typer import echo
 
-from serve_app.cli.service import router_named
+from serve_app.cli.running_service import router_named
 from serve_app.service.environment import prepare_for_cluster
 
 

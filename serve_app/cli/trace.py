@@ -9,7 +9,7 @@ from urllib.parse import quote
 from typer import Argument, echo
 
 from eesd_dist.errors import ConfigError
-from serve_app.cli.service import RunningService, echo_json
+from serve_app.cli.running_service import RunningService, echo_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

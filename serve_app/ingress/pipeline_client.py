@@ -30,7 +30,7 @@ _GRACE_S = 2.0
 
 
 class ServiceClient:
-    """An `EngineClient` (serve_app.openai.client) over the pipelines of a service."""
+    """An `EngineClient` (serve_app.openai.generation) over the pipelines of a service."""
 
     def __init__(
         self,

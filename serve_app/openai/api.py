@@ -25,7 +25,6 @@ from eesd_dist.text import TextCodec
 from eesd_dist.types import TokenId
 from serve_app.openai.answers import Event, Json
 from serve_app.openai.api_settings import ApiSettings, Limits
-from serve_app.openai.client import EngineClient
 from serve_app.openai.console.pages import add_pages
 from serve_app.openai.context import LAST_EVENT_ID_HEADER, REQUEST_ID_HEADER, RequestContext
 from serve_app.openai.errors import (
@@ -34,6 +33,7 @@ from serve_app.openai.errors import (
     http_error_of,
     http_error_of_fields,
 )
+from serve_app.openai.generation import EngineClient
 from serve_app.openai.keys import KeyRing
 from serve_app.openai.middleware.departures import Departures
 from serve_app.openai.middleware.gate import AdmissionGate
@@ -61,9 +61,10 @@ from serve_app.openai.schema import (
     ResponsesFields,
     TokenizeFields,
 )
-from serve_app.openai.service import Service, size_of_chat
 from serve_app.openai.sse import EventStream, encoded, while_listened_to
 from serve_app.openai.text_responses import response_events, response_of
+from serve_app.openai.text_service import TextService
+from serve_app.openai.work_queues import size_of_chat
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def build_api(
     """Builds the OpenAI API of one model. `keys` open it (None: no key is required), and `quotas`
     keep their limits. `kv_tokens` returns what the KV pages hold, None while it is not known."""
     preparation = Preparation(tokenizer, settings, limits=limits, kv_tokens=kv_tokens)
-    service = Service(
+    service = TextService(
         engine,
         preparation,
         tracing=tracing,
@@ -131,7 +132,7 @@ def build_api(
     return app
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
+def _add_generation(app: FastAPI, service: TextService) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(fields: CompletionFields, request: HttpRequest) -> Response:
         """Continues one or more prompts."""
@@ -149,7 +150,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 async def _answered_as_response(
-    service: Service, fields: ResponsesFields, request: HttpRequest
+    service: TextService, fields: ResponsesFields, request: HttpRequest
 ) -> Response:
     if request.headers.get(LAST_EVENT_ID_HEADER) is not None:
         raise RequestError(
@@ -165,7 +166,7 @@ async def _answered_as_response(
 
 
 async def _answered(
-    service: Service, fields: CompletionFields | ChatFields, request: HttpRequest
+    service: TextService, fields: CompletionFields | ChatFields, request: HttpRequest
 ) -> Response:
     prepared = await _prepared(service, fields, request)
 
@@ -177,7 +178,7 @@ async def _answered(
 
 
 async def _prepared(
-    service: Service, fields: CompletionFields | ChatFields, request: HttpRequest
+    service: TextService, fields: CompletionFields | ChatFields, request: HttpRequest
 ) -> Prepared:
     """Raises ClientDisconnect when the client leaves before its grammar is compiled."""
 
@@ -203,7 +204,7 @@ def _context_of(request: HttpRequest) -> RequestContext:
 
 
 async def _response(
-    service: Service,
+    service: TextService,
     prepared: Prepared,
     request: HttpRequest,
     *,
@@ -253,7 +254,7 @@ def _add_models(app: FastAPI, preparation: Preparation) -> None:
         return _json(card())
 
 
-def _add_tokens(app: FastAPI, preparation: Preparation, service: Service) -> None:
+def _add_tokens(app: FastAPI, preparation: Preparation, service: TextService) -> None:
     codec = preparation.codec
 
     def tokens_of(fields: TokenizeFields) -> Sequence[TokenId]:

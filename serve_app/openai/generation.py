@@ -2,7 +2,7 @@
 
 Decides where a choice's text ends and counts what it took. A generation that the engine has not
 ended itself is always aborted: when the text ended at a stop string, when the client left, when
-another choice failed. Knows no JSON.
+another choice failed. Knows no JSON, and of engines only `EngineClient`.
 """
 
 import asyncio
@@ -10,14 +10,13 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec import structs
 
 from eesd_dist.errors import EngineError, RequestError
 from eesd_dist.text import TextAssembler, TextCodec, TextDelta
-from eesd_dist.types import Emission, FinishReason
-from serve_app.openai.client import EngineClient
+from eesd_dist.types import Emission, FinishReason, Request, RequestId
 from serve_app.openai.prepared import Choice, TextOptions
 
 T = TypeVar("T")
@@ -25,6 +24,22 @@ T = TypeVar("T")
 _NOTHING = TextDelta(
     text="", pieces=(), tokens=(), logprobs=(), finish_reason="length", stop_reason=None
 )
+
+
+class EngineClient(Protocol):
+    """An engine in this process, or pipelines in other processes; the tests use a toy."""
+
+    def stream(self, request: Request) -> AsyncIterator[Emission]:
+        """Yields the request's emissions; the last one has a finish reason.
+
+        Raises an EesdError: before the first emission when the request is refused, later when the
+        engine failed and the stream cannot continue.
+        """
+        ...
+
+    async def abort(self, request_id: RequestId) -> None:
+        """Aborts a request and frees what it holds. An unknown id is no error."""
+        ...
 
 
 class EndedByEngine(RequestError):

@@ -24,7 +24,6 @@ from eesd_dist.text import TextCodec
 from eesd_dist.text.grammars import GrammarCompiler, GrammarProbe
 from eesd_dist.types import Request, RequestId, TokenId
 from serve_app.openai.api_settings import ApiSettings, Limits
-from serve_app.openai.chat_options import chat_options
 from serve_app.openai.context import RequestContext
 from serve_app.openai.errors import UnknownModel
 from serve_app.openai.event_ids import StreamStart, StreamStarts
@@ -110,7 +109,7 @@ class Preparation:
         tool_use = self._tool_use(fields)
         tool_options = {} if tool_use is None else {"tools": list(tool_use.tools)}
         prompt = self.codec.encode_chat(
-            conversation_of(fields.messages), **chat_options(fields), **tool_options
+            conversation_of(fields.messages), **_chat_options(fields), **tool_options
         )
         self._check_length(prompt, param="messages")
         max_tokens = fields.max_completion_tokens or fields.max_tokens
@@ -396,3 +395,22 @@ def _num_extras(request: Request, fields: GenerationFields) -> int:
 def _more(first: int | None, second: int | None) -> int | None:
     """Returns the larger of two numbers of alternatives; None where both are."""
     return max((count for count in (first, second) if count is not None), default=None)
+
+
+def _chat_options(fields: ChatFields) -> dict[str, object]:
+    """Returns the options of the chat template that a request asks for."""
+    options = dict(fields.chat_template_kwargs)
+    if "tools" in options:
+        raise RequestError(
+            "tools cannot be given to the chat template: send the field tools",
+            param="chat_template_kwargs",
+        )
+    options["add_generation_prompt"] = fields.add_generation_prompt
+    if fields.continue_final_message:
+        if fields.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message needs add_generation_prompt: false",
+                param="continue_final_message",
+            )
+        options["continue_final_message"] = True
+    return options

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from serve_app.batch.local_client import answered_by
 from serve_app.batch.runner import BatchOptions, BatchReport, ServedModel, run_batch
-from serve_app.openai.service import Service
+from serve_app.openai.text_service import TextService
 from tests.support.toy_api import toy_preparation
 from tests.support.toy_engine import ToyEngine
 
@@ -25,7 +25,7 @@ def run(
     options: BatchOptions | None = None,
 ) -> BatchReport:
     preparation = toy_preparation(model_name=model.name, max_model_len=200)
-    service = Service(engine or ToyEngine(vocab_size=128), preparation)
+    service = TextService(engine or ToyEngine(vocab_size=128), preparation)
     return asyncio.run(
         run_batch(
             input_file,

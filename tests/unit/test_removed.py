@@ -9,7 +9,7 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.removed import REPLACEMENTS, replacement_of
 from serve_app.config import service_config
 from serve_app.openai.errors import http_error_of_fields
-from serve_app.openai.schema.generation import CompletionFields
+from serve_app.openai.schema.bodies import CompletionFields
 
 KEYS = [name for name in REPLACEMENTS if "." in name and " " not in name]
 _CONTROLLER = "speculation.controller: "

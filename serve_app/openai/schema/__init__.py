@@ -1,14 +1,15 @@
 """Bodies of requests."""
 
-from serve_app.openai.schema.generation import (
+from serve_app.openai.schema.bodies import (
     REQUEST_ID_PATTERN,
     ChatFields,
     CompletionFields,
+    DetokenizeFields,
     GenerationFields,
+    NamedTool,
+    TokenizeFields,
 )
 from serve_app.openai.schema.responses import ResponsesFields
-from serve_app.openai.schema.tokens import DetokenizeFields, TokenizeFields
-from serve_app.openai.schema.tools import NamedTool
 from serve_app.openai.schema.unsupported import ignored, unsupported
 
 __all__ = [

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt
 
 from eesd_dist.errors import RequestError
 from eesd_dist.parameters import MAX_MESSAGES, Fields, JsonObject, Seed, Temperature
-from serve_app.openai.schema.generation import (
+from serve_app.openai.schema.bodies import (
     REQUEST_ID_PATTERN,
     CacheSalt,
     ChatFields,

@@ -4,7 +4,7 @@ nothing here, and the others, of which the client is told."""
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from serve_app.openai.schema.generation import ChatFields, GenerationFields
+from serve_app.openai.schema.bodies import ChatFields, GenerationFields
 
 
 class _Harmless(NamedTuple):

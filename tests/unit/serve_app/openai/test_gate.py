@@ -24,8 +24,8 @@ from serve_app.openai.middleware import gate
 from serve_app.openai.middleware.gate import AdmissionGate
 from serve_app.openai.middleware.head_gate import MAX_HEAD_BYTES, check_head
 from serve_app.openai.middleware.request_ids import NamedRequests
-from serve_app.openai.text_threads import TextThreads
-from serve_app.openai.throughput import Throughput
+from serve_app.openai.text_service import Throughput
+from serve_app.openai.work_queues import TextThreads
 from tests.support.live_server import serving
 from tests.support.toy_api import toy_api
 from tests.support.toy_engine import ToyEngine

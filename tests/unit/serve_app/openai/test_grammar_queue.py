@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from eesd_dist.errors import CapacityError, RequestError
-from serve_app.openai.grammar_queue import GrammarQueue
+from serve_app.openai.work_queues import GrammarQueue
 
 
 class Work:

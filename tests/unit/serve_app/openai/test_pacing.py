@@ -21,7 +21,7 @@ from serve_app.openai.generation import Delta
 from serve_app.openai.keys import ANYONE, Permit
 from serve_app.openai.pacing import Pace, paced
 from serve_app.openai.schema import CompletionFields
-from serve_app.openai.service import Service
+from serve_app.openai.text_service import TextService
 from tests.support.event_stream import WITH_IDS, SentEvent, folded, parsed
 from tests.support.live_server import serving
 from tests.support.running import until
@@ -189,7 +189,7 @@ def test_what_was_made_and_is_not_sent_yet_is_counted() -> None:
 def test_a_client_that_leaves_a_paced_stream_is_charged_what_was_made_ahead() -> None:
     engine = ToyEngine(group=5)
     permit = Permit(key=ANYONE, name="p")
-    service = Service(engine, toy_preparation(pace=PACE))
+    service = TextService(engine, toy_preparation(pace=PACE))
 
     async def leave() -> None:
         body = {"prompt": "abc", "max_tokens": 30, "stream": True}

@@ -14,7 +14,8 @@ from serve_app.config import LimitsConfig
 from serve_app.openai.api_settings import limits_of
 from serve_app.openai.context import RequestContext
 from serve_app.openai.schema import ChatFields, CompletionFields
-from serve_app.openai.service import Service, size_of_chat
+from serve_app.openai.text_service import TextService
+from serve_app.openai.work_queues import size_of_chat
 from tests.support.toy_api import toy_preparation
 from tests.support.toy_engine import ToyEngine
 
@@ -22,11 +23,11 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 
 
-def _service(engine: ToyEngine, tracing: Tracing | None = None) -> Service:
-    return Service(engine, toy_preparation(), tracing=tracing)
+def _service(engine: ToyEngine, tracing: Tracing | None = None) -> TextService:
+    return TextService(engine, toy_preparation(), tracing=tracing)
 
 
-async def _run(service: Service, *, chunks: int | None) -> None:
+async def _run(service: TextService, *, chunks: int | None) -> None:
     fields = CompletionFields.model_validate({"prompt": "x", "max_tokens": 30, "n": 2})
     prepared = await service.prepared(fields, RequestContext(traceparent=TRACEPARENT))
     if chunks is None:
@@ -64,7 +65,7 @@ def test_choices_that_wait_for_others_of_their_request_are_not_refused_for_a_ful
     engine = ToyEngine(vocab_size=128)
     limits = limits_of(LimitsConfig(), max_model_len=100, max_running=4)
     assert limits.max_choices_at_once == 2
-    service = Service(engine, toy_preparation(limits=limits))
+    service = TextService(engine, toy_preparation(limits=limits))
 
     async def run() -> None:
         fields = CompletionFields.model_validate({"prompt": "x", "max_tokens": 3, "n": 4})

@@ -5,7 +5,8 @@ The HTTP API and the batch runner both use it; it depends on neither.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from functools import partial
@@ -13,17 +14,15 @@ from typing import TypeVar
 
 from opentelemetry.trace import Span
 
-from eesd_dist.parameters import ContentPart, Message, has_grammar
+from eesd_dist.parameters import has_grammar
 from eesd_dist.telemetry.metrics import RequestTimings
 from eesd_dist.telemetry.request_spans import request_span, traceparent_of
 from eesd_dist.telemetry.tracing import Tracing
 from serve_app.openai.answers import Answer, Event, Json
 from serve_app.openai.charges import GRAMMAR_TOKENS, Charges, charge
-from serve_app.openai.client import EngineClient
 from serve_app.openai.context import RequestContext
 from serve_app.openai.errors import RequestExpired
-from serve_app.openai.generation import ChoiceTally, Delta, generate, merged
-from serve_app.openai.grammar_queue import GrammarQueue
+from serve_app.openai.generation import ChoiceTally, Delta, EngineClient, generate, merged
 from serve_app.openai.middleware.permits import Quotas
 from serve_app.openai.pacing import paced
 from serve_app.openai.preparation import Preparation
@@ -31,25 +30,24 @@ from serve_app.openai.prepared import Choice, Prepared
 from serve_app.openai.request_metrics import request_attributes, total_attributes
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.sse import encoded, encoded_in_parts
-from serve_app.openai.text_threads import TextThreads
-from serve_app.openai.throughput import Throughput
+from serve_app.openai.work_queues import GrammarQueue, TextThreads, size_of
 
 T = TypeVar("T")
 RequestObserver = Callable[[RequestTimings], None]
 
 _MAX_CHOICES_AT_ONCE = 32
-_CHARS_PER_MESSAGE = 32
-_CHARS_PER_WORD = 64
-"""A call of the tokenizer takes as long as so many more characters."""
 _INLINE_SIZE = 4096
 """Largest size of an answer, as `Answer.size` counts it, that is encoded inline: some
 milliseconds."""
 _SLOW = 2**31
 """Size of work that is never done on the event loop."""
+_WINDOW_S = 60.0
+_MIN_S = 1.0
+_MAX_S = 60.0
 _OPERATIONS = {"chat": "chat", "completion": "text_completion"}
 
 
-class Service:
+class TextService:
     """A served model."""
 
     def __init__(
@@ -86,7 +84,7 @@ class Service:
         if self.has_to_compile(fields):
             await self.charges.work(context.permit, GRAMMAR_TOKENS)
             await self._compile_grammar(fields, caller=context.caller)
-        size = _size_of(fields)
+        size = size_of(fields)
         tokenising = self.threads.run(prepare, size=size)
         prepared = await self.charges.tokenised(tokenising, context.permit, size=size)
         await self.charges.reserve(prepared)
@@ -262,33 +260,34 @@ def _new_tallies(prepared: Prepared) -> list[ChoiceTally]:
     return [ChoiceTally() for _ in prepared.choices]
 
 
-def _size_of(fields: CompletionFields | ChatFields) -> int:
-    size = sum(_CHARS_PER_WORD + len(word) for word in fields.bad_words)
-    size += len(fields.allowed_token_ids or ())
-    if isinstance(fields, ChatFields):
-        size += _size_of_json([tool.model_dump() for tool in fields.tools])
-        return size + size_of_chat(fields.messages, fields.chat_template_kwargs)
-    return size + sum(len(prompt) for prompt in fields.prompts)
+class Throughput:
+    """Counts the choices of one ingress that are live, and those that ended within a minute."""
 
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._ended_s: deque[float] = deque()
+        self.num_live = 0
 
-def size_of_chat(messages: Sequence[Message], options: Mapping[str, object]) -> int:
-    """Returns about how many characters a template makes of messages and options, which include
-    fields that only some templates read."""
-    return _size_of_json(options) + sum(
-        _CHARS_PER_MESSAGE + _size_of_json(message.model_extra) + _size_of_content(message.content)
-        for message in messages
-    )
+    def started(self, num_choices: int) -> None:
+        self.num_live += num_choices
 
+    def ended(self, num_choices: int, *, num_empty: int = 0) -> None:
+        """Counts choices that are not live any more; `num_empty` of them have got no token."""
+        self.num_live -= num_choices + num_empty
+        self._ended_s.extend([self._clock()] * num_choices)
+        self._forget()
 
-def _size_of_content(content: str | Sequence[ContentPart]) -> int:
-    return (
-        len(content) if isinstance(content, str) else sum(len(segment.text) for segment in content)
-    )
+    def retry_after_s(self) -> float:
+        """Returns the time in which the live choices end at the present rate, within bounds; while
+        none has ended, as long as that has been so."""
+        self._forget()
+        window_s = min(_WINDOW_S, self._clock() - self._began_s)
+        num_ended = len(self._ended_s)
+        expected_s = self.num_live * window_s / num_ended if num_ended else window_s
+        return min(max(expected_s, _MIN_S), _MAX_S)
 
-
-def _size_of_json(value: object) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(len(key) + _size_of_json(inner) for key, inner in value.items())
-    return sum(map(_size_of_json, value)) if isinstance(value, list) else 1
+    def _forget(self) -> None:
+        oldest_s = self._clock() - _WINDOW_S
+        while self._ended_s and self._ended_s[0] < oldest_s:
+            self._ended_s.popleft()

@@ -1,24 +1,82 @@
-"""Fields of requests: OpenAI's names, the extras of vLLM, and `speculation`.
+"""Bodies of requests: OpenAI's names, the extras of vLLM, and `speculation`.
 
 Types and ranges of single fields are checked here, strictly: "0.5" is no number. A null means the
 default, as OpenAI's clients send it. Undeclared fields are kept aside (`unsupported`).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, NonNegativeInt, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 from pydantic_core import core_schema
 
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.parameters import Fields, Messages, NumAlternatives, SamplingFields
 from eesd_dist.types import SpeculationParams, TreeShape
 from serve_app.openai.keys import MAX_PRIORITY
-from serve_app.openai.schema.tools import ToolFields
 from serve_app.openai.workloads import WORKLOAD_PATTERN, Kind
 
 REQUEST_ID_PATTERN = r"^[\x21-\x7e]{1,128}$"
 """ASCII without blanks and control characters: ids are written to logs."""
+_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+_MAX_TOOLS = 128
+
+
+class Function(Fields):
+    """`tools[].function`."""
+
+    name: Annotated[str, Field(pattern=_NAME)]
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
+    """A JSON schema of the arguments."""
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    """`{"type": "function", "function": {"name": ...}}`."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ToolFields(BaseModel):
+    """The fields of a chat that say which tools may, or must, be called."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)] = []
+    """Functions that the answer may call."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    """`none`: no calls; `auto`: the model decides; `required`, or one tool: the answer is made of
+    calls with arguments that match their schemas."""
+    parallel_tool_calls: bool = True
+    """Allows several calls in the answer."""
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer is made of calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 Tokens = Annotated[list[NonNegativeInt], Field(min_length=1, fail_fast=True)]
@@ -168,3 +226,33 @@ class ChatFields(GenerationFields, ToolFields):
     @property
     def states_length(self) -> bool:
         return (self.max_completion_tokens or self.max_tokens) is not None
+
+
+class TokenizeFields(Fields):
+    """Body of `POST /tokenize`: a prompt or messages."""
+
+    model: str | None = None
+    """Name of the served model; may be left out."""
+    prompt: str | None = None
+    """A text."""
+    messages: Messages | None = None
+    """A conversation, by the model's chat template."""
+    add_special_tokens: bool = True
+    """Puts the tokenizer's beginning token before a text."""
+    add_generation_prompt: bool = True
+    """Lets the template open an answer."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("send either prompt or messages")
+        return self
+
+
+class DetokenizeFields(Fields):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    """Name of the served model; may be left out."""
+    tokens: Annotated[list[NonNegativeInt], Field(fail_fast=True)]
+    """Token ids."""
