@@ -61,7 +61,7 @@ test-autoscaling: install
 
 # Faults of every kind under a load, and pipelines that come and go; twenty minutes.
 test-nightly: install
-	$(BIN)/python -m pytest -m 'nightly and not slow' $(DURATIONS) tests/serve tests/hosts
+	$(BIN)/python -m pytest -m 'nightly and not slow' $(DURATIONS) tests/unit tests/dist tests/serve tests/hosts
 
 # The slopes of memory, handles, pages and actors over twenty minutes of load, kills and left streams.
 test-endurance: install

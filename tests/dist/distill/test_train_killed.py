@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support.tiny_features import write_tiny_features, write_tiny_target
 
 pytestmark = pytest.mark.dist
 
-STEPS = 600
+STEPS = 400
 DEADLINE_S = 120.0
 
 
@@ -62,13 +63,15 @@ def ends_well(process: "subprocess.Popen[str]") -> None:
     assert "Warning" not in output, output
 
 
-def test_a_run_killed_twice_has_the_curve_and_the_head_of_one_that_was_not(
-    tmp_path: Path,
+@pytest.mark.parametrize("kills", [(15,), pytest.param((15, 70), marks=pytest.mark.nightly)])
+def test_a_killed_run_has_the_curve_and_the_head_of_one_that_was_not(
+    kills: Sequence[int], tmp_path: Path
 ) -> None:
+    """`kills`: rows of the log at which the process is killed, each time another one."""
     write_tiny_features(tmp_path / "features", write_tiny_target(tmp_path / "target"))
     undisturbed = start(tmp_path, "whole")
     run = tmp_path / "killed" / "run"
-    for num_rows in (15, 70):
+    for num_rows in kills:
         process = start(tmp_path, "killed")
         wait_for_steps(run, num_rows, process)
         process.send_signal(signal.SIGKILL)

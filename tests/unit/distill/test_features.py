@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -103,14 +104,17 @@ def test_kept_probabilities_are_right_to_a_thousandth_however_large_the_logits(
 
 def test_the_same_content_gives_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib\n"
-        "from tests.unit.distill.test_features import _sequence\n"
+        "import pathlib, pickle, sys\n"
         "from eesd_dist.distill.features import write_shard\n"
-        "print(write_shard(pathlib.Path(sys.argv[1]), 0, [_sequence(9), _sequence(4)]).crc32)\n"
+        "sequences = pickle.loads(sys.stdin.buffer.read())\n"
+        "print(write_shard(pathlib.Path(sys.argv[1]), 0, sequences).crc32)\n"
     )
+    sequences = [_sequence(9), _sequence(4)]
     run = [sys.executable, "-c", code, str(tmp_path / "other")]
-    theirs = subprocess.run(run, check=True, capture_output=True, text=True).stdout
-    ours = write_shard(tmp_path / "mine", 0, [_sequence(9), _sequence(4)]).crc32
+    theirs = subprocess.run(
+        run, check=True, capture_output=True, input=pickle.dumps(sequences)
+    ).stdout
+    ours = write_shard(tmp_path / "mine", 0, sequences).crc32
     assert int(theirs) == ours
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -66,9 +66,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target(write_byte_level(tmp_path_factory.mktemp("target")), vocab_size=320)
 
 
-@pytest.fixture
-def ring(target: Path, tmp_path: Path) -> RunRequest:
-    prompts = tmp_path / "prompts.jsonl"
+def ring_in(folder: Path, target: Path) -> RunRequest:
+    prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "say {n} twice"}}\n' for n in range(28)))
     return RunRequest(
         collect=CollectOptions(
@@ -82,13 +81,36 @@ def ring(target: Path, tmp_path: Path) -> RunRequest:
             dtype="float32",
             max_gb=MAX_GB,
         ),
-        out=tmp_path / "out",
+        out=folder / "out",
         max_steps=STEPS,
         head="truncated",
         draft_vocab=40,
         ring=True,
         options=TrainOptions(rows=4, length=32, checkpoint_every_steps=3, save_dtype="float32"),
     )
+
+
+@pytest.fixture
+def ring(target: Path, tmp_path: Path) -> RunRequest:
+    return ring_in(tmp_path, target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRing:
+    """A whole run with a ring, which the tests look at."""
+
+    request: RunRequest
+    executor: Watched
+    lines: list[str]
+
+
+@pytest.fixture(scope="module")
+def finished(target: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRing:
+    request = ring_in(tmp_path_factory.mktemp("ring"), target)
+    executor = Watched(request.out)
+    lines: list[str] = []
+    run(request, executor=executor, say=lines.append)
+    return FinishedRing(request=request, executor=executor, lines=lines)
 
 
 def run_rounds(request: RunRequest, executor: Watched) -> None:
@@ -99,9 +121,10 @@ def num_rounds(request: RunRequest) -> int:
     return request.rounds().count
 
 
-def test_all_of_the_text_is_trained_on_and_the_disk_is_never_exceeded(ring: RunRequest) -> None:
-    watched = Watched(ring.out)
-    run_rounds(ring, watched)
+def test_all_of_the_text_is_trained_on_and_the_disk_is_never_exceeded(
+    finished: FinishedRing,
+) -> None:
+    ring, watched = finished.request, finished.executor
     recipe = ring.collection.recipe()
     chunks = [
         c.index for portion in planned_parts(ring.collect, recipe, say=print) for c in portion
@@ -116,9 +139,8 @@ def test_all_of_the_text_is_trained_on_and_the_disk_is_never_exceeded(ring: RunR
     assert (ring.head_folder / "config.json").exists()
 
 
-def test_a_round_goes_on_from_the_head_of_the_last_one(ring: RunRequest) -> None:
-    watched = Watched(ring.out)
-    run_rounds(ring, watched)
+def test_a_round_goes_on_from_the_head_of_the_last_one(finished: FinishedRing) -> None:
+    ring, watched = finished.request, finished.executor
     for before, request in zip(watched.trained, watched.trained[1:], strict=False):
         assert request.start == before.out
     assert watched.trained[0].start is None
@@ -131,10 +153,9 @@ def test_a_round_goes_on_from_the_head_of_the_last_one(ring: RunRequest) -> None
 
 
 def test_killed_after_any_step_the_same_command_ends_with_the_same_head(
-    ring: RunRequest, tmp_path: Path
+    finished: FinishedRing, tmp_path: Path
 ) -> None:
-    whole = Watched(ring.out)
-    run_rounds(ring, whole)
+    ring, whole = finished.request, finished.executor
     expected = load_file(ring.head_folder / "model.safetensors")
     killed = replace(ring, out=tmp_path / "killed")
     num_steps = len(whole.sizes)
@@ -158,15 +179,16 @@ def test_killed_after_any_step_the_same_command_ends_with_the_same_head(
     assert all(bool((tensors[key] == tensor).all()) for key, tensor in expected.items())
 
 
-def test_the_whole_command_with_a_ring_ends_with_an_evaluated_head(ring: RunRequest) -> None:
-    lines: list[str] = []
-    head = run(ring, executor=LocalExecutor(), say=lines.append)
-    assert (head / "calibration.json").exists()
-    assert (head / "evaluation.json").exists()
-    assert sum(line.startswith("round ") for line in lines) == num_rounds(ring)
+def test_the_whole_command_with_a_ring_ends_with_an_evaluated_head(
+    finished: FinishedRing,
+) -> None:
+    ring = finished.request
+    assert (ring.head_folder / "calibration.json").exists()
+    assert (ring.head_folder / "evaluation.json").exists()
+    assert sum(line.startswith("round ") for line in finished.lines) == num_rounds(ring)
 
     second_run = Watched(ring.out)
-    lines.clear()
+    lines: list[str] = []
     run(ring, executor=second_run, say=lines.append)
     assert not second_run.sizes
     assert sum("done before" in line for line in lines) == 3
