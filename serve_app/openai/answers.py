@@ -81,7 +81,7 @@ class Answer:
         """Returns the answer; its log-probabilities may be a `LazyList`."""
         is_chat = self._prepared.kind == "chat"
         prompt_logprobs: Json = {}
-        if is_chat and self._prepared.prompt_logprobs is not None:
+        if is_chat and self._prepared.options.prompt_logprobs is not None:
             prompt_logprobs = {"prompt_logprobs": self._choices[0].prompt_logprobs()}
         return {
             **self._head("chat.completion" if is_chat else "text_completion"),
@@ -97,7 +97,7 @@ class Answer:
         head = self._head("chat.completion.chunk" if is_chat else "text_completion")
         chunk = {**head, "choices": list(choices), **self._warnings}
         self._warnings = {}
-        return chunk | {"usage": None} if self._prepared.include_usage else chunk
+        return chunk | {"usage": None} if self._prepared.options.include_usage else chunk
 
     def _head(self, kind: str) -> Json:
         return {
@@ -129,11 +129,11 @@ class _GrowingChoice:
         self._index = index
         self._is_chat = prepared.kind == "chat"
         self._prompt_ids = (
-            prepared.prompts[choice.prompt_index] if prepared.return_token_ids else None
+            prepared.prompts[choice.prompt_index] if prepared.options.return_token_ids else None
         )
-        self._origins = _TokenOrigins() if prepared.return_token_origins else None
+        self._origins = _TokenOrigins() if prepared.options.return_token_origins else None
         self._logprobs = ChoiceLogprobs(prepared, choice, codec=codec)
-        self._has_prompt_logprobs = prepared.prompt_logprobs is not None
+        self._has_prompt_logprobs = prepared.options.prompt_logprobs is not None
         self._message = _Message(prepared.tool_use, seed=choice.request.request_id)
         self._echoed = prepared.echoed[choice.prompt_index]
         self._text = self._echoed

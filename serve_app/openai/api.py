@@ -213,7 +213,7 @@ async def _response(
 ) -> Response:
     """Sends the whole answer, or its events."""
     try:
-        if not prepared.stream:
+        if not prepared.options.stream:
             return await while_listened_to(request.receive, body)
         first = await while_listened_to(request.receive, lambda: _first(events))
     except CapacityError as error:

@@ -70,7 +70,7 @@ class ChoiceLogprobs:
         self._echoed = prepared.echoed[choice.prompt_index]
         self._hidden = codec.special_token_ids.union(choice.request.sampling.stop_token_ids)
         """Tokens that are no part of the text where they add nothing to it."""
-        self._num_prompt_top = prepared.prompt_logprobs
+        self._num_prompt_top = prepared.options.prompt_logprobs
         self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         """None before the first token."""
         self._num_chars = len(self._echoed)

@@ -28,7 +28,14 @@ from serve_app.openai.context import RequestContext
 from serve_app.openai.errors import UnknownModel
 from serve_app.openai.event_ids import StreamStart, StreamStarts
 from serve_app.openai.keys import ANYONE, Permit
-from serve_app.openai.prepared import Choice, Prepared, Prompt, TextOptions, response_id_of
+from serve_app.openai.prepared import (
+    AnswerOptions,
+    Choice,
+    Prepared,
+    Prompt,
+    TextOptions,
+    response_id_of,
+)
 from serve_app.openai.schema import (
     ChatFields,
     CompletionFields,
@@ -293,12 +300,7 @@ class Preparation:
             ),
             tool_use=tool_use,
             max_draft_tokens=self._draft_ceiling(fields),
-            stream=fields.stream,
-            include_usage=fields.stream_options.include_usage,
-            detailed_statistics=fields.speculation.detailed,
-            prompt_logprobs=fields.prompt_logprobs,
-            return_token_ids=fields.return_token_ids,
-            return_token_origins=fields.return_token_origins,
+            options=AnswerOptions.of(fields),
             warnings=_warnings(fields, constraint),
             shown=start.shown,
             context=context,

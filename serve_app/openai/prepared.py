@@ -1,10 +1,12 @@
 """Requests that are prepared for an engine: what is generated, and what the answer shows of it."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from eesd_dist.types import Request, TokenId
 from serve_app.openai.context import RequestContext
 from serve_app.openai.event_ids import EventIds, Shown
+from serve_app.openai.schema import GenerationFields
 from serve_app.openai.tools import ToolUse
 from serve_app.openai.workloads import Kind
 
@@ -38,6 +40,30 @@ class TextOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """Form of an answer, and what it has besides texts."""
+
+    stream: bool
+    include_usage: bool
+    detailed_statistics: bool
+    prompt_logprobs: int | None
+    """Alternatives of each token of the prompts, where these are reported by themselves."""
+    return_token_ids: bool
+    return_token_origins: bool
+
+    @classmethod
+    def of(cls, fields: GenerationFields) -> Self:
+        return cls(
+            stream=fields.stream,
+            include_usage=fields.stream_options.include_usage,
+            detailed_statistics=fields.speculation.detailed,
+            prompt_logprobs=fields.prompt_logprobs,
+            return_token_ids=fields.return_token_ids,
+            return_token_origins=fields.return_token_origins,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A client's request: one or more choices for each of one or more prompts."""
 
@@ -60,13 +86,7 @@ class Prepared:
     """None where no tool may be called."""
     max_draft_tokens: int | None
     """Ceiling on one draft; None when the request switched speculation off."""
-    stream: bool
-    include_usage: bool
-    detailed_statistics: bool
-    prompt_logprobs: int | None
-    """Alternatives of each token of the prompts, where these are reported by themselves."""
-    return_token_ids: bool
-    return_token_origins: bool
+    options: AnswerOptions
     warnings: tuple[str, ...]
     """Warnings in the answer to its client."""
     shown: tuple[Shown, ...]
@@ -100,7 +120,7 @@ class Prepared:
 
     def has_to_run(self, choice: Choice) -> bool:
         """A choice that was shown to its end runs again only to be counted."""
-        return self.include_usage or not self.shown[choice.index].is_over
+        return self.options.include_usage or not self.shown[choice.index].is_over
 
 
 def response_id_of(kind: Kind, name: str) -> str:

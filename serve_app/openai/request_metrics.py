@@ -64,7 +64,7 @@ def speculation_report(
     for emission in rounds:
         stats.observe(emission)
     report: dict[str, object] = {**stats.summary()}
-    if prepared.detailed_statistics:
+    if prepared.options.detailed_statistics:
         steps = [emission for emission in rounds if emission.num_drafted > 0]
         report["per_step_accepted"] = [step.num_accepted for step in steps]
         report["per_step_drafted"] = [step.num_drafted for step in steps]

@@ -140,7 +140,7 @@ class TextService:
                     yield event
         for opening in openings:  # of a stream of which everything was shown
             yield opening
-        if prepared.include_usage:
+        if prepared.options.include_usage:
             yield answer.usage_event()
 
     async def _deltas(
@@ -211,7 +211,7 @@ class TextService:
         self, choice: Choice, prepared: Prepared, traceparent: str | None, *, is_continued: bool
     ) -> AsyncGenerator[Delta, None]:
         traced = replace(choice.request, traceparent=traceparent, is_continued=is_continued)
-        pace = self._settings.pace if prepared.stream else None
+        pace = self._settings.pace if prepared.options.stream else None
         deltas = generate(
             self._engine,
             replace(choice, request=traced),
@@ -231,7 +231,7 @@ class TextService:
             model=prepared.model,
             traceparent=request.traceparent,
             sampling=request.sampling,
-            stream=prepared.stream,
+            stream=prepared.options.stream,
             attributes=request_attributes(prepared, controller=self._settings.controller),
         )
 
