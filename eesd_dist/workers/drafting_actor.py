@@ -8,23 +8,16 @@ actor never waits for the router.
 
 import asyncio
 import logging
-import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import (
-    CapacityError,
     EesdError,
-    EngineCrashed,
     EngineError,
-    Migrated,
     PeerLost,
-    QueueFull,
-    ResumedElsewhere,
 )
 from eesd_dist.schedule.page_leases import PageLease, PageReservation
 from eesd_dist.telemetry.span_records import SpanRecord
@@ -47,11 +40,10 @@ from eesd_dist.workers.messages import (
     WorkerStatus,
 )
 from eesd_dist.workers.process import prepare_process, tracing_of
-from eesd_dist.workers.roles import EpochLeader, StageFactory, StepLike
+from eesd_dist.workers.roles import EpochLeader, StageFactory
 from eesd_dist.workers.router_client import Plans, RouterLink
-from eesd_dist.workers.streams.admission import Admission
-from eesd_dist.workers.streams.feature_calls import FeatureCalls
-from eesd_dist.workers.streams.outboxes import TAKE_WAIT_S, Outboxes
+from eesd_dist.workers.streams.outboxes import TAKE_WAIT_S
+from eesd_dist.workers.streams.request_streams import RequestStreams
 from eesd_dist.workers.tenure import Tenure
 from eesd_dist.workers.watch import DraftWatch
 from eesd_dist.workers.worker_actor import WorkerActor
@@ -61,16 +53,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_QUIET_POLL_S = 0.02
 _UNREAD_S = 10.0
 """A client that reads nothing for so long has died, or has lost its streams."""
 _LOOK_S = 1.0
 _VOCABULARY_AFTER_S = 5.0
 """A request that needs the vocabulary earlier waits for it alone."""
 _LEASE_MARGIN_S = 5.0
-_ALONE = CapacityError("a request is tested alone: try again in a moment")
-_NUM_CANCELLED = 256
-"""Cancelled submissions to remember: more than can be cancelled before they arrive."""
 
 
 class _Connected:
@@ -98,34 +86,24 @@ class DraftActor(WorkerActor):
     ) -> None:
         """`tenure` makes its lease; a fallback has none, and ends with its host."""
         prepare_process(telemetry.log_format)
-        self._max_waiting = config.scheduler.max_waiting
         tracing = tracing_of(telemetry, process=name)
         self._leader = stages.draft_leader(config, tracing)
         lease = None if tenure is None else tenure()
         self._is_fallback = lease is None
         super().__init__(name=name, role=self._leader, tenure=lease)
         self._watch = DraftWatch(tracing, model_name=telemetry.model_name)
-        self._mail = Outboxes()
-        self._admission = Admission()
-        self._texts = FeatureCalls()
-        self._waiting: dict[RequestId, Request] = {}
-        """Submitted requests that the engine has not got yet."""
-        self._running: RoundLoop | None = None
-        """None between epochs."""
-        self._needs_new_engine = True
-        self._dropped: set[RequestId] = set()
-        """Requests that left between epochs."""
-        self._cancelled: deque[tuple[RequestId, int]] = deque(maxlen=_NUM_CANCELLED)
-        """Latest submissions that were cancelled while they were not here."""
+        self._streams = RequestStreams(
+            name=lambda: self._name,
+            max_waiting=config.scheduler.max_waiting,
+            compile_grammar=self._leader.compile_grammar,
+            watch=self._watch,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         """The expiry of page leases and reservations, and the look after clients."""
         self._is_looking = False
         self._has_vocabulary = False
-        self._num_rounds = 0
-        self._last_round_unix_s = 0.0
-        self._router: RouterLink | None = None
         if ask_router is not None:
-            self._router = RouterLink(
+            self._streams.router = RouterLink(
                 pipeline=name,
                 ask=ask_router,
                 apply=self._apply_plans,
@@ -135,7 +113,7 @@ class DraftActor(WorkerActor):
     async def tenancy(self) -> Tenancy:
         """Returns what another supervisor needs to know to claim this worker."""
         return self._leased().tenancy(
-            epoch=0 if self._running is None else self._running.epoch,
+            epoch=0 if self._streams.running is None else self._streams.running.epoch,
             newest_epoch=self._joining.newest,
             num_pages=self._joining.num_pages,
             is_degraded=False,
@@ -143,7 +121,7 @@ class DraftActor(WorkerActor):
         )
 
     def _in_epoch(self) -> WorkerStatus | None:
-        running = self._running
+        running = self._streams.running
         if running is None:
             return None
         load = running.draft_epoch.load()
@@ -152,7 +130,7 @@ class DraftActor(WorkerActor):
             progress=running.progress_of(has_work=load.num_running + load.num_waiting > 0),
             has_computed=running.has_computed,
             is_busy=True,
-            num_live=len(self._mail),
+            num_live=len(self._streams.mail),
             activity=self._watch.activity(load),
         )
 
@@ -187,42 +165,41 @@ class DraftActor(WorkerActor):
 
     async def join(self, epoch: Epoch) -> None:
         """Starts the round loop, once the verify ranks are ready for rounds."""
-        new_engine = self._needs_new_engine
+        new_engine = self._streams.needs_new_engine
         draft_epoch = await self._joining.enter(
             epoch, lambda: self._leader.join(epoch, new_engine=new_engine)
         )
-        self._needs_new_engine = False
-        while self._dropped:
-            draft_epoch.drop(self._dropped.pop())
-        if self._router is not None:
-            self._router.start()
+        self._streams.needs_new_engine = False
+        self._streams.drop_from(draft_epoch)
+        if self._streams.router is not None:
+            self._streams.router.start()
         if not self._is_looking:
             self._is_looking = True
             self._keep(self._look_after_clients())
             self._keep(self._expire_pages())
-        self._running = RoundLoop(
+        self._streams.running = RoundLoop(
             draft_epoch,
             epoch=epoch.number,
             name=f"drafting loop of {self._name}",
-            deliver=self._deliver,
+            deliver=self._streams.deliver,
         )
         logger.info("joined: pipeline=%s epoch=%d", self._name, epoch.number)
 
     async def ended(self) -> LoopEnd:
         """Waits for the end of the loop. After any error but a lost peer the next epoch gets a new
         engine."""
-        running = self._running
+        running = self._streams.running
         if running is None:
             return LoopEnd(error=None)
         end = await running.thread.end()
         if end.error is not None and not isinstance(end.error, PeerLost):
-            self._needs_new_engine = True
+            self._streams.needs_new_engine = True
         return end
 
     async def halt(self) -> bool:
         """Ends the loop between two rounds; call when all streams are evicted. Returns False when
         the loop does not end."""
-        running = self._running
+        running = self._streams.running
         return running is None or await running.halt()
 
     async def leave(self, trouble: EesdError | None = None, is_crash: bool = False) -> bool:
@@ -231,55 +208,17 @@ class DraftActor(WorkerActor):
 
         Returns False when the loop, a load or connecting does not stop.
         """
-        running = self._running
-        self._running = None
+        running = self._streams.running
+        self._streams.running = None
         self._leader.disconnect()
-        self._end_streams(trouble or EngineError("its epoch is over"), is_crash=is_crash)
+        self._streams.end_all(trouble or EngineError("its epoch is over"), is_crash=is_crash)
         has_left = await self._joining.leave()
         return has_left and (running is None or await running.stop())
-
-    def _end_streams(self, trouble: EesdError, *, is_crash: bool) -> None:
-        inside = set(self._admission.inside)
-        for request_id in self._mail.names():
-            error: EesdError = PeerLost(peer=self._name, operation="rounds", reason=str(trouble))
-            if is_crash and request_id in inside:
-                is_sole = len(inside) == 1 and not self._texts
-                error = EngineCrashed(str(trouble), was_alone=is_sole)
-            self._send_on(request_id, error)
-        lost = PeerLost(peer=self._name, operation="rounds", reason=str(trouble))
-        self._take_out(self._texts.fail_all(lost))
 
     async def submit(self, request: Request, client: str) -> None:
         """Takes a request; `take` of this client returns its emissions, and the error that ends it
         if it is refused."""
-        try:
-            self._require_epoch(request)
-            await self._compile_grammar(request)
-        except EesdError as error:
-            self._mail.refuse(request, client=client, error=error)
-            return
-        request_id = request.request_id
-        earlier = self._mail.request_of(request_id)
-        if earlier is not None and _is_next_attempt(request, after=earlier):
-            await self.cancel(request_id, earlier.submission)  # that is on its way
-        try:
-            self._refuse(request)
-            if earlier is not None and earlier.resumption < request.resumption:
-                self._send_on(request_id, ResumedElsewhere())
-            unfinished = self._mail.open(request, client=client)
-        except EesdError as error:
-            self._mail.refuse(request, client=client, error=error)
-            return
-        if unfinished is not None:
-            self._waiting[request_id] = unfinished
-            self._admission.arrive(request_id, is_suspect=request.is_suspect)
-        self._admit()
-
-    async def _compile_grammar(self, request: Request) -> None:
-        """Compiles the grammar of a request in a thread: the engine finds it kept then."""
-        grammar = request.sampling.grammar
-        if grammar is not None:
-            await asyncio.to_thread(self._leader.compile_grammar, grammar)
+        await self._streams.submit(request, client)
 
     async def text_features(self, request: Request) -> "TextFeatures":
         """Generates a text as a whole, and returns it with the features of its rows.
@@ -287,66 +226,12 @@ class DraftActor(WorkerActor):
         For operators: no ingress calls it. Raises RequestError for features that cannot be, and
         CapacityError or PeerLost where the text cannot be generated now: ask again.
         """
-        await self._compile_grammar(request)
-        self._refuse(request)
-        if self._admission.has_suspect:
-            raise _ALONE
-        running = self._running
-        assert running is not None, "refused otherwise"
-        running.draft_epoch.add(request)
-        text = self._texts.open(request.request_id)
-        try:
-            return await text
-        finally:
-            if self._texts.close(request.request_id):  # the caller has left
-                self._take_out([request.request_id])
+        return await self._streams.text_features(request)
 
     async def num_kept(self, request_id: RequestId) -> int | None:
         """Returns how many tokens of a stream are kept for a client that resumes it; None: it is
         not known here."""
-        return self._mail.kept.num_tokens(request_id)
-
-    def _refuse(self, request: Request) -> None:
-        """Raises why a request cannot be taken now."""
-        self._require_epoch(request)
-        if request.is_suspect and self._admission.has_suspect:
-            raise CapacityError("another request is tested alone: try again in a moment")
-        if self._admission.num_waiting >= self._max_waiting:
-            raise QueueFull(num_waiting=self._admission.num_waiting, limit=self._max_waiting)
-
-    def _require_epoch(self, request: Request) -> None:
-        if self._running is None or self._needs_new_engine:
-            raise PeerLost(peer=self._name, operation="submit", reason="it is between two epochs")
-        if (request.request_id, request.submission) in self._cancelled:  # it arrived first
-            raise EngineError(f"request {request.request_id} was cancelled")
-
-    def _admit(self) -> None:
-        """Passes waiting requests to the engine, as far as they may enter."""
-        running = self._running
-        if running is None:
-            return
-        if self._admission.has_suspect:
-            self._take_out(self._texts.fail_all(_ALONE))
-        for request_id in self._admission.to_evict():
-            migrated = Migrated(by="", to=None, reason="a request is tested alone")
-            self._send_on(request_id, migrated)
-        if self._admission.needs_quiet and not running.is_quiet:
-            asyncio.get_running_loop().call_later(_QUIET_POLL_S, self._admit)
-            return
-        while admitted := self._admission.admit():  # again where the engine has refused a suspect
-            for request_id in admitted:
-                self._enter(running, self._waiting.pop(request_id))
-
-    def _enter(self, running: RoundLoop, request: Request) -> None:
-        try:
-            running.draft_epoch.add(request)
-        except EesdError as error:
-            self._admission.leave(request.request_id)
-            self._mail.fail(request.request_id, error)
-            return
-        self._watch.arrived(request)
-        if self._router is not None:
-            self._router.admitted(request)
+        return self._streams.mail.kept.num_tokens(request_id)
 
     async def take(self, client: str, last: tuple[str, int]) -> Delivery:
         """Returns what the client's streams have to read, as soon as there is something.
@@ -354,31 +239,20 @@ class DraftActor(WorkerActor):
         `last` are outbox and number of the last batch that the client has. The batch is empty after
         two seconds without news. Streams of a client that does not read are ended.
         """
-        return await self._mail.take(client, last=last, wait_s=TAKE_WAIT_S)
+        return await self._streams.mail.take(client, last=last, wait_s=TAKE_WAIT_S)
 
     async def cancel(self, request_id: RequestId, submission: int) -> None:
         """Ends this submission of the request and frees its resources. If it is not here, it has
         ended or is yet to arrive: Ray may reorder calls with arguments of different size."""
-        if self._mail.close(request_id, submission):
-            self._watch.left(request_id)
-            self._drop(request_id)
-            self._admit()
-        else:
-            self._cancelled.append((request_id, submission))
+        self._streams.cancel(request_id, submission)
 
     async def _look_after_clients(self) -> None:
         """Ends the streams of clients that have died: nothing else tells this process."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            self._mail.kept.expire()
-            unread = self._mail.unread(after_s=_UNREAD_S, passed_s=_LOOK_S)
-            for request_id in unread:
-                self._watch.left(request_id)
-                self._drop(request_id)
-            self._admit()
-            if unread:
+            if num_unread := self._streams.end_unread(after_s=_UNREAD_S, passed_s=_LOOK_S):
                 logger.warning(
-                    "unread streams ended: pipeline=%s streams=%d", self._name, len(unread)
+                    "unread streams ended: pipeline=%s streams=%d", self._name, num_unread
                 )
 
     async def _expire_pages(self) -> None:
@@ -390,14 +264,14 @@ class DraftActor(WorkerActor):
 
     async def live(self) -> tuple[RequestId, ...]:
         """Returns the requests with an open stream."""
-        return self._mail.names()
+        return self._streams.mail.names()
 
     async def stats(self) -> DraftStats:
-        running = self._running
+        running = self._streams.running
         load = running.draft_epoch.load() if running is not None else None
         return DraftStats(
-            num_rounds=self._num_rounds,
-            last_round_unix_s=self._last_round_unix_s,
+            num_rounds=self._streams.num_rounds,
+            last_round_unix_s=self._streams.last_round_unix_s,
             num_running=load.num_running if load else 0,
             num_waiting=load.num_waiting if load else 0,
             free_pages=load.free_pages if load else 0,
@@ -406,7 +280,7 @@ class DraftActor(WorkerActor):
 
     async def metrics(self) -> bytes:
         """Returns the present metrics in Prometheus' text format."""
-        running = self._running
+        running = self._streams.running
         load = running.draft_epoch.load() if running is not None else None
         return self._watch.page(
             load,
@@ -460,7 +334,7 @@ class DraftActor(WorkerActor):
         """Returns whether the pages held the same content during the whole lease. False between
         epochs: verify ranks may have overwritten the pages."""
         held = await asyncio.to_thread(lambda: self._leader.sharing.end_lease(number))
-        return held and self._running is not None
+        return held and self._streams.running is not None
 
     async def meet(self, timeout_s: float) -> Meeting:
         """Opens a store at which ranks of two pipelines can connect for so long."""
@@ -494,70 +368,12 @@ class DraftActor(WorkerActor):
     async def evict(self, request_ids: Collection[RequestId] | None, error: EesdError) -> int:
         """Ends these streams (None: all) with `error`, which says where they continue or why they
         cannot continue here; returns how many."""
-        moved = [r for r in self._mail.names() if request_ids is None or r in request_ids]
-        for request_id in moved:
-            self._send_on(request_id, error)
-        self._admit()
-        return len(moved)
-
-    def _send_on(self, request_id: RequestId, error: EesdError) -> None:
-        """Ends a stream that continues in another pipeline, or in this one later."""
-        self._mail.fail(request_id, error)
-        self._watch.sent_on(request_id)
-        self._drop(request_id)
+        return self._streams.evict(request_ids, error)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := asyncio.ensure_future(work))
         task.add_done_callback(self._tasks.discard)
 
-    def _drop(self, request_id: RequestId) -> None:
-        """Takes a request that has left out of the queue or the engine."""
-        self._waiting.pop(request_id, None)
-        if not self._admission.leave(request_id):
-            return
-        if self._router is not None:
-            self._router.observed((), (request_id,))
-        self._take_out([request_id])
-
-    def _take_out(self, request_ids: Iterable[RequestId]) -> None:
-        """Takes requests out of the engine."""
-        for request_id in request_ids:
-            if self._running is None:
-                self._dropped.add(request_id)
-            else:
-                self._running.disturb()
-                self._running.draft_epoch.drop(request_id)
-
     def _apply_plans(self, plans: Plans) -> None:
-        if self._running is not None:
-            self._running.draft_epoch.apply_plans(plans)
-
-    def _deliver(self, result: StepLike) -> None:
-        self._texts.deliver(result.features)
-        stale_ids = self._mail.deliver(result.emissions)
-        for emission in result.emissions:
-            if emission.request_id in stale_ids:
-                continue
-            self._admission.delivered(emission.request_id)
-            if emission.finish_reason is not None:
-                self._admission.leave(emission.request_id)
-        if result.rounds:
-            self._num_rounds += len(result.rounds)
-            self._last_round_unix_s = time.time()
-        if self._router is not None:
-            # The router would admit an ended request again on an outcome of it.
-            read = [
-                outcome
-                for outcome in result.outcomes
-                if outcome.request_id not in stale_ids
-                and (outcome.request_id in self._mail or outcome.request_id in result.finished)
-            ]
-            self._router.observed(read, [name for name in result.finished if name not in stale_ids])
-        self._watch.saw(result, stale_ids=stale_ids)
-        if self._admission.num_waiting:
-            self._admit()
-
-
-def _is_next_attempt(request: Request, *, after: Request) -> bool:
-    """Returns True if the same connection of the client asks again."""
-    return request.resumption == after.resumption and request.submission > after.submission
+        if self._streams.running is not None:
+            self._streams.running.draft_epoch.apply_plans(plans)

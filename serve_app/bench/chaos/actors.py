@@ -101,7 +101,7 @@ async def make_spin(drafting_actor: Any) -> None:
 
 
 def _spin(actor: DraftActor) -> bool:
-    running = actor._running
+    running = actor._streams.running
     if running is not None:
         running.draft_epoch = _Spinning(running.draft_epoch)
     return running is not None

@@ -239,7 +239,7 @@ def test_a_resumption_that_is_refused_leaves_the_stream_to_its_reader(tmp_path: 
         async with _actor(tmp_path) as actor:
             old, new, request = Reader(actor, "old"), Reader(actor, "new"), _request()
             await old.begin(request)
-            actor._max_waiting = 0
+            actor._streams._max_waiting = 0
             await new.begin(_resumed(request))
             with pytest.raises(QueueFull):
                 await new.tokens(_resumed(request))
