@@ -1,7 +1,7 @@
 """A round drafted in steps, as on a GPU: kernels in Triton's interpreter, graphs as reruns."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -44,13 +44,23 @@ CALIBRATED = of_length(3)._replace(
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_layers, "Graph", Rerun)
-    for module in (steps, verifier, cuda_layers):  # padding takes the interpreter time, too
-        monkeypatch.setattr(module, "GRAPH_ROWS", (4, 8, 16, 32))
-    monkeypatch.setattr(cuda_layers, "GRAPH_TILES", (4, 8, 16, 32))
-    monkeypatch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_layers, "Graph", Rerun)
+        for module in (steps, verifier, cuda_layers):  # padding takes the interpreter time, too
+            patch.setattr(module, "GRAPH_ROWS", (2, 4, 8, 16, 32))
+        patch.setattr(cuda_layers, "GRAPH_TILES", (2, 4, 8, 16, 32))
+        patch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
+        yield
+
+
+@pytest.fixture(scope="module")
+def four_chains(make_config: MakeConfig) -> Sequence[DraftedChain]:
+    """Returns what steps with graphs draft after `starts(num=4, seed=3)`."""
+    shard, drafter = twin(make_config())
+    with torch.inference_mode():
+        return drafter.draft(starts(shard, num=4, seed=3))[1]
 
 
 def on_gpu(paged: PagedLayers, *, hidden_size: int) -> None:
@@ -152,19 +162,24 @@ def assert_same(actual: Sequence[DraftedChain], expected: Sequence[DraftedChain]
         assert chain[1:] == theirs[1:]
 
 
-@pytest.mark.parametrize("head", ["sometimes", "truncated"])
-def test_steps_draft_what_a_call_of_every_part_drafts(head: str, make_config: MakeConfig) -> None:
+@pytest.mark.parametrize(
+    ("head", "first", "lengths"), [("sometimes", 0, {0, 1, 3}), ("truncated", 4, {1, 3})]
+)
+def test_steps_draft_what_a_call_of_every_part_drafts(
+    head: str, first: int, lengths: set[int], make_config: MakeConfig
+) -> None:
+    """The vocabulary of the head matters where it is asked: in the last chains."""
     config = make_config(head)
     shard, _ = twin(config)
-    expected = [by_steps(shard, chain) for chain in starts(shard, num=6, seed=1)]
+    expected = [by_steps(shard, chain) for chain in starts(shard, num=6, seed=1)[first:]]
     shard, drafter = twin(config)
-    chains = starts(shard, num=6, seed=1)
+    chains = starts(shard, num=6, seed=1)[first:]
     with torch.inference_mode():
         for _ in range(2):  # the first step of a size has no graph yet
             hidden_TD, drafted = drafter.draft(chains)
             assert_same(drafted, expected)
     assert torch.equal(hidden_TD, torch.cat([chain.rows_TD.tensor for chain in expected]))
-    assert {chain.report.num_drafted for chain in drafted} == {0, 1, 3}
+    assert {chain.report.num_drafted for chain in drafted} == lengths
 
 
 def test_a_chain_alone_has_the_bits_of_one_in_a_batch(make_config: MakeConfig) -> None:
@@ -178,7 +193,10 @@ def test_a_chain_alone_has_the_bits_of_one_in_a_batch(make_config: MakeConfig) -
 
 
 def test_steps_without_a_graph_have_the_same_bits(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_config: MakeConfig,
+    four_chains: Sequence[DraftedChain],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Prompts that are too long for one, and a machine without room."""
 
@@ -188,30 +206,28 @@ def test_steps_without_a_graph_have_the_same_bits(
     shard, drafter = twin(make_config())
     chains = starts(shard, num=4, seed=3)
     with torch.inference_mode():
-        _, expected = drafter.draft(chains)
         monkeypatch.setattr(steps, "_FEW_ROWS", 2)
-        assert_same(drafter.draft(chains)[1], expected)
+        assert_same(drafter.draft(chains)[1], four_chains)
         monkeypatch.undo()
-        monkeypatch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
         monkeypatch.setattr(cuda_layers, "Graph", no_room)
         shard, drafter = twin(make_config())
         chains = starts(shard, num=4, seed=3)
-        assert_same(drafter.draft(chains)[1], expected)
+        assert_same(drafter.draft(chains)[1], four_chains)
     assert caplog.text.count("no_graphs drafting") == 1
 
 
 def test_a_longer_plan_than_its_buffer_makes_new_graphs(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig,
+    four_chains: Sequence[DraftedChain],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shard, drafter = twin(make_config())
     with torch.inference_mode():
-        _, expected = drafter.draft(starts(shard, num=4, seed=4))
         monkeypatch.setattr(cuda_layers, "_NUMBERS", 120)
         shard, drafter = twin(make_config())
-        chains = starts(shard, num=4, seed=4)
+        chains = starts(shard, num=4, seed=3)
         drafter.draft(chains[:1])
         before = dict(drafter._steps._graphs.by_key)
-        assert_same(drafter.draft(chains)[1], expected)
+        assert_same(drafter.draft(chains)[1], four_chains)
         # A graph of before would read the old buffer; the twin of a graph here reads the new one.
         assert before
         assert not before.items() & drafter._steps._graphs.by_key.items()
@@ -224,8 +240,8 @@ def test_most_tokens_of_a_round_are_steps_with_one_graph(make_config: MakeConfig
     with torch.inference_mode():
         drafter.draft([chain._replace(rule=of_length(3))])
     assert {(size.num_rows, size.reading.name) for size in drafter._steps._graphs.by_key} == {
-        (4, "ITS_ROWS"),
-        (4, "NOTHING"),
+        (2, "ITS_ROWS"),
+        (2, "NOTHING"),
     }
 
 
@@ -261,12 +277,12 @@ def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeCon
                     speculation=SpeculationParams(mode=mode),
                 )
             )
-        while engine.has_work:
-            result = engine.step(wait_s=0.0)
-            for emission in result.emissions:
-                texts.setdefault(emission.request_id, []).extend(emission.tokens)
-            num_drafted += sum(outcome.num_drafted for outcome in result.outcomes)
+    while engine.has_work:
+        result = engine.step(wait_s=0.0)
+        for emission in result.emissions:
+            texts.setdefault(emission.request_id, []).extend(emission.tokens)
+        num_drafted += sum(outcome.num_drafted for outcome in result.outcomes)
     assert num_drafted > 3
     assert drafter._steps._graphs.by_key
-    assert {size.num_sampled for size in graphs._graphs.by_key} >= {4, 8}
+    assert len({size.num_sampled for size in graphs._graphs.by_key}) > 1
     assert [texts[f"off{n}"] for n in range(2)] == [texts[f"auto{n}"] for n in range(2)]

@@ -103,11 +103,13 @@ class Text:
     def drawn(
         cls, shape: Shape, rng: Random, *, pages: list[int], is_short: bool = False
     ) -> "Text":
-        start = rng.choice([1, 40] if is_short else [0, 1, 5, 40, 70])
-        num_committed = rng.choice([2, 9] if is_short else [1, 2, 9, 40])
+        start = rng.choice([1, 34] if is_short else [0, 1, 5, 40, 70])
+        num_committed = rng.choice([2, 5] if is_short else [1, 2, 9, 40])
         parents: tuple[int, ...] = ()
         if rng.random() < 0.5:
-            parents = tuple(rng.randint(-1, node - 1) for node in range(rng.randint(1, 9)))
+            parents = tuple(
+                rng.randint(-1, node - 1) for node in range(rng.randint(1, 5 if is_short else 9))
+            )
         end = start + num_committed + len(parents)
         table = tuple(pages.pop() for _ in range(-(-end // shape.page_size)))
         generator = torch.Generator().manual_seed(rng.randrange(1 << 30))

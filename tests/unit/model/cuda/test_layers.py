@@ -20,16 +20,20 @@ from tests.support.tiny_checkpoints import save_tiny_model
 
 CPU = torch.device("cpu")
 PAGE_SIZE, NUM_PAGES = 4, 40
-FAMILIES = [
-    "llama",
-    "llama, biases",
-    "mistral, sliding window",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "granite",
-    "olmo2",
-]
+NUM_LAYERS = 2
+GRAPH_ROWS = (4, 8, 16, 32)
+"""Few, and less padding than on a GPU: every row takes the interpreter time."""
+WINDOW: dict[str, object] = {"sliding_window": 9}
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "llama, biases": {},
+    "mistral, sliding window": WINDOW,
+    "qwen3": {},
+    "gemma2": WINDOW,
+    "gemma3": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {},
+    "olmo2": {},
+}
 
 # What attention leaves in padding rows has no meaning, and may be any number.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
@@ -89,20 +93,22 @@ class Twins:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_layers, "Graph", Rerun)
+    monkeypatch.setattr(cuda_layers, "GRAPH_ROWS", GRAPH_ROWS)
+    monkeypatch.setattr(cuda_layers, "GRAPH_TILES", GRAPH_ROWS)
     monkeypatch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_compute_what_they_do_on_a_cpu(tmp_path: Path, family: str) -> None:
-    save_tiny_model(tmp_path, family)
+    save_tiny_model(tmp_path, family, num_hidden_layers=NUM_LAYERS, **FAMILIES[family])
     twins = Twins(tmp_path)
     generator = torch.Generator().manual_seed(3)
     first, second = tuple(range(10)), tuple(range(30, 12, -1))
     tree = (-1, -1, 0, 1, 2)
     passes = [
-        [RowSegment(0, 20, first)],
-        [RowSegment(20, 1, first), RowSegment(0, 6, second)],
-        [RowSegment(21, 5, first, tree), RowSegment(6, 2, second)],
+        [RowSegment(0, 12, first)],
+        [RowSegment(12, 1, first), RowSegment(0, 6, second)],
+        [RowSegment(13, 5, first, tree), RowSegment(6, 2, second)],
         [RowSegment(8, 7, second)],
     ]
     for segments in passes:
@@ -115,17 +121,17 @@ def test_layers_compute_what_they_do_on_a_cpu(tmp_path: Path, family: str) -> No
 
 
 def test_a_row_has_the_same_bits_in_a_graph_of_any_size_and_without_one(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_hidden_layers=NUM_LAYERS)
     twins = Twins(tmp_path)
     table = tuple(range(12))
-    x_TD = torch.randn(30, twins.spec.hidden_size)
-    _, batch_TD = twins.run([RowSegment(0, 30, table)], x_TD)
-    for start, count in ((0, 1), (1, 8), (9, 9), (18, 1), (19, 11)):
+    x_TD = torch.randn(20, twins.spec.hidden_size)
+    _, batch_TD = twins.run([RowSegment(0, 20, table)], x_TD)
+    for start, count in ((0, 1), (1, 8), (9, 10), (19, 1)):
         for _ in range(2):  # the first run of a graph's size has no graph yet
             rows_TD = x_TD[start : start + count]
             _, hidden_TD = twins.run([RowSegment(start, count, table)], rows_TD)
             assert torch.equal(hidden_TD, batch_TD[start : start + count])
-    plan = plan_of([RowSegment(0, 30, table)])
+    plan = plan_of([RowSegment(0, 20, table)])
     seen: list[Tensor] = []
     with torch.inference_mode():
         hidden_TD = twins.twin.forward(x_TD, plan, after_layer=lambda _, x: seen.append(x.clone()))
@@ -135,7 +141,7 @@ def test_a_row_has_the_same_bits_in_a_graph_of_any_size_and_without_one(tmp_path
 
 
 def test_padding_writes_no_page_and_what_a_graph_returned_stays(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_hidden_layers=NUM_LAYERS)
     twins = Twins(tmp_path)
     x_TD = torch.randn(3, twins.spec.hidden_size)
     segments = [RowSegment(0, 3, (7,))]
@@ -152,7 +158,7 @@ def test_a_longer_plan_than_its_buffer_and_other_pages_make_new_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_layers, "_NUMBERS", 60)
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_hidden_layers=NUM_LAYERS)
     twins = Twins(tmp_path)
     x_TD = torch.randn(5, twins.spec.hidden_size)
     _, expected_TD = twins.run([RowSegment(0, 5, tuple(range(9)))], x_TD)
@@ -171,7 +177,7 @@ def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
     def no_room(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_hidden_layers=NUM_LAYERS)
     twins = Twins(tmp_path)
     x_TD = torch.randn(3, twins.spec.hidden_size)
     _, expected_TD = twins.run([RowSegment(0, 3, (7,))], x_TD)
@@ -187,7 +193,7 @@ def test_one_layer_whose_tiles_change_bits_keeps_all_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the first layer's check was asked for, and layers with a window have other kernels."""
-    save_tiny_model(tmp_path, "gemma2")
+    save_tiny_model(tmp_path, "gemma2", num_hidden_layers=NUM_LAYERS)
     rows = row_arrays([RowSegment(0, 3, (7,))])
     twins = Twins(tmp_path)
     assert list(twins.twin.tiles(rows).last_B) == [2]
