@@ -87,7 +87,7 @@ class RefreshRequest:
             "seed": self.seed,
         }
 
-    def training(self, config: HeadConfig) -> TrainRequest:
+    def training(self, config: HeadConfig, options: TrainOptions) -> TrainRequest:
         return TrainRequest(
             model=self.model,
             features=self.work / "features",
@@ -102,7 +102,8 @@ class RefreshRequest:
             threads=self.threads,
             start=self.head,
             seed=self.seed,
-            options=TrainOptions(
+            options=replace(
+                options,
                 learning_rate=self.learning_rate,
                 held_out_share=self.held_out_share,
                 # "best" would select on the held-out pieces and bias the comparison on them.
@@ -130,6 +131,7 @@ class RefreshReport:
 
 def refresh(
     request: RefreshRequest,
+    options: TrainOptions | None = None,
     *,
     executor: Executor,
     say: Say,
@@ -144,7 +146,7 @@ def refresh(
     settings = request.settings()
     if request.out.exists():
         return _finished(request.out, settings, say=say)
-    training = request.training(config)
+    training = request.training(config, options or TrainOptions())
     with only_one(request.work):
         _claim(request.work / _SETTINGS_FILE, settings, features=training.features)
         store = copy_recording(
