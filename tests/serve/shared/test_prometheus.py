@@ -35,6 +35,7 @@ class Prometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30)
+        answer.raise_for_status()
         content = answer.json()
         assert content["status"] == "success", content
         return content["data"]
@@ -84,7 +85,7 @@ def test_the_service_is_scraped_and_dashboard_and_alerts_can_be_evaluated(
     def targets() -> Any:
         try:
             return prometheus.get("targets")["activeTargets"]
-        except httpx.TransportError:
+        except httpx.HTTPError:  # it does not listen yet, or answers 503 while it starts
             return []
 
     until(lambda: [target for target in targets() if target["health"] == "up"], timeout_s=60)
