@@ -11,9 +11,9 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from falling_counts import check
+
 OPENINGS = re.compile(
     r"[`,.:]*(?:After|As|At|Before|By|Each|For|From|How|If|In|Its|Not|Of|On|One|Only|Since|That|"
     r"Those|To|Until|Up|What|When|Where|Whether|Who|Why|With|Without)[`,.:]*(?:\s|$)"
@@ -23,29 +23,14 @@ ALLOWED = {"eesd_dist": 0, "serve_app": 0, "cluster": 0, "infra": 0, "tests/supp
 
 
 def main(arguments: list[str]) -> int:
-    root = Path(arguments[0]).resolve() if arguments else REPOSITORY
-    has_failed = False
-    for folder, allowed in ALLOWED.items():
-        fragments = [
-            f"{file.relative_to(root)}:{line}: {text}"
-            for file in sorted((root / folder).rglob("*.py"))
-            for line, text in fragments_of(file.read_text())
-        ]
-        if len(fragments) > allowed:
-            has_failed = True
-            print(*fragments, sep="\n")
-            print(
-                f"{folder}: found {len(fragments)} docstrings that start as fragments, "
-                f"{allowed} allowed: start new ones with a verb ('Returns', 'Owns') or with the "
-                "noun that the thing is, as in 'Number of rounds', 'True if it waits'",
-                file=sys.stderr,
-            )
-        elif len(fragments) < allowed and (root / folder).is_dir():
-            print(
-                f"{folder}: found {len(fragments)} docstrings that start as fragments, {allowed} "
-                "allowed: lower the number in infra/check_docstrings.py"
-            )
-    return 1 if has_failed else 0
+    return check(
+        arguments,
+        fragments_of,
+        allowed=ALLOWED,
+        noun="docstrings that start as fragments",
+        advice="start new ones with a verb ('Returns', 'Owns') or with the noun that the thing is, "
+        "as in 'Number of rounds', 'True if it waits'",
+    )
 
 
 def fragments_of(source: str) -> Iterator[tuple[int, str]]:

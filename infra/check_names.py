@@ -12,9 +12,9 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from falling_counts import check
+
 WORDS = re.compile(
     r"(?:^|_)(?:found|asked|kept|told|given|taken|begun|wanted|named|said|made|added|known|joined|"
     r"counted|placed|sent|heard|blamed|refused|awake|alone|behind|ahead|together|mine|each|one|two|"
@@ -26,29 +26,14 @@ ALLOWED = {"eesd_dist": 34, "serve_app": 2, "cluster": 6, "infra": 0, "tests": 7
 
 
 def main(arguments: list[str]) -> int:
-    root = Path(arguments[0]).resolve() if arguments else REPOSITORY
-    has_failed = False
-    for folder, allowed in ALLOWED.items():
-        names = [
-            f"{file.relative_to(root)}:{line}: {name}"
-            for file in sorted((root / folder).rglob("*.py"))
-            for line, name in empty_names_of(file.read_text())
-        ]
-        if len(names) > allowed:
-            has_failed = True
-            print(*names, sep="\n")
-            print(
-                f"{folder}: found {len(names)} variables and arguments that a participle or a "
-                f"pronoun names, {allowed} allowed: name new ones after the thing, as in "
-                "'prefix_pages' instead of 'found', 'request' instead of 'each'",
-                file=sys.stderr,
-            )
-        elif len(names) < allowed and (root / folder).is_dir():
-            print(
-                f"{folder}: found {len(names)} variables and arguments that a participle or a "
-                f"pronoun names, {allowed} allowed: lower the number in infra/check_names.py"
-            )
-    return 1 if has_failed else 0
+    return check(
+        arguments,
+        empty_names_of,
+        allowed=ALLOWED,
+        noun="variables and arguments that a participle or a pronoun names",
+        advice="name new ones after the thing, as in 'prefix_pages' instead of 'found', 'request' "
+        "instead of 'each'",
+    )
 
 
 def empty_names_of(source: str) -> Iterator[tuple[int, str]]:

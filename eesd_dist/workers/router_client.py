@@ -23,6 +23,8 @@ from eesd_dist.workers.messages import Admission, RouterAdvice, RouterNews
 logger = logging.getLogger(__name__)
 
 _NO_EVIDENCE = Evidence(depth=0)
+_MAX_QUEUED = 4096
+"""Updates that are kept for a silent router; beyond it the oldest are dropped."""
 
 T = TypeVar("T")
 Plans = Mapping[RequestId, DraftPlan]
@@ -39,7 +41,6 @@ class RouterLink:
         interval_s: float = 0.05,
         timeout_s: float = 1.0,
         priors_interval_s: float = 1.0,
-        max_queued: int = 4096,
     ) -> None:
         self._pipeline = pipeline
         self._ask = ask
@@ -52,9 +53,9 @@ class RouterLink:
         """Id of the pools received last; empty before the first."""
         self._request_s = -math.inf
         """Time when pools were last asked for."""
-        self._admitted: deque[Admission] = deque(maxlen=max_queued)
-        self._outcomes: deque[Outcome] = deque(maxlen=max_queued)
-        self._finished: deque[RequestId] = deque(maxlen=max_queued)
+        self._admitted: deque[Admission] = deque(maxlen=_MAX_QUEUED)
+        self._outcomes: deque[Outcome] = deque(maxlen=_MAX_QUEUED)
+        self._finished: deque[RequestId] = deque(maxlen=_MAX_QUEUED)
         self._has_update = asyncio.Event()
         self._is_silent = False
         self._task: asyncio.Task[None] | None = None
