@@ -68,7 +68,8 @@ class BundleConfig(Section):
     `"!x"`, `"in(a,b)"` and `"!in(a,b)"` are understood."""
 
     strategy: Strategy | None = None
-    """Placement of this stage's ranks relative to each other; None: PACK."""
+    """Placement of this stage's ranks relative to each other; None: STRICT_PACK if a node or node
+    type is large enough for all of them, otherwise PACK, which fills whole nodes."""
 
     @field_validator("labels")
     @classmethod
@@ -470,6 +471,22 @@ class ServiceConfig(Section):
     router: RouterConfig = RouterConfig()
     recorder: RecorderConfig = RecorderConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="after")
+    def _ranks_of_a_group_have_a_gpu_each(self) -> Self:
+        parallel = self.engine.parallel
+        for stage, bundle, num_ranks in (
+            ("draft", self.placement.draft, parallel.draft_tensor_parallel_size),
+            ("verify", self.placement.verify, parallel.verify_tensor_parallel_size),
+        ):
+            if num_ranks > 1 and 0 < (bundle.num_gpus or 0) < 1:
+                raise ValueError(
+                    f"placement.{stage}.num_gpus is {bundle.num_gpus:g} with "
+                    f"engine.parallel.{stage}_tensor_parallel_size {num_ranks}: NCCL refuses two "
+                    f"ranks of a group on one GPU; drop placement.{stage}.num_gpus, or lower "
+                    f"engine.parallel.{stage}_tensor_parallel_size to 1"
+                )
+        return self
 
     @property
     def served_model_name(self) -> str:

@@ -167,8 +167,8 @@ def require_local_room(config: ServiceConfig) -> None:
     """Raises ConfigError if the present nodes, when nothing else runs on them, have no room for a
     pipeline: for a Ray that no node will join."""
     slots = _slots(config, _gpus_per_rank(config.engine))
-    groups = groups_of(slots, config.placement)
-    require_room(groups, relation_of(config.placement), nodes_now())
+    nodes = nodes_now()
+    require_room(groups_of(slots, config.placement, nodes), relation_of(config.placement), nodes)
 
 
 def _slots(config: ServiceConfig, gpus: float) -> tuple[RankSlot, ...]:

@@ -64,6 +64,26 @@ def test_a_stage_that_prefers_the_nodes_of_the_other_gets_them_where_it_can(
     assert report["wish_denied"][0] == "D"
 
 
+def test_the_ranks_of_a_tensor_parallel_group_share_a_node_that_is_large_enough(
+    report: dict[str, Any],
+) -> None:
+    for name in ("tp8", "tp4"):
+        assert len(set(report["gpus"][name][1:])) == 1, report["gpus"]
+    drafting, *ranks = report["gpus"]["tp8"]
+    assert drafting not in ranks, "the other node has room for it"
+    assert len(set(report["gpus"]["tp4"])) == 1, "the drafting actor is on their node where it fits"
+
+
+def test_a_group_larger_than_every_node_fills_whole_nodes(report: dict[str, Any]) -> None:
+    ranks = report["gpus"]["tp12"][1:]
+    assert sorted(ranks.count(node) for node in set(ranks)) == [4, 8]
+
+
+def test_a_setting_wins_over_the_choice(report: dict[str, Any]) -> None:
+    ranks = report["gpus"]["tp8_pack"][1:]
+    assert len(set(ranks)) == 2, "what Ray's PACK does with nine bundles"
+
+
 def test_what_has_no_node_waits_says_why_and_leaves_nothing_behind_when_it_is_given_up(
     report: dict[str, Any],
 ) -> None:

@@ -86,10 +86,12 @@ class Placer:
         *,
         patience_s: float = 20.0,
         on_wait: Callable[[str], None] = lambda why: None,
+        num_verify_ranks: int = 2,
+        gpus_per_rank: float = 0.0,
         **placement: object,
     ) -> tuple[PlacementGroups, tuple[RankSlot, ...]]:
         config = PlacementConfig.model_validate(placement)
-        slots = rank_slots(config, num_verify_ranks=2, gpus_per_rank=0.0)
+        slots = rank_slots(config, num_verify_ranks=num_verify_ranks, gpus_per_rank=gpus_per_rank)
 
         async def placed() -> PlacementGroups:
             async with asyncio.timeout(patience_s):
@@ -121,8 +123,12 @@ class Placer:
         nodes = ray.get([actor.where.remote() for actor in actors], timeout=60)
         return [self._letters[node] for node in nodes]
 
-    def once(self, **placement: object) -> list[str]:
-        placement_groups, slots = self.place(**placement)
+    def once(
+        self, *, num_verify_ranks: int = 2, gpus_per_rank: float = 0.0, **placement: object
+    ) -> list[str]:
+        placement_groups, slots = self.place(
+            num_verify_ranks=num_verify_ranks, gpus_per_rank=gpus_per_rank, **placement
+        )
         try:
             return self.where(placement_groups, slots)
         finally:
@@ -177,6 +183,23 @@ def _impossible(placer: Placer) -> str:
         gcs.report_cluster_config(ClusterConfig().SerializeToString())
         _until(_nothing_is_held)
     raise AssertionError("it was placed")
+
+
+def _on_nodes_of_gpus(cluster: Cluster) -> dict[str, list[str]]:
+    """Adds two nodes of eight GPUs, which are numbers to Ray, and places tensor parallel groups
+    on them without any setting: one that fits a node, and one that does not."""
+    gpu_nodes = {
+        name: cluster.add_node(num_cpus=16, num_gpus=8, object_store_memory=_STORE)
+        for name in ("G", "H")
+    }
+    cluster.wait_for_nodes()
+    placer = Placer(gpu_nodes)
+    return {
+        "tp8": placer.once(num_verify_ranks=8, gpus_per_rank=1.0),
+        "tp4": placer.once(num_verify_ranks=4, gpus_per_rank=1.0),
+        "tp12": placer.once(num_verify_ranks=12, gpus_per_rank=1.0),
+        "tp8_pack": placer.once(num_verify_ranks=8, gpus_per_rank=1.0, strategy="PACK"),
+    }
 
 
 def _after_a_death(cluster: Cluster, nodes: dict[str, Any], placer: Placer) -> dict[str, object]:
@@ -241,6 +264,7 @@ def main() -> int:
             "impossible": _impossible(placer),
         }
         placements["death"] = _after_a_death(cluster, nodes, placer)
+        placements["gpus"] = _on_nodes_of_gpus(cluster)
     sys.stdout.write(json.dumps(placements) + "\n")
     return 0
 

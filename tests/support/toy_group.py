@@ -150,6 +150,8 @@ class ToyCluster:
         monkeypatch.setattr(claim_module, "remove_placement_group", self.groups.discard)
         for module in (claim_module, placement_groups):
             monkeypatch.setattr(module, "placement_groups_named", self.placement_groups_named)
+        table = {"state": "CREATED", "strategy": "PACK", "bundles_to_node_id": {}}
+        monkeypatch.setattr(placement_groups, "_table", lambda group: table)
         for module in (worker_actor, tenure):  # Ray would be started to be asked
             own_info = ProcessInfo(pid=1, host="here", node_id="n")
             monkeypatch.setattr(module, "process_info", lambda info=own_info: info)

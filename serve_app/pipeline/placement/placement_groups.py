@@ -158,19 +158,27 @@ class PlacementGroups:
 def present_placement_groups(
     slots: Sequence[RankSlot], *, placement: PlacementConfig, name: str, owner: str
 ) -> PlacementGroups:
-    """Returns the groups that an earlier supervisor of the pipeline has placed. Raises EngineError
-    when one of them is gone."""
+    """Returns the groups that an earlier supervisor of the pipeline has placed, for all stages or
+    one each, with their strategies. Raises EngineError when one of them is gone."""
+    present = placement_groups_named(f"{name}/")
     placements: list[_Placement] = []
-    for bundles in groups_of(slots, placement):
-        present = placement_groups_named(_prefix(name, bundles))
-        if not present:
-            raise EngineError(f"the placement group {_prefix(name, bundles)} is gone")
-        group = next(iter(present.values()))
+    for stages in ("draft and verify", "verify", "draft"):
+        prefix = f"{name}/{stages}/"
+        group = next((g for full, g in present.items() if full.startswith(prefix)), None)
+        if group is None:
+            continue
+        bundles = Bundles(
+            slots=tuple(slot for slot in slots if slot.stage in stages.split(" and ")),
+            strategy=_table(group)["strategy"],
+        )
         if placements and relation_of(placement) in ("PACK", "STRICT_PACK"):
             # It may have been kept to the nodes of the first group.
             nodes = _nodes_of(placements[0].group) | _nodes_of(group)
             bundles = replace(bundles, allowed_nodes=frozenset(nodes - {""}))
         placements.append(_Placement(bundles=bundles, group=group))
+    stages_present = {slot.stage for entry in placements for slot in entry.bundles.slots}
+    for stage in {slot.stage for slot in slots} - stages_present:
+        raise EngineError(f"the placement group {name}/{stage}/ is gone")
     return PlacementGroups(placements, name=name, owner=owner)
 
 
@@ -197,7 +205,10 @@ async def placement_groups_for(
     `name` is how their names in Ray begin, `owner` the actor id of the supervisor. `on_wait` is
     told now and then which bundle lacks what, and where. Raises ConfigError for a bundle that fits
     no node and no node type. A cancelled call leaves no group behind."""
-    groups = groups_of(slots, placement)
+    nodes, types, _ = await asyncio.to_thread(_cluster_now)
+    groups = groups_of(slots, placement, (*nodes, *types))
+    for group in groups:
+        _log_choice(group, placement, name=name)
     placing = _Placer(relation_of(placement), name=name, owner=owner)
     telling = asyncio.ensure_future(placing.tell(groups, on_wait))
     work = asyncio.ensure_future(placing.all_of(groups))
@@ -211,6 +222,25 @@ async def placement_groups_for(
             task.cancel()
         await asyncio.gather(telling, work, return_exceptions=True)
         placing.give_back_unless_complete()
+
+
+def _log_choice(group: Bundles, placement: PlacementConfig, *, name: str) -> None:
+    """Logs the strategy of several ranks' group that no setting has chosen, and why."""
+    stage = placement.draft if group.stages == "draft" else placement.verify
+    if stage.strategy is None and placement.strategy is None and len(group.slots) > 1:
+        is_strict = group.strategy == "STRICT_PACK"
+        logger.info(
+            "placement: pipeline=%s stages=%s strategy=%s reason=%s",
+            name,
+            group.stages,
+            group.strategy,
+            f"a node is large enough for its {len(group.slots)} bundles; with placement."
+            f"{group.stages}.strategy: PACK they may be on several"
+            if is_strict
+            else "no node is large enough for all: whole nodes first"
+            if group.stages == "verify"
+            else "placement.stages",
+        )
 
 
 class _Placer:

@@ -137,18 +137,20 @@ def _resources(bundle: BundleConfig, gpus_per_rank: float) -> dict[str, float]:
     return {name: amount for name, amount in amounts.items() if amount > 0}
 
 
-def groups_of(slots: Sequence[RankSlot], placement: PlacementConfig) -> tuple[Bundles, ...]:
+def groups_of(
+    slots: Sequence[RankSlot], placement: PlacementConfig, kinds: Sequence[Node] = ()
+) -> tuple[Bundles, ...]:
     """Returns one group if one strategy is enough; else one per stage, the verify stage first.
 
-    Raises ConfigError for strategies that contradict each other.
+    `kinds`: nodes and node types. Without a setting, the ranks of a stage are kept on one node if
+    one of `kinds` is large enough for them, since each layer waits for all of them; else they fill
+    whole nodes. Raises ConfigError for strategies that contradict each other.
     """
     if placement.strategy is not None:
         return (Bundles(slots=tuple(slots), strategy=placement.strategy),)
     relation = relation_of(placement)
-    of_draft: Strategy = placement.draft.strategy or "PACK"
-    of_verify: Strategy = placement.verify.strategy or "PACK"
-    draft = Bundles(slots=tuple(p for p in slots if p.stage == "draft"), strategy=of_draft)
-    verify = Bundles(slots=tuple(p for p in slots if p.stage == "verify"), strategy=of_verify)
+    draft = _stage(slots, "draft", placement.draft.strategy, kinds)
+    verify = _stage(slots, "verify", placement.verify.strategy, kinds)
     # A rank that is alone in its stage satisfies any strategy.
     multi_rank = [group for group in (draft, verify) if len(group.slots) > 1]
     if relation == "STRICT_PACK":
@@ -159,14 +161,39 @@ def groups_of(slots: Sequence[RankSlot], placement: PlacementConfig) -> tuple[Bu
                     f"{group.stages}.strategy is STRICT_SPREAD, a node each: change one of them"
                 )
         return (Bundles(slots=tuple(slots), strategy="STRICT_PACK"),)
-    if all(group.strategy == relation for group in multi_rank):
+    is_split = kinds and placement.verify.strategy is None and _num_ranks(verify) > 1
+    if not is_split and all(group.strategy == relation for group in multi_rank):
         return (Bundles(slots=tuple(slots), strategy=relation),)
     if relation in ("SPREAD", "STRICT_SPREAD") and _have_other_nodes(placement):
         # One group is placed as a whole, and an autoscaler sees all of it at once.
-        strategies = {group.strategy for group in multi_rank} or {of_verify}
+        strategies = {group.strategy for group in multi_rank} or {verify.strategy}
         if len(strategies) == 1 and "STRICT_PACK" not in strategies:
             return (Bundles(slots=tuple(slots), strategy=strategies.pop()),)
     return verify, draft
+
+
+def _stage(
+    slots: Sequence[RankSlot], stage: StageName, setting: Strategy | None, kinds: Sequence[Node]
+) -> Bundles:
+    group = Bundles(slots=tuple(p for p in slots if p.stage == stage), strategy=setting or "PACK")
+    if setting is None and _num_ranks(group) > 1 and _fits_one(group, kinds):
+        return replace(group, strategy="STRICT_PACK")
+    return group
+
+
+def _num_ranks(group: Bundles) -> int:
+    return sum(not slot.is_spare for slot in group.slots)
+
+
+def _fits_one(group: Bundles, kinds: Sequence[Node]) -> bool:
+    """Returns whether a node, or a node type by its resources alone, could hold the whole
+    group."""
+    (whole,) = _merged_bundles(group).slots
+    return any(
+        _fits(whole.resources, kind.resources)
+        and (not kind.node_id or not _labels_missed(whole, kind))
+        for kind in kinds
+    )
 
 
 def _have_other_nodes(placement: PlacementConfig) -> bool:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from eesd_dist.errors import EngineError
 from serve_app.config import PlacementConfig
 from serve_app.pipeline.placement import placement_groups as module
 from serve_app.pipeline.placement.placement_groups import (
@@ -45,7 +46,11 @@ class Ray:
         return name
 
     def _table(self, name: str) -> dict[str, Any]:
-        return {"state": self.states[name], "bundles_to_node_id": {0: self.nodes.get(name, "")}}
+        return {
+            "state": self.states[name],
+            "strategy": "STRICT_PACK" if "/verify/" in name else "PACK",
+            "bundles_to_node_id": {0: self.nodes.get(name, "")},
+        }
 
     def _nodes_now(self) -> tuple[Node, ...]:
         return tuple(
@@ -74,6 +79,17 @@ def test_a_claimed_group_that_was_kept_to_a_node_that_dies_is_placed_anywhere(
     (name,) = [name for name in ray.states if name.startswith("app/p/draft/")]
     assert name.startswith("app/p/draft/two-"), "it belongs to this supervisor"
     assert groups.missing
+
+
+def test_the_groups_that_ray_has_are_claimed_not_those_that_the_nodes_of_today_suggest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = Ray(monkeypatch, "app/p/draft and verify/one-1")
+    groups = _claimed(ray)
+    assert {groups.strategy_for(slot).placement_group for slot in SLOTS} == {*ray.states}
+    ray.states = {"app/p/verify/one-2": "CREATED"}
+    with pytest.raises(EngineError, match="app/p/draft/ is gone"):
+        _claimed(ray)
 
 
 def test_a_claimed_group_that_waits_for_its_node_is_left_alone(

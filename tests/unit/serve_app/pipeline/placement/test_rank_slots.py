@@ -84,6 +84,54 @@ def test_stages_that_differ_get_a_group_each_and_the_verify_stage_is_placed_firs
     ]
 
 
+def _chosen(
+    *kinds: Node, num_verify_ranks: int = 8, num_spares: int = 0, **placement: object
+) -> list[tuple[str, str, int]]:
+    config = PlacementConfig.model_validate(placement)
+    slots = rank_slots(
+        config,
+        num_verify_ranks=num_verify_ranks,
+        num_verify_spares=num_spares,
+        gpus_per_rank=1.0,
+    )
+    return [(g.stages, g.strategy, len(g.slots)) for g in groups_of(slots, config, kinds)]
+
+
+def test_ranks_of_a_stage_share_a_node_that_is_large_enough_for_all() -> None:
+    eight, four = _node("a", CPU=64, GPU=8), _node("b", CPU=64, GPU=4)
+    assert _chosen(four, eight) == [("verify", "STRICT_PACK", 8), ("draft", "PACK", 1)]
+    in_use = _node("a", CPU=64, GPU=8, free={})
+    assert _chosen(in_use) == [("verify", "STRICT_PACK", 8), ("draft", "PACK", 1)]
+
+
+def test_ranks_that_no_node_holds_fill_whole_nodes_before_the_drafting_actor_is_placed() -> None:
+    eight = _node("a", CPU=64, GPU=8)
+    whole_nodes = [("verify", "PACK", 16), ("draft", "PACK", 1)]
+    assert _chosen(eight, eight, num_verify_ranks=16) == whole_nodes
+
+
+def test_a_node_with_other_labels_is_not_large_enough() -> None:
+    verify = {"verify": {"labels": {"stage": "verify"}}}
+    unlabelled, labelled = (
+        _node("a", CPU=64, GPU=8, labels=labels) for labels in ({}, {"stage": "verify"})
+    )
+    assert _chosen(unlabelled, **verify)[0] == ("verify", "PACK", 8)
+    assert _chosen(labelled, **verify)[0] == ("verify", "STRICT_PACK", 8)
+
+
+def test_what_is_set_for_the_ranks_wins_over_the_choice() -> None:
+    eight = _node("a", CPU=64, GPU=9)
+    assert _chosen(eight, verify={"strategy": "PACK"}) == [("draft and verify", "PACK", 9)]
+    assert _chosen(eight, strategy="PACK") == [("draft and verify", "PACK", 9)]
+    assert _chosen(eight, verify={"strategy": "SPREAD"})[0] == ("verify", "SPREAD", 8)
+    assert _chosen(eight, stages="STRICT_PACK") == [("draft and verify", "STRICT_PACK", 9)]
+
+
+def test_one_rank_and_its_spare_are_no_group_of_ranks() -> None:
+    eight = _node("a", CPU=64, GPU=8)
+    assert _chosen(eight, num_verify_ranks=1, num_spares=1) == [("draft and verify", "PACK", 3)]
+
+
 def test_the_strategy_of_a_stage_of_one_rank_splits_nothing() -> None:
     assert _groups(draft={"strategy": "STRICT_PACK"}) == [("draft and verify", "PACK", 3)]
 
@@ -94,6 +142,24 @@ def test_the_short_form_with_the_long_one_is_refused() -> None:
             service_config(
                 {"engine": {"model": {"path": "/m"}}, "placement": {"strategy": "PACK", **other}}
             )
+
+
+def test_a_part_of_a_gpu_for_each_rank_of_a_group_is_refused() -> None:
+    def config(num_gpus: float, ranks: int) -> None:
+        parallel = {"verify_tensor_parallel_size": ranks}
+        service_config(
+            {
+                "engine": {"model": {"path": "/m"}, "parallel": parallel},
+                "placement": {"verify": {"num_gpus": num_gpus}},
+            }
+        )
+
+    with pytest.raises(
+        ConfigError, match=r"verify\.num_gpus is 0\.5.*verify_tensor_parallel_size 2"
+    ):
+        config(0.5, 2)
+    for num_gpus, ranks in ((0.5, 1), (1.0, 2), (0.0, 2)):
+        config(num_gpus, ranks)
 
 
 def test_a_selector_that_ray_would_misread_is_refused() -> None:
