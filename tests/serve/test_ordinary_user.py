@@ -2,7 +2,6 @@
 serves."""
 
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
+from tests.support.kept_kernels import copy_kept
 from tests.support.ordinary_user import UID
 from tests.support.running import free_port
 from tests.support.served import command, wait_for_line
@@ -33,7 +33,7 @@ def folder() -> Iterator[Path]:
         private = Path(name, f"eesd-{USER}")
         private.mkdir(mode=0o700)
         if (kernels := cache_folder() / "kernels").exists():
-            shutil.copytree(kernels, private / "cache" / "kernels")
+            copy_kept(kernels, private / "cache" / "kernels")
         for path in (Path(name), *Path(name).rglob("*")):
             os.chown(path, USER, -1)
         yield Path(name)

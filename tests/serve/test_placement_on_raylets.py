@@ -92,6 +92,12 @@ def test_what_has_no_node_waits_says_why_and_leaves_nothing_behind_when_it_is_gi
     assert "holds the other stage" in report["second_waits"]["said"]
 
 
+def test_waiting_for_a_node_costs_little_processor_time(report: dict[str, Any]) -> None:
+    """A call of Ray that returns at once would take a processor, and memory of the GCS."""
+    for case in ("no_label", "second_waits", "both_wait"):
+        assert report[case]["processor_s"] < 0.5, "in six seconds"
+
+
 def test_an_autoscaler_sees_the_demand_of_both_stages_at_once(report: dict[str, Any]) -> None:
     assert report["both_wait"]["num_visible"] == 3
     assert "drafting actor needs CPU 0.5, none 1" in report["both_wait"]["said"]

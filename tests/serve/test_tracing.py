@@ -69,7 +69,10 @@ class Traced:
         return until(found) or []
 
 
-@pytest.fixture(scope="module", params=PROTOCOLS)
+@pytest.fixture(
+    scope="module",
+    params=["traced-http", pytest.param("traced-grpc", marks=pytest.mark.nightly)],
+)
 def traced(ray_port: int, tiny_service: Path, request: pytest.FixtureRequest) -> Iterator[Traced]:
     """A service with a receiver of its own, and two verify ranks."""
     name = request.param

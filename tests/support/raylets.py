@@ -159,11 +159,13 @@ def _waiting(placer: Placer, **placement: object) -> dict[str, object]:
         tables = placement_group_table().values()
         pending.append(sum(len(t["bundles"]) for t in tables if t["state"] == "PENDING"))
 
+    began_s = time.process_time()
     try:
         placer.place(on_wait=hear, patience_s=6.0, **placement)
     except TimeoutError:
+        used_s = time.process_time() - began_s
         _until(_nothing_is_held)
-        return {"said": reasons[-1], "num_visible": max(pending)}
+        return {"said": reasons[-1], "num_visible": max(pending), "processor_s": used_s}
     raise AssertionError("it was placed")
 
 

@@ -6,7 +6,8 @@ SSH server as its first process: when that ends, the host is empty.
 
 The user of the hosts is `eesd`, another name of root with another home: an interpreter in the home
 of root stays readable. All hosts share one virtual environment, in which the checkout of the host
-comes before the packages of the caller; its stamps make `make install-serving` do nothing.
+comes before the packages of the caller; its stamps make `make install-serving` do nothing. They
+share the folder of compiled kernels too, as one host that compiles for all of them.
 
 Requires what `tests.support.hosts` requires, and sshd, ssh and rsync.
 """
@@ -26,7 +27,6 @@ from typing import Self
 
 import psutil
 
-from eesd_dist.compiled import cache_folder
 from tests.support.hosts import Hosts, HostsError, can_make_hosts
 
 USER = "eesd"
@@ -37,12 +37,13 @@ REPOSITORY = Path(__file__).parents[2]
 
 _VENV = Path("/home/venv")
 _PACKAGES = Path("/home/site-packages")
+_CACHE = HOME / ".cache" / "eesd"
 _TOOLS = ("sshd", "ssh", "ssh-keygen", "rsync", "unshare", "nsenter", "mount")
 _SCRIPTS = ("eesd", "ray", "serve")
 _START_S = 20.0
 _POLL_S = 0.05
 
-# $1: host name, $2: its home, $3: virtual environment, $4: packages.
+# $1: host name, $2: its home, $3: virtual environment, $4: packages, $5: cache.
 _BOOT = f"""
 set -e
 hostname "$1"
@@ -51,12 +52,14 @@ mkdir {HOME} {_VENV} {_PACKAGES} -p
 mount --bind "$2" {HOME}
 mount --bind "$3" {_VENV}
 mount --bind "$4" {_PACKAGES}
+mkdir -p {_CACHE}
+mount --bind "$5" {_CACHE}
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /run
 mkdir /run/sshd
 mount -t tmpfs tmpfs /tmp
 chmod 1777 /tmp
-exec "$5" -D -e -f {HOME}/.ssh/sshd_config
+exec "$6" -D -e -f {HOME}/.ssh/sshd_config
 """
 
 
@@ -109,13 +112,14 @@ class SshHosts:
         packages = sysconfig.get_path("purelib")
         sshd = _which("sshd")
         assert sshd is not None, "can_make_ssh_hosts has been asked"
-        words = [self.hosts.name(host), str(self.home(host)), str(environment), packages, sshd]
+        cache = str(self.hosts.folder / "cache")
+        words = [self.hosts.name(host), str(self.home(host)), str(environment), packages, cache]
         separate = ["unshare", "--pid", "--mount-proc", "--mount", "--uts", "--fork"]
         log = self.hosts.folder / f"sshd{host}.log"
         with log.open("w") as output:
             outside = self.hosts.run(
                 host,
-                [*separate, "--kill-child", "bash", "-c", _BOOT, "boot", *words],
+                [*separate, "--kill-child", "bash", "-c", _BOOT, "boot", *words, sshd],
                 output=output,
             )
         self._first[host] = _first_process(outside, log)
@@ -157,6 +161,7 @@ class SshHosts:
 
     def _write_files(self) -> None:
         _write_environment(self.hosts.folder / "venv")
+        (self.hosts.folder / "cache").mkdir()
         key = self.hosts.folder / "key"
         _run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)])
         for host in range(self.hosts.num_hosts):
@@ -177,8 +182,6 @@ class SshHosts:
         (home / "eesd-dist" / ".venv").symlink_to(_VENV)
         for name in (".bashrc", ".profile"):
             shutil.copy(Path("/etc/skel") / name, home)
-        if cache_folder().is_dir():  # as on hosts that have served before
-            shutil.copytree(cache_folder(), home / ".cache" / "eesd")
         shutil.copy(key, secrets / KEY.name)
         shutil.copy(key.with_suffix(".pub"), secrets / "authorized_keys")
         lines = {

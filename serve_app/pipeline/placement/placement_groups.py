@@ -52,6 +52,8 @@ from serve_app.pipeline.placement.rank_slots import (
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE_S = 1
+"""Whole seconds: Ray waits for none where it is given half of one."""
 _POLL_S = 0.5
 _PREFERENCE_WAIT_S = 5.0
 """Time for which a preferred placement is waited for."""
@@ -335,13 +337,17 @@ class _Placer:
         self._placements.append(_requested_group(bundles, name=self._name, owner=self._owner))
         group = self._placements[-1].group
         next_s = 0.0
-        while not await asyncio.to_thread(group.wait, _POLL_S):
+        # Only once: the GCS keeps every such call for ever.
+        has_room = await asyncio.to_thread(group.wait, _AT_ONCE_S)
+        while not has_room:
             time_s = time.monotonic()
             if then and self._demand is None and time_s >= next_s:
                 self._demand = _requested_group(then[0], name=self._name, owner=self._owner)
-            elif self._demand is not None and _table(self._demand.group)["state"] == "CREATED":
+            elif self._demand is not None and _is_placed(self._demand.group):
                 self._drop_demand()
                 next_s = time_s + _DEMAND_EVERY_S
+            await asyncio.sleep(_POLL_S)
+            has_room = await asyncio.to_thread(_is_placed, group)
         self._drop_demand()
 
     def _drop_demand(self) -> None:
@@ -375,6 +381,10 @@ def _prefix(name: str, bundles: Bundles) -> str:
 
 def _nodes_of(group: PlacementGroup) -> set[str]:
     return set(_table(group)["bundles_to_node_id"].values())
+
+
+def _is_placed(group: PlacementGroup) -> bool:
+    return bool(_table(group).get("state") == "CREATED")
 
 
 def _table(group: PlacementGroup) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def seconds_of(engine: EngineCore, request: Request) -> float:
                 return time.perf_counter() - started
 
 
+@pytest.mark.alone
 def test_an_ambiguous_grammar_holds_up_no_other_request(make_config: MakeConfig) -> None:
     local = LocalEngine(make_config("sometimes"), grammars=json_grammars())
     engine = local.engine
@@ -283,6 +284,7 @@ def test_an_engine_that_is_closed_leaves_no_thread(make_config: MakeConfig) -> N
     assert not any("masks" in thread.name for thread in set(threading.enumerate()) - before)
 
 
+@pytest.mark.alone
 def test_other_threads_go_on_while_a_text_is_read() -> None:
     """The library holds the interpreter's lock while one matcher reads by itself."""
     matcher, rng = json_grammars().matcher(AMBIGUOUS), random.Random(3)

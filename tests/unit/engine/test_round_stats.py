@@ -32,6 +32,7 @@ def test_unnamed_time_is_other_and_every_verdict_starts_a_new_account() -> None:
     assert (second.idle_s, second.other_s) == (0.0, 0.25)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_rounds_accounts_add_up_to_the_wall_clock(
     overlap: bool, make_config: MakeConfig
