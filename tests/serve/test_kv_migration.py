@@ -119,7 +119,8 @@ async def _until(holds: Callable[[], bool]) -> None:
 async def _sending(config: ServiceConfig) -> AsyncIterator[Sending]:
     sending = Sending(config)
     sending.load_balancer.start()
-    await _until(lambda: sending.load_balancer.num_usable == 2)
+    chooser = sending.load_balancer._chooser
+    await _until(lambda: sum(bool(p["is_usable"]) for p in chooser.describe()) == 2)
     yield sending
 
 

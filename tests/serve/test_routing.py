@@ -93,6 +93,11 @@ class Watched(LoadBalancer):
         self.takers: list[str] = []
 
     @property
+    def num_usable(self) -> int:
+        """Pipelines that take requests, by the latest answer."""
+        return sum(bool(p["is_usable"]) for p in self._chooser.describe())
+
+    @property
     def num_idle(self) -> int:
         """Usable pipelines without a live request, as last heard of."""
         return sum(p["is_usable"] and not p["load"] for p in self._chooser.describe())
