@@ -27,7 +27,7 @@ from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.ingress.retry import Attempts
-from serve_app.pipeline.deployment import PipelineState
+from serve_app.pipeline.reports import PipelineState
 from serve_app.service.connect import ServiceConnection
 from serve_app.service.serve_instance import deploy
 from tests.support.toy_stages import ToyStages, held, toy_token
