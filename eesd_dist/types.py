@@ -21,26 +21,84 @@ Numerics = Literal["invariant", "fast"]
 StopRule = Literal["auto", "bernoulli", "optimal"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """Parameters for choosing the next token, as in the OpenAI API and in vLLM."""
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""A count, token id, page or slot: none is negative and all fit 32 bits."""
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are taken as 0, as in vLLM: dividing by them overflows."""
+_WIDE_TOP_P, _WIDE_MIN_P, _WIDE_TOP_K = 0.9, 0.05, 20
+"""Filters from here on, or up to here, keep nearly all probability."""
+
+
+class Value(Struct, frozen=True):
+    """Base of values that are made for every request or token of a round: building a Struct takes a
+    seventh of the time of a frozen dataclass."""
+
+
+class ChoiceParams(Value, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """Parameters for choosing a token from its logits, as in the OpenAI API and in vLLM.
+
+    All that the verify stage needs of a request's `SamplingParams`; the bounds hold for messages.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
     """0 keeps the whole vocabulary."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[Count, float], ...] = ()
     seed: int = 0
     """Noise is keyed by (seed, position, token): the same seed gives the same text on any machine.
     All of its 64 bits count; -1 and 2**64 - 1 are one seed."""
+    min_tokens: Count = 0
+    stop_token_ids: tuple[Count, ...] = ()
+    """Tokens that end the text, including the model's end tokens unless `ignore_eos` is set.
+    Forbidden while fewer than `min_tokens` were generated."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def noise_temperature(self) -> float:
+        """The temperature; 0 where the choice is greedy and has no noise."""
+        return 0.0 if self.is_greedy else self.temperature
+
+    @property
+    def is_filtered(self) -> bool:
+        """True if tokens are filtered by rank or mass, which never affects a greedy choice."""
+        has_filters = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return has_filters and not self.is_greedy
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if filters may take away much of the probability."""
+        return self.is_filtered and (
+            self.top_p < _WIDE_TOP_P or self.min_p > _WIDE_MIN_P or 0 < self.top_k < _WIDE_TOP_K
+        )
+
+    @property
+    def needs_history(self) -> bool:
+        """True if the choice depends on which tokens came before."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def edits_logits(self) -> bool:
+        """True if single logits change before the temperature, at any position."""
+        return bool(self.logit_bias) or self.needs_history
+
+
+class SamplingParams(ChoiceParams, frozen=True, kw_only=True, array_like=False):
+    """Parameters of a request: those of each choice, its length, and what is reported."""
+
     max_tokens: int = 16
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the text, including the model's end tokens unless `ignore_eos` is set."""
     top_logprobs: int | None = None
     """Number of alternatives to report with each token's log-probability; None reports nothing."""
     prompt_logprobs: int | None = None
@@ -54,17 +112,10 @@ class SamplingParams:
     """Sequences of tokens that the text must not have."""
 
     @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def needs_history(self) -> bool:
-        """True if the choice depends on which tokens came before."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+    def choice_params(self) -> ChoiceParams:
+        """The parameters of choices alone, as headers of rounds have them."""
+        values = {name: getattr(self, name) for name in ChoiceParams.__struct_fields__}
+        return ChoiceParams(**values)
 
 
 TreeShape = Literal["none", "static", "dynamic"]
@@ -146,11 +197,6 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-
-
-class Value(Struct, frozen=True):
-    """Base of values that are made for every request or token of a round: building a Struct takes a
-    seventh of the time of a frozen dataclass."""
 
 
 class Evidence(Value, frozen=True, kw_only=True):

@@ -15,8 +15,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_COLUMNS = 120
 MAX_CELL_WORDS = 25
-MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 26_274}
-LONG_LINES: Mapping[str, int] = {"docs/observability.md": 2}
+MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 25_000}
+LONG_LINES: Mapping[str, int] = {"docs/observability.md": 1}
 """Numbers by file, 0 for all others: outputs of commands. Lower a number when the check says so."""
 
 _GENERATED = re.compile(r"<!-- (.+?) -->\n.*?<!-- end(?: of \1)? -->\n?", re.DOTALL)

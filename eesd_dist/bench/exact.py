@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, get_args
 
+from msgspec import structs
+
 from eesd_dist.bench.options import ExactOptions, Topology
 from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.config import (
@@ -169,7 +171,7 @@ def _requests(
         Request(
             request_id=RequestId(f"{tag}-{i}"),
             prompt=prompt.tokens,
-            sampling=dataclasses.replace(
+            sampling=structs.replace(
                 sampling, seed=1000 + i, max_tokens=max_tokens, stop_token_ids=stop_token_ids
             ),
             speculation=speculation,

@@ -87,7 +87,7 @@ class HeadAlone:
             tokens=choice.tokens[:, 0].tolist(),
             gaps=choice.gaps.tolist(),
             top1_probs=top1_probs(logits_GV),
-            temperature=rules[0].noise_temperature if rules else 0.0,
+            temperature=rules[0].params.noise_temperature if rules else 0.0,
         )
 
     def _logits(self, text: TextRows) -> Tensor:

@@ -27,7 +27,7 @@ from eesd_dist.page_table import PageTable
 from eesd_dist.schedule.live import LiveRequest
 from eesd_dist.schedule.plans import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel
-from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
+from eesd_dist.types import ChoiceParams, Request, RequestId, SamplingParams, TokenId
 
 _REPEATS = 15
 _FEWEST = 3
@@ -237,16 +237,5 @@ def greedy_segment(*, start: int, num_rows: int, pages: Sequence[int]) -> Segmen
         tokens=(0,) * num_rows,
         history=(),
         num_prompt=start,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=0,
-        min_tokens=0,
-        stop_token_ids=(),
-        logit_bias=(),
-        top_logprobs=None,
+        params=ChoiceParams(temperature=0.0),
     )

@@ -236,7 +236,7 @@ def _is_plain(header: RoundHeader) -> bool:
         segment.top_logprobs is None
         and not segment.forced
         and chooses_by_score(
-            segment,
+            segment.params,
             num_generated=segment.start
             + segment.num_rows
             + 1

@@ -8,12 +8,13 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+from msgspec import structs
 from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
@@ -298,7 +299,7 @@ class LLM:
             Request(
                 request_id=RequestId(f"{parent.request_id}-{i}"),
                 prompt=parent.tokens,
-                sampling=replace(
+                sampling=structs.replace(
                     sampling,
                     seed=choice_seed(parent.seed, i),
                     max_tokens=params.max_tokens or self._max_model_len,

@@ -57,7 +57,7 @@ class BestScores:
 def kth_scores(rows: ShardedRows, best: BestScores) -> Tensor:
     """Returns each row's k-th largest score [R, 1]; -inf where it has no top_k or fewer tokens."""
     num_ranked = best.ranked_RC.shape[-1]
-    top_k = [max(rule.top_k, 0) for rule in rows.rules]
+    top_k = [max(rule.params.top_k, 0) for rule in rows.rules]
     k_R1 = column(top_k, like=rows.scores_RV, dtype=torch.int64)
     kth_R1 = best.ranked_RC.gather(-1, (k_R1 - 1).clamp_(0, num_ranked - 1))
     if min(top_k) == 0 or max(top_k) > num_ranked:
@@ -74,12 +74,12 @@ def kth_scores(rows: ShardedRows, best: BestScores) -> Tensor:
 
 def is_wide(rule: RowRule) -> bool:
     """Returns True if top_k may leave more than the largest scores, ties aside."""
-    return rule.top_k <= 0 or rule.top_k > NUM_BEST
+    return rule.params.top_k <= 0 or rule.params.top_k > NUM_BEST
 
 
 def needs_best(rule: RowRule) -> bool:
     """Returns True if a row is filtered by rank or mass; min_p needs only the largest score."""
-    return rule.top_k > 0 or rule.top_p < 1.0
+    return rule.params.top_k > 0 or rule.params.top_p < 1.0
 
 
 def _num_best(rows: ShardedRows) -> int:

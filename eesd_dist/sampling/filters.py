@@ -43,15 +43,17 @@ def filtered(
     rows = ShardedRows(scores_RV, rules, None if group is None or group.size == 1 else group)
     best = BestScores.of(rows)
     lowest: list[Tensor] = []
-    if any(rule.min_p > 0.0 for rule in rules):
+    if any(rule.params.min_p > 0.0 for rule in rules):
         # on the host: device libraries round logarithms differently
-        below = [math.log(rule.min_p) if rule.min_p > 0.0 else -torch.inf for rule in rules]
+        below = [
+            math.log(rule.params.min_p) if rule.params.min_p > 0.0 else -torch.inf for rule in rules
+        ]
         lowest.append(best.ranked_RC[:, :1] + column(below, like=scores_RV))
     kth_R1 = None
-    if any(rule.top_k > 0 for rule in rules):
+    if any(rule.params.top_k > 0 for rule in rules):
         kth_R1 = kth_scores(rows, best)  # ties with the k-th are kept
         lowest.append(kth_R1)
-    if all(rule.top_p >= 1.0 for rule in rules):
+    if all(rule.params.top_p >= 1.0 for rule in rules):
         return _masked_below(scores_RV, lowest)
     nucleus = Nucleus.of(rows, kth_R1, best)
     masked_RV = _masked_below(scores_RV, [*lowest, nucleus.score_R1])

@@ -42,7 +42,9 @@ class Nucleus:
     def of(cls, rows: ShardedRows, kth_R1: Tensor | None, best: BestScores) -> "Nucleus":
         """`kth_R1` are the lowest scores that top_k left."""
         masses = _BestMasses.of(best, kth_R1)
-        top_p = [rule.top_p if rule.top_p < 1.0 else _EVERYTHING for rule in rows.rules]
+        top_p = [
+            rule.params.top_p if rule.params.top_p < 1.0 else _EVERYTHING for rule in rows.rules
+        ]
         top_p_R1 = column(top_p, like=rows.scores_RV, dtype=torch.float64)
         tail = _Tail.of(rows, kth_R1, best, masses)
         total_R1 = masses.seen
@@ -229,7 +231,7 @@ def _rows_with_a_tail(rows: ShardedRows, kth_R1: Tensor | None, best: BestScores
     if best.is_complete:
         return []
     at = range(len(rows.rules)) if kth_R1 is None else rows_where(kth_R1 <= best.cutoff_R1)
-    return [row for row in at if rows.rules[row].top_p < 1.0]
+    return [row for row in at if rows.rules[row].params.top_p < 1.0]
 
 
 def _rounded_up(mass_U1: Tensor, unit_U1: Tensor) -> Tensor:

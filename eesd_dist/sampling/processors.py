@@ -92,11 +92,11 @@ def processed(
     if any(rule.edits_logits for rule in rules):
         scores_SV = scores_SV.clone()
         _edit_(scores_SV, rules, columns)
-    if any(rule.temperature != 1.0 and not rule.is_greedy for rule in rules):
-        divisors = [1.0 if rule.is_greedy else rule.temperature for rule in rules]
+    if any(rule.params.temperature != 1.0 and not rule.params.is_greedy for rule in rules):
+        divisors = [1.0 if rule.params.is_greedy else rule.params.temperature for rule in rules]
         # by a tensor: a division by a number may become a multiplication by its reciprocal
         scores_SV = scores_SV / _column(divisors, like=scores_SV)
-    rows = [row for row, rule in enumerate(rules) if rule.is_filtered]
+    rows = [row for row, rule in enumerate(rules) if rule.params.is_filtered]
     if not rows:
         return scores_SV
     if len(rows) == len(rules):
@@ -138,13 +138,13 @@ class _Edits:
 def _edit_(x_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> None:
     biases, repetitions, outputs = _Edits(), _Edits(), _Edits()
     for row, rule in enumerate(rules):
-        if rule.logit_bias or rule.forbidden:
+        if rule.params.logit_bias or rule.forbidden:
             biases.add(row, *_biases_of(rule))
-        if rule.repetition_penalty != 1.0:
-            repetitions.add(row, np.unique(_ids(rule.history)), rule.repetition_penalty)
-        if rule.presence_penalty != 0.0 or rule.frequency_penalty != 0.0:
+        if rule.params.repetition_penalty != 1.0:
+            repetitions.add(row, np.unique(_ids(rule.history)), rule.params.repetition_penalty)
+        if rule.params.presence_penalty != 0.0 or rule.params.frequency_penalty != 0.0:
             ids, counts = np.unique(_ids(rule.history[rule.num_prompt :]), return_counts=True)
-            penalty = rule.frequency_penalty * counts + rule.presence_penalty
+            penalty = rule.params.frequency_penalty * counts + rule.params.presence_penalty
             outputs.add(row, ids, -penalty.astype(np.float32))
     biases.apply_(x_SV, columns, torch.add)
     repetitions.apply_(x_SV, columns, _discourage)
@@ -170,7 +170,7 @@ def _ids(tokens: Sequence[int]) -> _Ids:
 def _biases_of(rule: RowRule) -> tuple[_Ids, npt.NDArray[np.float32]]:
     """Returns tokens and the amounts to add; -inf for forbidden tokens, whatever their bias."""
     bias_of: dict[int, float] = {}
-    for token_id, bias in rule.logit_bias:
+    for token_id, bias in rule.params.logit_bias:
         bias_of[token_id] = bias_of.get(token_id, 0.0) + bias
     bias_of.update(dict.fromkeys(rule.forbidden, -np.inf))
     return np.array(list(bias_of), dtype=np.int64), np.array(list(bias_of.values()), np.float32)

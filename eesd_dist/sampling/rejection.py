@@ -57,7 +57,7 @@ def draft_sample(
         columns = DraftVocabulary(vocab_ids)
     probs_SV = probabilities(logits_SV, rules, columns)
     keys = [
-        noise_key(rule.seed, rule.position, Stream.DRAFT + depth)
+        noise_key(rule.params.seed, rule.position, Stream.DRAFT + depth)
         for rule, depth in zip(rules, depths, strict=True)
     ]
     tokens_S = _draw(probs_SV, keys, columns)
@@ -91,7 +91,7 @@ def reject_all(
     survives = iter(_survives(p_SV, q_SV, draft_rows, tokens, rules))
     counts = [_num_leading([next(survives) for _ in draft]) for draft in drafts]
     next_rows = [first + count for first, count in zip(first_rows, counts, strict=True)]
-    keys = [noise_key(rules[row].seed, rules[row].position) for row in next_rows]
+    keys = [noise_key(rules[row].params.seed, rules[row].position) for row in next_rows]
     next_tokens = _draw(_residual(p_SV[next_rows], q_SV[next_rows]), keys, columns).tolist()
     return [
         Verdict(num_drafted=len(draft), num_accepted=count, next_token=TokenId(token))
@@ -103,7 +103,7 @@ def probabilities(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns)
     """Returns the distribution each row's token is drawn from; one token has all when greedy."""
     scores_SV = processed(logits_SV, rules, columns)
     probs_SV = scores_SV.softmax(dim=-1)
-    greedy = [row for row, rule in enumerate(rules) if rule.is_greedy]
+    greedy = [row for row, rule in enumerate(rules) if rule.params.is_greedy]
     if greedy:
         probs_SV[greedy] = 0.0
         probs_SV[greedy, first_max(scores_SV)[greedy]] = 1.0
@@ -118,7 +118,9 @@ def _survives(
     rules: Sequence[RowRule],
 ) -> list[bool]:
     """Returns for each drafted token whether it is accepted, regardless of those before it."""
-    coins = [uniform(noise_key(rules[r].seed, rules[r].position, Stream.ACCEPT)) for r in rows]
+    coins = [
+        uniform(noise_key(rules[r].params.seed, rules[r].position, Stream.ACCEPT)) for r in rows
+    ]
     coin_K = torch.tensor(coins, dtype=torch.float64, device=p_SV.device)
     p_K, q_K = p_SV[rows, tokens].double(), q_SV[rows, tokens].double()
     is_accepted: list[bool] = (

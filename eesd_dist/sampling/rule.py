@@ -154,7 +154,7 @@ def draft_choice(
 def _is_by_score(logits_SV: Tensor, rules: Sequence[RowRule]) -> bool:
     """Returns whether the rows' scores are the logits and noise alone."""
     return logits_SV.shape[-1] >= 2 and not any(
-        rule.edits_logits or rule.is_filtered for rule in rules
+        rule.edits_logits or rule.params.is_filtered for rule in rules
     )
 
 
@@ -190,9 +190,9 @@ def _compiled_choice(
 
 def _noise_of(rules: Sequence[RowRule]) -> tuple[list[float], _Ints]:
     """Returns the divisor of each row's logits, 0 for one without noise, and its key's words."""
-    divisors = [rule.noise_temperature for rule in rules]
+    divisors = [rule.params.noise_temperature for rule in rules]
     keys = [
-        noise_key(rule.seed, rule.position) if divisor else 0
+        noise_key(rule.params.seed, rule.position) if divisor else 0
         for rule, divisor in zip(rules, divisors, strict=True)
     ]
     return divisors, key_words(keys)
@@ -237,10 +237,10 @@ def perturbed(
     `group` are the ranks that hold the other columns, for filters.
     """
     scores_SV = processed(logits_SV, rules, columns, group=group)
-    noisy = [row for row, rule in enumerate(rules) if not rule.is_greedy]
+    noisy = [row for row, rule in enumerate(rules) if not rule.params.is_greedy]
     if not noisy:
         return scores_SV
-    keys = [noise_key(rules[row].seed, rules[row].position) for row in noisy]
+    keys = [noise_key(rules[row].params.seed, rules[row].position) for row in noisy]
     noise_RV = gumbel(keys, columns.ids(scores_SV))
     if len(noisy) == len(rules):
         return noise_RV.add_(scores_SV)

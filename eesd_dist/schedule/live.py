@@ -18,6 +18,7 @@ class LiveRequest:
     __slots__ = (
         "_table",
         "arrival_s",
+        "choice_params",
         "drafter",
         "first_scheduled_s",
         "in_flight",
@@ -49,6 +50,7 @@ class LiveRequest:
         drafter: int = 0,
     ) -> None:
         self.request = request
+        self.choice_params = request.sampling.choice_params
         self.ticket = ticket
         """Order of arrival; a preempted request keeps it."""
         self.arrival_s = arrival_s

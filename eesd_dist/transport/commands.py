@@ -16,7 +16,8 @@ from torch import Tensor, empty
 from eesd_dist.errors import WireError
 from eesd_dist.page_table import PageTable
 from eesd_dist.transport import wire
-from eesd_dist.transport.contracts import Count, Move, Record, RowSegment
+from eesd_dist.transport.contracts import Move, Record, RowSegment
+from eesd_dist.types import Count
 
 # Shapes: T rows, E width of the exit head's input, A rows that are drafted from, D hidden size.
 

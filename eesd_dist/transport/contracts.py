@@ -16,14 +16,12 @@ from torch import Tensor
 
 from eesd_dist.page_table import PageTable
 from eesd_dist.trees import depths_of, is_chain
-from eesd_dist.types import NO_TRAFFIC, Traffic
+from eesd_dist.types import NO_TRAFFIC, ChoiceParams, Count, Traffic
 
 # Written out: from NumPy 2.5 on `npt.NDArray` is a name for this type, and not equal to it.
 Ints = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 Floats = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 
-Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-"""A count, token id, page or slot: none is negative and all fit 32 bits."""
 Unsigned = Annotated[int, Meta(ge=0)]
 """0 to 2**64 - 1: msgpack has no larger integer."""
 Parents = tuple[Annotated[int, Meta(ge=-1)], ...]
@@ -112,19 +110,8 @@ class Segment(Record, frozen=True, kw_only=True):
     """Tokens before `start` when sampling needs them (penalties); else empty."""
     num_prompt: Count
     """Prompt length: output penalties and min_tokens count from here."""
-    temperature: float
-    top_p: float
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)]
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: Unsigned
-    min_tokens: Count
-    stop_token_ids: tuple[Count, ...]
-    """Forbidden while fewer than min_tokens were generated."""
-    logit_bias: tuple[tuple[Count, float], ...]
-    top_logprobs: Count | None
+    params: ChoiceParams
+    top_logprobs: Count | None = None
     """None: no log-probabilities requested."""
     parents: Parents = ()
     """Drafted row that each drafted row of a tree follows; -1 is the last known row. Empty for a

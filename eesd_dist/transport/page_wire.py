@@ -23,8 +23,9 @@ from torch import Tensor
 from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.schedule.page_leases import PageTraffic
 from eesd_dist.transport import wire
-from eesd_dist.transport.contracts import Count, Record, Unsigned
+from eesd_dist.transport.contracts import Record, Unsigned
 from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
+from eesd_dist.types import Count
 
 MAX_CHUNK_BYTES = 8 << 20
 HEADER_BYTES = 256

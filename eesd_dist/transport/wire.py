@@ -31,7 +31,6 @@ from eesd_dist.config import DType
 from eesd_dist.errors import WireError
 from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import (
-    Count,
     Ints,
     Parents,
     Record,
@@ -42,11 +41,12 @@ from eesd_dist.transport.contracts import (
     VerifyReply,
 )
 from eesd_dist.trees import first_misplaced
+from eesd_dist.types import Count
 
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 MAGIC = 0x45455344  # "EESD"
-VERSION = 8
+VERSION = 9
 ROUND_FRAME_BYTES = 32 << 10
 """Holds a small model's decode round, or a large one's header without its hidden states."""
 REPLY_FRAME_BYTES = 4 << 10

@@ -21,7 +21,7 @@ from serve_app.config import PlacementConfig, RouterConfig, ServiceConfig
 from serve_app.service.environment import prepare_for_cluster, prepare_for_local_ray
 
 if TYPE_CHECKING:  # imports Ray, which reads the environment then
-    from serve_app.pipeline.deployment import PipelineState
+    from serve_app.pipeline.reports import PipelineState
 
 _NAME = "eesd-exact"
 """Name of the application: a service that runs on the same cluster has another name."""

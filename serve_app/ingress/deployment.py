@@ -50,9 +50,9 @@ from serve_app.openai.keys import KeyRing, operators_key
 from serve_app.openai.middleware.http_metrics import HttpMetrics
 from serve_app.openai.pacing import Pace
 from serve_app.openai.workloads import UNNAMED_CLASSES
-from serve_app.pipeline.deployment import PipelineControl, PipelineState
 from serve_app.pipeline.drain import Drained
 from serve_app.pipeline.held_room import waiting_for_room
+from serve_app.pipeline.reports import PipelineControl, PipelineState
 from serve_app.router.actor import find_router, router_handle
 from serve_app.router.calls import fleet_of, ingress_pages_of
 

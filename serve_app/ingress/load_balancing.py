@@ -142,11 +142,6 @@ class LoadBalancer:
         """Returns the least that the KV pages of a pipeline hold; None while it is not known."""
         return self._chooser.kv_tokens()
 
-    @property
-    def num_usable(self) -> int:
-        """Pipelines that take requests, by the latest answer."""
-        return sum(bool(pipeline["is_usable"]) for pipeline in self._chooser.describe())
-
     def page(self) -> bytes:
         """Returns the counters as Prometheus text."""
         return generate_latest(self._counts.registry)
@@ -178,7 +173,9 @@ class LoadBalancer:
                 self._is_silent = True
                 await self._ask_pipelines()
                 await asyncio.sleep(_POLL_S)
-            except Exception:  # a bug: without this task no request would find a pipeline
+            except Exception as error:  # a bug: without this task no request would find a pipeline
+                if str(error).startswith("cannot schedule new futures"):  # its process ends
+                    return
                 logger.exception("pipelines not listed")
                 await asyncio.sleep(_POLL_S)
 

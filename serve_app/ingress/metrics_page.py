@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from eesd_dist.routing.fleet.departure import FleetState
-from serve_app.pipeline.deployment import MetricsPage
+from serve_app.pipeline.reports import MetricsPage
 
 
 def merged(pages: Iterable[MetricsPage]) -> bytes:

@@ -23,7 +23,7 @@ from serve_app.ingress.links import Links
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.replicas import of_all, of_named
 from serve_app.ingress.retry import Attempts
-from serve_app.pipeline.deployment import Health, MetricsPage, PipelineControl, PipelineState
+from serve_app.pipeline.reports import Health, MetricsPage, PipelineControl, PipelineState
 
 _GRACE_S = 2.0
 """Time that the other pipelines have left after the first answer to a health check."""

@@ -7,7 +7,8 @@ what cannot be served, naming the field. Knows neither HTTP nor engines.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from eesd_dist.errors import PromptTooLong, RequestError
 from eesd_dist.parameters import (
@@ -258,7 +259,7 @@ class Preparation:
                 request=Request(
                     request_id=RequestId(f"{response_id}-{nonce[:16]}-{j * fields.n + i}"),
                     prompt=prompt,
-                    sampling=replace(
+                    sampling=structs.replace(
                         sampling, seed=choice_seed(seed, i), max_tokens=max(max_tokens[j], 1)
                     ),
                     speculation=fields.speculation.params,

@@ -10,13 +10,13 @@ from itertools import product
 from typing import Literal, get_args
 
 from eesd_dist.errors import RequestError
+from eesd_dist.types import GREEDY_BELOW
 
 Kind = Literal["chat", "completion"]
 
 WORKLOAD_HEADER = "x-eesd-workload"
 WORKLOAD_PATTERN = r"^[A-Za-z0-9._/-]{1,64}$"
 _NAME = re.compile(WORKLOAD_PATTERN)
-_GREEDY_BELOW = 1e-5
 _BANDS = ((0.5, "t0.5"), (1.0, "t1"))
 """Upper limit and name of each band; temperatures above the last limit are `hot`."""
 _GREEDY, _HOT = "t0", "hot"
@@ -54,6 +54,6 @@ def checked_workload(header: str | None) -> str | None:
 
 
 def _band(temperature: float) -> str:
-    if temperature < _GREEDY_BELOW:
+    if temperature < GREEDY_BELOW:
         return _GREEDY
     return next((name for limit, name in _BANDS if temperature <= limit), _HOT)

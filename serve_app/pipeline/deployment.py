@@ -11,7 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -27,18 +27,24 @@ from eesd_dist.workers.messages import (
     DraftStats,
     HeadReport,
     Lease,
-    ProcessInfo,
 )
 from eesd_dist.workers.process import prepare_process, process_info, set_log_level
 from eesd_dist.workers.roles import StageFactory
 from serve_app.config import ServiceConfig, live_config
-from serve_app.pipeline.agreement import KvCapacity
 from serve_app.pipeline.assembly import Assembly
 from serve_app.pipeline.claim import orphans_of
 from serve_app.pipeline.drain import Drained, Draining
 from serve_app.pipeline.interruptions import state_page
 from serve_app.pipeline.kv_migration import Contacts, KvMigration
 from serve_app.pipeline.relative_speed import SpeedOf
+from serve_app.pipeline.reports import (
+    Health,
+    Ledger,
+    MetricsPage,
+    PipelineControl,
+    PipelineState,
+    WorkerReport,
+)
 from serve_app.pipeline.supervisor import DEGRADED, Supervisor
 from serve_app.pipeline.timings import timings_of
 from serve_app.pipeline.worker import Worker
@@ -48,94 +54,6 @@ from serve_app.router.calls import beat, find_peer_pipeline, found_again, promot
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """Health of a pipeline: whether it emits tokens, and if not, why."""
-
-    pipeline: str
-    is_healthy: bool
-    reason: str
-    degraded: str = ""
-    """Reason why a healthy pipeline is degraded; empty if it is not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsPage:
-    pipeline: str
-    text: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineControl:
-    """Basis of the decisions of a pipeline's controllers."""
-
-    pipeline: str
-    num_live: int
-    control: ControlReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReport:
-    name: str
-    pid: int
-    host: str
-    node_id: str
-    loaded_bytes: int | None
-    """Bytes of its share of the checkpoint; None before it has begun to load."""
-    load_s: float | None
-    read_wait_s: float | None
-    """Seconds of these in which packing waited for a piece to be read."""
-    peak_memory_bytes: int | None
-    """Peak memory of its process until its weights were loaded, mapped files included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineState:
-    """A pipeline's state, for operators and the router."""
-
-    pipeline: str
-    pid: int
-    """Process id of the Serve replica itself."""
-    epoch: int
-    is_ready: bool
-    num_live: int
-    num_interruptions: int
-    unavailable: str
-    """Reason why it is not ready, for how long, and what it waits for; empty if it is ready."""
-    last_trouble: str
-    """Reason of its last interruption; empty if nothing has interrupted it."""
-    recovery_s: float | None
-    """Seconds from that to a ready pipeline; None before the first."""
-    start_s: float | None
-    """Seconds that its longest start took, weights included; None before the first."""
-    leader: str
-    """Name of the process that takes its requests; empty while there is none."""
-    weight: float | None
-    """Speed as measured at the start of its epoch; None if it was not measured."""
-    draining: str
-    """Reason why it takes no more requests; empty if it does."""
-    workers: tuple[WorkerReport, ...]
-    is_degraded: bool = False
-    """Fallbacks in the verify ranks' processes take the draft stage's part."""
-    degraded_s: float = 0.0
-    """Seconds in degraded mode so far."""
-    spares: tuple[WorkerReport, ...] = ()
-    """Idle workers that can take the slots of lost ones."""
-    kv_cache: KvCapacity | None = None
-    """Capacity in KV pages; None before its first epoch."""
-    last_trouble_unix_s: float | None = None
-    """Time at which `last_trouble` was noticed; None if nothing has interrupted it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
-    """The pipeline's live requests, and the process of its replica."""
-
-    pipeline: str
-    process_info: ProcessInfo
-    live: tuple[RequestId, ...]
 
 
 class Pipeline:
@@ -324,12 +242,12 @@ class Pipeline:
             leader="" if leader is None else leader.name,
             weight=self._speed.value,
             draining=self._draining.reason,
-            workers=tuple(_worker_report(worker) for worker in group.workers),
+            workers=tuple(WorkerReport.of(worker) for worker in group.workers),
             is_degraded=supervisor.is_degraded,
             degraded_s=supervisor.degraded_s,
             last_trouble_unix_s=supervisor.interruptions.trouble_unix_s,
             kv_cache=group.kv_capacity,
-            spares=tuple(_worker_report(spare) for spare in group.workers.spares.ready),
+            spares=tuple(WorkerReport.of(spare) for spare in group.workers.spares.ready),
         )
 
     async def ledger(self) -> Ledger:
@@ -460,20 +378,6 @@ class Pipeline:
         return await find_peer_pipeline(
             self._router, app=self._config.app_name, excluded=[PipelineId(self._name)]
         )
-
-
-def _worker_report(worker: Worker) -> WorkerReport:
-    load = worker.status.load
-    return WorkerReport(
-        name=worker.slot.name,
-        pid=worker.process_info.pid,
-        host=worker.process_info.host,
-        node_id=worker.process_info.node_id,
-        loaded_bytes=None if load is None else load.bytes_done,
-        load_s=None if load is None else load.seconds,
-        read_wait_s=None if load is None else load.waited_s,
-        peak_memory_bytes=None if load is None else load.peak_memory_bytes,
-    )
 
 
 def _head_key(config: ServiceConfig) -> str:

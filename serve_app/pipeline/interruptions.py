@@ -26,7 +26,9 @@ class Interruptions:
         """Time since which the pipeline has been ready, or unavailable."""
         self.recovery_s: float | None = None
         """Seconds from the last interruption to a ready pipeline; None before the first."""
-        self.degraded_s = 0.0
+        self._is_degraded = False
+        """True from the start of a degraded epoch to its end."""
+        self._earlier_degraded_s = 0.0
         """Seconds of earlier degraded epochs."""
 
     @property
@@ -44,13 +46,18 @@ class Interruptions:
         """Seconds for which the pipeline has been ready, or unavailable."""
         return time.monotonic() - self.since_s
 
+    @property
+    def degraded_s(self) -> float:
+        """Seconds of degraded epochs so far."""
+        return self._earlier_degraded_s + (self.waited_s if self._is_degraded else 0.0)
+
     def note(self, trouble: EesdError) -> None:
         self.trouble, self.trouble_unix_s = trouble, time.time()
 
-    def start_waiting(self, *, is_degraded: bool) -> None:
-        """Notes that the pipeline, which `is_degraded` or not, is unavailable from now on."""
-        if is_degraded:
-            self.degraded_s += self.waited_s
+    def start_waiting(self) -> None:
+        """Notes that the pipeline is unavailable from now on."""
+        self._earlier_degraded_s = self.degraded_s
+        self._is_degraded = False
         self.since_s = time.monotonic()
 
     def count_fruitless(self, *, had_requests: bool, has_worked: bool) -> None:
@@ -59,10 +66,11 @@ class Interruptions:
         elif had_requests:
             self.num_fruitless += 1
 
-    def end_waiting(self) -> None:
-        """Notes that the pipeline is ready from now on."""
+    def end_waiting(self, *, is_degraded: bool) -> None:
+        """Notes that the pipeline is ready from now on, in a degraded epoch or in a full one."""
         if self.number:
             self.recovery_s = self.waited_s
+        self._is_degraded = is_degraded
         self.since_s = time.monotonic()
 
 

@@ -68,7 +68,6 @@ class StreamMove:
     """Pages for which the target had no room."""
     num_bytes: int = 0
     """Sum over all ranks."""
-    copy_s: float = 0.0
     reason: str = ""
     """Reason why its pages were not copied."""
 
@@ -83,8 +82,6 @@ class MigrationReport:
     """Streams that were told to leave."""
     streams: tuple[StreamMove, ...]
     """The running ones, in the order of the copy."""
-    copy_s: float
-    """Seconds until the last of them was told to leave."""
     seconds: float
     reason: str
     """Reason why no pages, or not all, were copied."""
@@ -134,7 +131,6 @@ async def migrate(
             trouble = f"not everything was copied within {budget_s:g} s"
         except EesdError as error:
             trouble = str(error)
-        copy_s = time.monotonic() - began_s
         await moving.tell(request_ids, to=None)  # without pages, the least busy pipeline will do
     finally:
         await moving.close()
@@ -145,7 +141,6 @@ async def migrate(
         to=target.pipeline,
         num_requests=moving.num_evicted,
         streams=tuple(moving.moves),
-        copy_s=copy_s,
         seconds=time.monotonic() - began_s,
         reason=trouble or next((move.reason for move in moving.moves if move.reason), ""),
     )
@@ -181,7 +176,6 @@ class _Moving:
         if order := await self._order(request_ids):
             await self._connect(backends)
         for request_id in order:
-            began_s = time.monotonic()
             move = StreamMove(request_id=request_id)
             self.moves.append(move)
             try:
@@ -192,7 +186,6 @@ class _Moving:
                 if self._is_cut or isinstance(error, PeerLost):
                     raise
             finally:
-                move.copy_s = time.monotonic() - began_s
                 has_pages = move.num_pages or move.num_present
                 await self.tell([request_id], to=self._target.pipeline if has_pages else None)
 

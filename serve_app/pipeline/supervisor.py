@@ -110,9 +110,8 @@ class Supervisor:
 
     @property
     def degraded_s(self) -> float:
-        """Seconds in degraded mode so far."""
-        before_s = self.interruptions.degraded_s
-        return before_s + (self.interruptions.waited_s if self.is_degraded else 0.0)
+        """Seconds of degraded epochs so far."""
+        return self.interruptions.degraded_s
 
     @property
     def start_s(self) -> float | None:
@@ -166,7 +165,7 @@ class Supervisor:
     async def check(self) -> None:
         """Waits for the first start; raises when this pipeline will not be ready again."""
         while not self._supervising.done() and not self.has_started:
-            await asyncio.wait({self._supervising}, timeout=self._timings.heartbeat_s)
+            await asyncio.wait({self._supervising}, timeout=self._timings.worker_heartbeat_s)
         if self._supervising.done() and not self._stopping.is_set():
             raise self._fatal or self.interruptions.trouble
 
@@ -180,7 +179,7 @@ class Supervisor:
                     f"cannot take {folder}: pipeline {self._pipeline} is unavailable after "
                     f"{pause_s:g} s: {why}"
                 )
-            await asyncio.sleep(self._timings.heartbeat_s)
+            await asyncio.sleep(self._timings.worker_heartbeat_s)
         group = self.require_group()
         if group.is_degraded:
             raise EngineError(f"cannot take {folder} now: degraded: {DEGRADED}; try again")
@@ -370,7 +369,7 @@ class Supervisor:
         """Tells the router at once when progress stops, and when it is back."""
         was_ready = self.is_ready
         while True:
-            await asyncio.sleep(self._timings.heartbeat_s)
+            await asyncio.sleep(self._timings.worker_heartbeat_s)
             if self.is_ready != was_ready:
                 was_ready = self.is_ready
                 await self._publish_status()
@@ -404,13 +403,13 @@ class Supervisor:
             )
 
     def _become_unavailable(self) -> None:
-        self.interruptions.start_waiting(is_degraded=self.is_degraded)
+        self.interruptions.start_waiting()
         self._loading_since_s = time.monotonic()
 
     async def _mark_ready(self, group: WorkerGroup) -> None:
         self.has_started = True
         unavailable_s = self.interruptions.since_s
-        self.interruptions.end_waiting()
+        self.interruptions.end_waiting(is_degraded=group.is_degraded)
         if self.interruptions.number:
             logger.info(
                 "recovered: pipeline=%s epoch=%d spawned_s=%.2f ready_s=%.2f after=%s",

@@ -7,7 +7,7 @@ from serve_app.config import ServiceConfig
 
 _ORDER = {
     "deadline_s": ("lease_s", "load_s"),
-    "heartbeat_s": ("deadline_s", "stall_s"),
+    "worker_heartbeat_s": ("deadline_s", "stall_s"),
     "grace_s": ("deadline_s",),
     "ping_s": ("leave_s",),
     "farewell_s": ("leave_s",),
@@ -34,8 +34,8 @@ class Timings:
     """Longest start of an epoch, with new processes and weights."""
     lease_s: float
     """Time for which workers wait for a new supervisor."""
-    heartbeat_s: float = 0.5
-    """Interval of heartbeats."""
+    worker_heartbeat_s: float = 0.5
+    """Interval of a worker's heartbeats to its supervisor."""
     stall_s: float = 3.0
     """Longest time without progress of a worker; after it the pipeline gets no new requests."""
     grace_s: float = 0.3

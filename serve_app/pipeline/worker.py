@@ -106,7 +106,7 @@ class Worker:
 
     async def _beat(self) -> None:
         """Renews the lease and takes the pulse, until the worker is lost."""
-        heartbeat_s = self.timings.heartbeat_s
+        interval_s = self.timings.worker_heartbeat_s
         last_s = time.monotonic()
         call = asyncio.ensure_future(self.ask("beat", "heartbeat", self.lease()))
         try:
@@ -114,7 +114,7 @@ class Worker:
                 await asyncio.wait({call}, timeout=self._until_look_s)
                 time_s = time.monotonic()
                 # This process may have been stopped, and could then hear nothing.
-                self._pulse.passed(min(time_s - last_s, 2 * heartbeat_s))
+                self._pulse.passed(min(time_s - last_s, 2 * interval_s))
                 last_s = time_s
                 if call.done():
                     self._hear(call)
@@ -128,7 +128,7 @@ class Worker:
     @property
     def _until_look_s(self) -> float:
         """A beat, or less where the worker may be lost before."""
-        return min(self.timings.heartbeat_s, max(self._pulse.left_s, 0.0) + _LOOK_MARGIN_S)
+        return min(self.timings.worker_heartbeat_s, max(self._pulse.left_s, 0.0) + _LOOK_MARGIN_S)
 
     def _hear(self, call: "asyncio.Future[WorkerStatus]") -> None:
         error = call.exception()

@@ -44,7 +44,7 @@ def filter_as_rank(at: Address, rank: int, size: int) -> tuple[Tensor, npt.NDArr
     group = join_verify_stage(at, rank, timeout_s=TIMEOUT_S, size=size)
     shard = rank_range(NUM_COLUMNS, rank, size)
     local_SV = logits()[:, shard.start : shard.stop]
-    rows = [row for row, rule in enumerate(rules()) if rule.is_filtered]
+    rows = [row for row, rule in enumerate(rules()) if rule.params.is_filtered]
     filtered_RV = filtered(local_SV[rows], [rules()[row] for row in rows], group=group)
     choice = choose(local_SV, rules(), group=group, vocab_start=shard.start)
     return joined_over_ranks(filtered_RV, group, count=NUM_COLUMNS), choice.tokens

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from eesd_dist.config import (
     CacheConfig,
@@ -119,7 +119,7 @@ class Pipeline:
             Request(
                 request_id=RequestId(f"{self._count}-{i}"),
                 prompt=tuple(TokenId(3 + (7 * i + 5 * at) % 90) for at in range(9 + 11 * i)),
-                sampling=replace(SAMPLING[name], seed=50 + i),
+                sampling=structs.replace(SAMPLING[name], seed=50 + i),
                 speculation=speculation,
             )
             for i in range(count)

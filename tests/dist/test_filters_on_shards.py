@@ -21,7 +21,7 @@ def test_processes_keep_and_choose_what_one_process_does(size: int) -> None:
         for rank in range(1, size):
             peers.enter_context(peer_process(filter_as_rank, host.at, rank, size))
         filtered_RV, tokens_S = filter_as_rank(host.at, 0, size)
-    rows = [row for row, rule in enumerate(rules()) if rule.is_filtered]
+    rows = [row for row, rule in enumerate(rules()) if rule.params.is_filtered]
     for filtered_V, row in zip(filtered_RV, rows, strict=True):
         assert torch.equal(filtered_V, filtered_slowly(logits()[row], rules()[row]))
     assert tokens_S.tolist() == choose(logits(), rules()).tokens.tolist()

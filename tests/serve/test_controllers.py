@@ -26,7 +26,7 @@ from eesd_dist.types import Emission, Request, RequestId, SamplingParams, Specul
 from serve_app.app import build_app
 from serve_app.cli.main import main
 from serve_app.config import service_config
-from serve_app.pipeline.deployment import PipelineState
+from serve_app.pipeline.reports import PipelineState
 from serve_app.service.connect import ServiceConnection, service_connection
 from serve_app.service.promotion import promote
 from serve_app.service.serve_instance import deploy

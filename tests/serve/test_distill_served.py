@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from msgspec import structs
 from ray import serve
 
 from eesd_dist.config import ModelConfig, SpeculationConfig
@@ -135,7 +136,7 @@ def test_texts_under_which_a_verify_rank_dies_are_generated_again(
 ) -> None:
     spec = FeatureSpec(exits=(1,), top_k=3)
     requests = [
-        replace(request, sampling=replace(request.sampling, max_tokens=200))
+        replace(request, sampling=structs.replace(request.sampling, max_tokens=200))
         for request in (asked(str(number), spec) for number in range(12))
     ]
     undisturbed = rows.rows_of(requests)

@@ -18,9 +18,9 @@ from serve_app.app import build_app
 from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient
-from serve_app.pipeline.deployment import PipelineState
 from serve_app.pipeline.drain import Drained
 from serve_app.pipeline.kv_migration import Contacts, MigrationReport, migrate
+from serve_app.pipeline.reports import PipelineState
 from serve_app.service.connect import ServiceConnection
 from serve_app.service.serve_instance import deploy
 
@@ -119,7 +119,8 @@ async def _until(holds: Callable[[], bool]) -> None:
 async def _sending(config: ServiceConfig) -> AsyncIterator[Sending]:
     sending = Sending(config)
     sending.load_balancer.start()
-    await _until(lambda: sending.load_balancer.num_usable == 2)
+    chooser = sending.load_balancer._chooser
+    await _until(lambda: sum(bool(p["is_usable"]) for p in chooser.describe()) == 2)
     yield sending
 
 

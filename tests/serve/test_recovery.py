@@ -20,7 +20,8 @@ from eesd_dist.errors import ConfigError, RequestError
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.tenure import LAST_WAIT_S, placement_groups_named, workers_named
 from serve_app.config import service_config
-from serve_app.pipeline.deployment import Health, Pipeline
+from serve_app.pipeline.deployment import Pipeline
+from serve_app.pipeline.reports import Health
 from serve_app.service.serve_instance import deploy
 from serve_app.service.serving import WaitingLine
 from serve_app.service.start_line import StartLine

@@ -27,7 +27,7 @@ from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.ingress.retry import Attempts
-from serve_app.pipeline.deployment import PipelineState
+from serve_app.pipeline.reports import PipelineState
 from serve_app.service.connect import ServiceConnection
 from serve_app.service.serve_instance import deploy
 from tests.support.toy_stages import ToyStages, held, toy_token
@@ -91,6 +91,11 @@ class Watched(LoadBalancer):
     def __init__(self, config: ServiceConfig, pipelines: Any) -> None:
         super().__init__(config, pipelines=pipelines)
         self.takers: list[str] = []
+
+    @property
+    def num_usable(self) -> int:
+        """Pipelines that take requests, by the latest answer."""
+        return sum(bool(p["is_usable"]) for p in self._chooser.describe())
 
     @property
     def num_idle(self) -> int:

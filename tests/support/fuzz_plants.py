@@ -87,9 +87,10 @@ def _wrong_page(segment: Segment, rng: Random, *, page_size: int, num_pages: int
 
 
 def _wrong_seed(segment: Segment, rng: Random) -> Segment | None:
-    if segment.temperature < 0.1 or segment.num_sampled < 1:
+    if segment.params.temperature < 0.1 or segment.num_sampled < 1:
         return None
-    return replace(segment, seed=segment.seed ^ (1 << rng.randrange(32)))
+    params = replace(segment.params, seed=segment.params.seed ^ (1 << rng.randrange(32)))
+    return replace(segment, params=params)
 
 
 class SwappedKeys:

@@ -16,6 +16,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+from msgspec import structs
+
 from eesd_dist.bench.fuzz.cases import (
     Abort,
     Case,
@@ -194,7 +196,9 @@ def _shorter_texts(case: Case) -> Iterator[Case]:
         max_tokens, prompt = request.sampling.max_tokens, request.prompt
         for count in (max_tokens // 2, max_tokens - 1):
             if count > 0:
-                yield _with_sampling(case, entry, replace(request.sampling, max_tokens=count))
+                yield _with_sampling(
+                    case, entry, structs.replace(request.sampling, max_tokens=count)
+                )
         for cut in (len(prompt) // 2, 1):
             if 0 < cut < len(prompt):
                 for shorter in (prompt[:-cut], prompt[cut:]):
@@ -211,10 +215,10 @@ def _plainer_requests(case: Case) -> Iterator[Case]:
         needed = {"max_tokens", "top_logprobs"}
         if sampling.grammar is not None:
             needed.add("stop_token_ids")  # a text with a grammar has to end
-        for name in SamplingParams.__slots__:
+        for name in SamplingParams.__struct_fields__:
             plain = getattr(_PLAIN, name)
             if name not in needed and getattr(sampling, name) != plain:
-                yield _with_sampling(case, entry, replace(sampling, **{name: plain}))
+                yield _with_sampling(case, entry, structs.replace(sampling, **{name: plain}))
         if entry.request.speculation != SpeculationParams():
             request = replace(entry.request, speculation=SpeculationParams())
             yield _with_entry(case, replace(entry, request=request))

@@ -22,7 +22,7 @@ from eesd_dist.types import Emission, Request
 from serve_app.config import ServiceConfig
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient
-from serve_app.pipeline.deployment import PipelineState
+from serve_app.pipeline.reports import PipelineState
 
 T = TypeVar("T")
 

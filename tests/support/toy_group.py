@@ -51,7 +51,7 @@ _TIMINGS = {
     "deadline_s": 20.0,
     "load_s": 30.0,
     "lease_s": 25.0,
-    "heartbeat_s": 0.02,
+    "worker_heartbeat_s": 0.02,
     "grace_s": 0.01,
     "peers_s": 0.02,
     "retry_s": 0.01,

@@ -6,9 +6,10 @@ folder. Random models are named by the seed that generates them.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import TypeAdapter, ValidationError
+import msgspec
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from eesd_dist.config import (
     CacheConfig,
@@ -74,12 +75,16 @@ class EngineSetup:
     link: Link
 
 
+def _request(saved: object) -> Request:
+    return msgspec.convert(saved, Request)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """A request with its arrival turn and its engine."""
 
     name: str
-    request: Request
+    request: Annotated[Request, PlainValidator(_request), PlainSerializer(msgspec.to_builtins)]
     turn: int
     engine: int
 

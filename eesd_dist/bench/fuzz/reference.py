@@ -6,7 +6,9 @@ with a lower limit the text is a prefix of the longer one.
 """
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from eesd_dist.bench.fuzz.cases import EngineSetup, Link, World
 from eesd_dist.bench.fuzz.models import ModelShelf
@@ -70,7 +72,7 @@ class PlainTexts:
         self._enter(world)
         sampling = request.sampling
         count = min(sampling.max_tokens, self._positions - len(request.prompt))
-        key = world, (request.prompt, replace(sampling, max_tokens=0))
+        key = world, (request.prompt, structs.replace(sampling, max_tokens=0))
         limit, text = self._texts.get(key, (0, None))
         if text is None or (limit < count and text.finish_reason is FinishReason.LENGTH):
             try:
@@ -116,7 +118,7 @@ class PlainTexts:
             Request(
                 request_id=RequestId(f"plain-{next(self._numbers)}"),
                 prompt=request.prompt,
-                sampling=replace(request.sampling, max_tokens=count),
+                sampling=structs.replace(request.sampling, max_tokens=count),
                 speculation=SpeculationParams(mode="off"),
             )
         )

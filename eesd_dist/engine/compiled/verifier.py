@@ -23,7 +23,7 @@ from eesd_dist.model.cpu.calls import call_in_threads, threads_for
 from eesd_dist.model.kv_layout import NO_ROWS, RowArrays
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.noise import mixed_seed
-from eesd_dist.sampling.row_rules import noise_temperature, positions_after
+from eesd_dist.sampling.row_rules import positions_after
 from eesd_dist.transport.contracts import Segment
 
 
@@ -71,7 +71,7 @@ class Verifier:
             end_row += segment.num_rows
             end, count = at + segment.num_sampled, segment.num_sampled
             if count:
-                temperature = noise_temperature(segment.temperature)
+                temperature = segment.params.noise_temperature
                 choices.rows_S[at:end] = range(end_row - count, end_row)
                 choices.positions_S[at:end] = positions_after(segment)[-count:]
                 choices.divisors_S[at:end] = temperature
@@ -79,7 +79,7 @@ class Verifier:
                     choices.masks_S[at:end] = range(num_masks, num_masks + count)
                     num_masks += count
                 if temperature:
-                    choices.mixed_seeds_S[at:end] = mixed_seed(segment.seed)
+                    choices.mixed_seeds_S[at:end] = mixed_seed(segment.params.seed)
             at = end
         masks_MU = masks_of([segment.masks for segment in segments], count=num_masks)
         self._run(source_of(hidden_TD), rows, choices, masks_MU)

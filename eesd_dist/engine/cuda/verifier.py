@@ -24,7 +24,7 @@ from eesd_dist.model.rank_memory import logits_block
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.gpu_rule import best_two, packed_noise
 from eesd_dist.sampling.noise import key_words, noise_key
-from eesd_dist.sampling.row_rules import noise_temperature, positions_after
+from eesd_dist.sampling.row_rules import positions_after
 from eesd_dist.transport.contracts import Segment
 
 
@@ -117,10 +117,10 @@ def _noise(segments: Sequence[Segment], *, num_padded: int) -> Ints:
     divisors: list[float] = []
     keys: list[int] = []
     for segment in segments:
-        count, temperature = segment.num_sampled, noise_temperature(segment.temperature)
+        count, temperature = segment.num_sampled, segment.params.noise_temperature
         divisors += [temperature] * count
         if temperature:
-            keys += [noise_key(segment.seed, at) for at in positions_after(segment)[-count:]]
+            keys += [noise_key(segment.params.seed, at) for at in positions_after(segment)[-count:]]
         else:
             keys += [0] * count
     return packed_noise(divisors, key_words(keys), num_padded=num_padded)

@@ -18,7 +18,7 @@ from eesd_dist.engine.drafting.ranks import DraftCompute
 from eesd_dist.engine.drafting.run import Candidate, DraftRun
 from eesd_dist.engine.row_slices import joined
 from eesd_dist.sampling.rejection import draft_sample
-from eesd_dist.sampling.row_rules import RowRule, is_guessed_by_score, noise_temperature
+from eesd_dist.sampling.row_rules import RowRule, is_guessed_by_score
 from eesd_dist.sampling.rule import draft_choice, top1_probs
 from eesd_dist.types import Evidence
 
@@ -68,7 +68,7 @@ class Guesser:
             Evidence(
                 depth=depth,
                 top1_prob=prob,
-                temperature=rule.noise_temperature,
+                temperature=rule.params.noise_temperature,
                 gap=gap,
             )
             for depth, prob, rule, gap in zip(depths, probs, rules, drawn.gaps_A, strict=True)
@@ -112,7 +112,7 @@ class Guesser:
 
 def noise_of(run: DraftRun) -> float:
     """Returns the temperature of the request's choices, 0 for greedy ones."""
-    return noise_temperature(run.item.live.request.sampling.temperature)
+    return run.item.live.choice_params.noise_temperature
 
 
 def chooses_plainly(run: DraftRun) -> bool:

@@ -15,7 +15,7 @@ from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.messages import ProcessInfo
 
 if TYPE_CHECKING:
-    from serve_app.pipeline.deployment import Ledger, PipelineState, WorkerReport
+    from serve_app.pipeline.reports import Ledger, PipelineState, WorkerReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

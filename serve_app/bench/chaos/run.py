@@ -29,7 +29,7 @@ from serve_app.bench.chaos.reach import Signals, deafen, run_command, sever
 from serve_app.bench.chaos.report import InjectedFault, Noticed
 from serve_app.bench.chaos.schedule import names_in
 from serve_app.config import ServiceConfig
-from serve_app.pipeline.deployment import Ledger, PipelineState
+from serve_app.pipeline.reports import Ledger, PipelineState
 from serve_app.router.actor import find_router
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from eesd_dist.bench import load_client
 from eesd_dist.bench.load_client import Listener, Streamed
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from serve_app.pipeline.deployment import PipelineState
+from serve_app.pipeline.reports import PipelineState
 from tests.support.event_stream import WITH_IDS, folded, parsed
 from tests.support.running import Running, descendants, tokens_of, until
 

@@ -93,7 +93,7 @@ def test_a_draft_cut_by_the_end_of_the_text_counts_judged_tokens_only(
     (whole,) = source.rows_of([request])
     written = whole.tokens[len(request.prompt) :]
     stop = next(token for at, token in enumerate(written) if token not in written[:at] and at > 1)
-    stopping = replace(request, sampling=replace(request.sampling, stop_token_ids=(stop,)))
+    stopping = replace(request, sampling=structs.replace(request.sampling, stop_token_ids=(stop,)))
     (text,) = source.rows_of([stopping])
     head = HeadAlone(target, folder, dtype="float32", max_length=64)
     played = rounds_of(head.guesses(text, stopping), text, stopping, draft_length=LENGTH)

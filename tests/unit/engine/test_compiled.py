@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from eesd_dist import compiled
 from eesd_dist.compiled import LazyCompiled
@@ -519,7 +520,7 @@ def test_choices_that_are_filtered_or_reported_go_step_by_step(make_config: Make
         for number, changes in enumerate(
             ({"top_p": 0.8}, {"logit_bias": ((7, 2.0),)}, {"top_logprobs": 2}, {"min_tokens": 9})
         ):
-            sampling = dataclasses.replace(
+            sampling = structs.replace(
                 SamplingParams(temperature=0.9, max_tokens=20, seed=5, stop_token_ids=(2, 40, 60)),
                 **changes,  # type: ignore[arg-type]
             )

@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 import pytest
+from msgspec import structs
 
 from eesd_dist.config import DType, SchedulerConfig, SpeculationConfig
 from eesd_dist.control.registry import CONTROLLER_NAMES
@@ -52,7 +53,7 @@ def requests(
         Request(
             request_id=RequestId(f"{tag}-{i}"),
             prompt=prompt,
-            sampling=dataclasses.replace(sampling, seed=70 + i, stop_token_ids=(2,)),
+            sampling=structs.replace(sampling, seed=70 + i, stop_token_ids=(2,)),
             speculation=speculation,
         )
         for i, prompt in enumerate(prompts(count))
@@ -178,7 +179,7 @@ def test_running_out_of_pages_costs_time_only(make_config: MakeConfig) -> None:
 def test_a_cached_prefix_changes_nothing(make_config: MakeConfig) -> None:
     llm = LocalEngine(make_config())
     shared = tuple(TokenId(5 + i % 60) for i in range(70))
-    sampling = dataclasses.replace(SAMPLING["warm"], seed=3)
+    sampling = structs.replace(SAMPLING["warm"], seed=3)
 
     def ask(tag: str) -> tuple[list[TokenId], int]:
         request = Request(request_id=RequestId(tag), prompt=shared, sampling=sampling)

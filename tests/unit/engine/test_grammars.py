@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from msgspec import structs
 
 from eesd_dist.config import DType, SpeculationConfig, TreeConfig
 from eesd_dist.engine.local import Generation, LocalEngine
@@ -77,7 +78,7 @@ def requests(
         Request(
             request_id=RequestId(f"{i} {name}"),
             prompt=prompt,
-            sampling=dataclasses.replace(
+            sampling=structs.replace(
                 sampling,
                 seed=70 + i,
                 max_tokens=tokens,
@@ -234,7 +235,7 @@ def test_a_grammar_that_needs_too_much_work_ends_its_text_with_the_reason(
     pattern = regular_expression("(?:(?:(?:a{0,100}){0,100}){0,100})b")
     deep = dataclasses.replace(
         deep,
-        sampling=dataclasses.replace(
+        sampling=structs.replace(
             deep.sampling, grammar=pattern, logit_bias=((CODEC.encode("a")[0], 90.0),)
         ),
     )
@@ -283,7 +284,7 @@ def test_a_grammar_that_cannot_be_used_is_refused(
     (request,) = requests(["choice"], SAMPLING["warm"], SpeculationParams())
     request = dataclasses.replace(
         request,
-        sampling=dataclasses.replace(request.sampling, **change),  # type: ignore[arg-type]
+        sampling=structs.replace(request.sampling, **change),  # type: ignore[arg-type]
     )
     with pytest.raises(RequestError, match=re.escape(reason)):
         engine.generate([request])

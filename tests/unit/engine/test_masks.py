@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from msgspec import structs
 
 from eesd_dist.config import GrammarConfig
 from eesd_dist.engine.core import EngineCore
@@ -156,7 +157,7 @@ def test_a_caller_over_its_budget_keeps_its_cheap_grammars(make_config: MakeConf
     proven = dataclasses.replace(
         request,
         request_id=RequestId("cheap"),
-        sampling=dataclasses.replace(request.sampling, grammar=cheap),
+        sampling=structs.replace(request.sampling, grammar=cheap),
     )
     assert engine.generate([proven])[0].finish_reason is FinishReason.STOP
     assert engine.generate([request])[0].finish_reason is FinishReason.ABORT

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from msgspec import structs
 
 from eesd_dist.config import DType, SchedulerConfig, SpeculationConfig
 from eesd_dist.engine import verify
@@ -93,7 +94,7 @@ def test_chunks_batches_blocks_and_preemptions_change_nothing(
         dataclasses.replace(
             request,
             request_id=RequestId(f"plain {request.request_id}"),
-            sampling=dataclasses.replace(request.sampling, prompt_logprobs=None),
+            sampling=structs.replace(request.sampling, prompt_logprobs=None),
         )
         for request in prompt_requests
     ]

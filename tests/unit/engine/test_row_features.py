@@ -11,6 +11,7 @@ from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import RoundHeader, RowFeatures, Segment, TensorGroup
 from eesd_dist.transport.group_handles import SingleGroup
+from eesd_dist.types import ChoiceParams
 from tests.support.drafters import save_target
 from tests.support.thread_ranks import on_ranks
 
@@ -24,18 +25,7 @@ def segment(num_rows: int, *, wants_features: bool) -> Segment:
         tokens=tuple(range(num_rows)),
         history=(),
         num_prompt=num_rows,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=0,
-        min_tokens=0,
-        stop_token_ids=(),
-        logit_bias=(),
-        top_logprobs=None,
+        params=ChoiceParams(temperature=0.0),
         wants_features=wants_features,
     )
 

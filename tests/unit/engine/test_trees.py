@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from eesd_dist.config import (
@@ -248,7 +249,7 @@ def test_requests_that_come_and_go_leave_no_move_behind(make: Make) -> None:
     """Moves wait for the next header of any request, also after their own request has ended."""
     config = make(num_pages=40, max_running=3, overlap=True)
     engine = engine_of(config)
-    sampling = dataclasses.replace(SAMPLING["warm"], max_tokens=9)
+    sampling = structs.replace(SAMPLING["warm"], max_tokens=9)
     plain_batch = requests(14, sampling, PLAIN, "plain")
     plain = run(engine_of(make(num_pages=400)), plain_batch).in_order(plain_batch)
     rng = Random(2)
@@ -321,7 +322,7 @@ def test_a_tree_accepts_more_than_a_chain_as_deep(name: str, make: Make) -> None
         max_draft_tokens=3, fixed_length=3, tree=TreeConfig(widths=(2, 2, 2), branch=2)
     )
     engine = engine_of(make("sometimes", speculation=speculation))
-    sampling = dataclasses.replace(SAMPLING[name], max_tokens=32)
+    sampling = structs.replace(SAMPLING[name], max_tokens=32)
     chain, static, dynamic = (
         run(engine, requests(5, sampling, tree(shape), f"{shape}-{name}"))
         for shape in ("none", "static", "dynamic")

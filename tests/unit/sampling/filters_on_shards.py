@@ -73,11 +73,11 @@ def most_traffic(rules: Sequence[RowRule], *, num_ranks: int) -> FilterTraffic:
 
     Joining the rows would gather 4 bytes for each of their tokens.
     """
-    filtered_rules = [rule for rule in rules if rule.is_filtered]
+    filtered_rules = [rule for rule in rules if rule.params.is_filtered]
     if num_ranks == 1 or not filtered_rules:
         return FilterTraffic(num_exchanges=0, num_bytes=0)
-    num_nuclei = sum(rule.top_p < 1.0 for rule in filtered_rules)
-    num_large_k = sum(rule.top_k > NUM_BEST for rule in filtered_rules)
+    num_nuclei = sum(rule.params.top_p < 1.0 for rule in filtered_rules)
+    num_large_k = sum(rule.params.top_k > NUM_BEST for rule in filtered_rules)
     num_best = NUM_BEST if any(map(needs_best, filtered_rules)) else 1
     bytes_of_rank = (
         4 * (num_best + 1) * len(filtered_rules)
@@ -116,14 +116,14 @@ def filtered_by_sorting(scores_RV: Tensor, rules: Sequence[RowRule]) -> Tensor:
     for row, rule in enumerate(rules):
         scores_V, ids_V = ranked.values[row], ranked.indices[row]
         size = num_columns
-        if rule.top_k > 0:
-            size = int((scores_V >= scores_V[min(rule.top_k, num_columns) - 1]).sum())
-        if rule.top_p < 1.0:
+        if rule.params.top_k > 0:
+            size = int((scores_V >= scores_V[min(rule.params.top_k, num_columns) - 1]).sum())
+        if rule.params.top_p < 1.0:
             mass_V = mass_of(scores_V[:size] - scores_V[0]).cumsum(0)
-            target = math.ceil(rule.top_p * float(mass_V[-1]))
+            target = math.ceil(rule.params.top_p * float(mass_V[-1]))
             size = min(size, 1 + int((mass_V < target).sum()))
-        if rule.min_p > 0.0:
-            lowest = scores_V[0] + torch.tensor(math.log(rule.min_p))
+        if rule.params.min_p > 0.0:
+            lowest = scores_V[0] + torch.tensor(math.log(rule.params.min_p))
             size = min(size, int((scores_V >= lowest).sum()))
         filtered_RV[row, ids_V[:size]] = scores_V[:size]
     return filtered_RV

@@ -32,19 +32,19 @@ def filtered_slowly(scores_V: Tensor, row: RowRule) -> Tensor:
     scores = scores_V.tolist()
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     survivors = order
-    if row.top_k > 0:
-        kth = scores[order[min(row.top_k, len(order)) - 1]]
+    if row.params.top_k > 0:
+        kth = scores[order[min(row.params.top_k, len(order)) - 1]]
         survivors = [token for token in order if scores[token] >= kth]
-    if row.top_p < 1.0:
+    if row.params.top_p < 1.0:
         masses = mass_of(scores_V[survivors] - scores_V[order[0]]).tolist()
-        target = math.ceil(row.top_p * float(sum(masses)))
+        target = math.ceil(row.params.top_p * float(sum(masses)))
         size, mass = 1, masses[0]
         while mass < target and size < len(survivors):
             mass += masses[size]
             size += 1
         survivors = survivors[:size]
-    if row.min_p > 0.0:
-        lowest = float(scores_V[order[0]] + torch.tensor(math.log(row.min_p)))
+    if row.params.min_p > 0.0:
+        lowest = float(scores_V[order[0]] + torch.tensor(math.log(row.params.min_p)))
         survivors = [token for token in survivors if scores[token] >= lowest]
     result_V = torch.full_like(scores_V, -torch.inf)
     result_V[survivors] = scores_V[survivors]
@@ -77,7 +77,7 @@ def random_rule(rng: Random) -> RowRule:
         top_k=rng.choice([0, 0, 1, 5, 64, 127, 128, 129, 700, 10**6]),
         min_p=rng.choice([0.0, 0.0, 0.02, 0.5, 1.0]),
     )
-    return rule(params) if rule(params).is_filtered else random_rule(rng)
+    return rule(params) if rule(params).params.is_filtered else random_rule(rng)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])

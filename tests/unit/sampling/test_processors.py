@@ -30,37 +30,37 @@ def whole(logits_SV: Tensor, *rules: RowRule) -> Tensor:
 def processed_slowly(logits: list[float], row: RowRule) -> list[float]:
     """Processes one token at a time, in Python floats."""
     x = list(logits)
-    for token, bias in row.logit_bias:
+    for token, bias in row.params.logit_bias:
         x[token] += bias
     for token in row.forbidden:
         x[token] = -math.inf
-    if row.needs_history:
+    if row.params.needs_history:
         for token in set(row.history):
             x[token] = (
-                x[token] / row.repetition_penalty
+                x[token] / row.params.repetition_penalty
                 if x[token] > 0
-                else (x[token] * row.repetition_penalty)
+                else (x[token] * row.params.repetition_penalty)
             )
         for token, count in Counter(row.history[row.num_prompt :]).items():
-            x[token] -= row.frequency_penalty * count + row.presence_penalty
-    if row.is_greedy:
+            x[token] -= row.params.frequency_penalty * count + row.params.presence_penalty
+    if row.params.is_greedy:
         return x
-    x = [logit / row.temperature for logit in x]
+    x = [logit / row.params.temperature for logit in x]
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
-    if row.top_k:
-        last = x[order[min(row.top_k, len(x)) - 1]]
+    if row.params.top_k:
+        last = x[order[min(row.params.top_k, len(x)) - 1]]
         x = [logit if logit >= last else -math.inf for logit in x]
-    if row.top_p < 1.0:
+    if row.params.top_p < 1.0:
         nucleus: set[int] = set()
         total, mass = sum(math.exp(logit) for logit in x), 0.0
         for token in order:
-            if nucleus and mass >= row.top_p:
+            if nucleus and mass >= row.params.top_p:
                 break
             nucleus.add(token)
             mass += math.exp(x[token]) / total
         x = [logit if token in nucleus else -math.inf for token, logit in enumerate(x)]
-    if row.min_p > 0.0:
-        x = [v if math.exp(v - max(x)) >= row.min_p else -math.inf for v in x]
+    if row.params.min_p > 0.0:
+        x = [v if math.exp(v - max(x)) >= row.params.min_p else -math.inf for v in x]
     return x
 
 

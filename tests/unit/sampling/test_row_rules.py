@@ -5,9 +5,12 @@ from msgspec.structs import replace
 
 from eesd_dist.sampling.row_rules import chooses_by_score, is_guessed_by_score, rules_of
 from eesd_dist.transport.contracts import Segment
-from eesd_dist.types import SamplingParams
+from eesd_dist.types import ChoiceParams, SamplingParams
 from tests.unit.sampling.rows_and_odds import rule
 
+PARAMS = ChoiceParams(
+    temperature=0.5, frequency_penalty=0.5, seed=17, stop_token_ids=(2,), logit_bias=((5, 1.0),)
+)
 SEGMENT = Segment(
     start=4,
     num_rows=3,
@@ -16,17 +19,7 @@ SEGMENT = Segment(
     tokens=(10, 11, 12),
     history=(6, 7, 8, 9),
     num_prompt=3,
-    temperature=0.5,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.5,
-    seed=17,
-    min_tokens=0,
-    stop_token_ids=(2,),
-    logit_bias=((5, 1.0),),
+    params=PARAMS,
     top_logprobs=3,
 )
 
@@ -42,17 +35,13 @@ def test_a_rows_history_ends_with_its_own_token_and_includes_the_draft_before_it
 
 
 def test_no_history_is_kept_for_a_row_that_does_not_need_it() -> None:
-    segment = replace(SEGMENT, frequency_penalty=0.0, history=())
+    segment = replace(SEGMENT, params=replace(PARAMS, frequency_penalty=0.0), history=())
     assert [row.history for row in rules_of(segment)] == [(), ()]
 
 
 def test_a_rule_carries_every_parameter_of_its_segment() -> None:
     for row in rules_of(SEGMENT):
-        for name in (
-            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-            "frequency_penalty", "seed", "min_tokens", "stop_token_ids", "logit_bias",
-            "num_prompt", "top_logprobs",
-        ):  # fmt: skip
+        for name in ("params", "num_prompt", "top_logprobs"):
             assert getattr(row, name) == getattr(SEGMENT, name)
 
 
@@ -67,11 +56,13 @@ def test_a_segment_in_the_middle_of_a_prefill_has_no_rules() -> None:
 
 
 def test_only_a_sampled_row_is_filtered() -> None:
-    assert rule(SamplingParams(top_p=0.9)).is_filtered
-    assert rule(SamplingParams(top_k=5)).is_filtered
-    assert rule(SamplingParams(min_p=0.1)).is_filtered
-    assert not rule(SamplingParams(temperature=0.0, top_p=0.9, top_k=5)).is_filtered
-    assert not rule(SamplingParams(frequency_penalty=1.0, logit_bias=((1, 2.0),))).is_filtered
+    assert rule(SamplingParams(top_p=0.9)).params.is_filtered
+    assert rule(SamplingParams(top_k=5)).params.is_filtered
+    assert rule(SamplingParams(min_p=0.1)).params.is_filtered
+    assert not rule(SamplingParams(temperature=0.0, top_p=0.9, top_k=5)).params.is_filtered
+    assert not rule(
+        SamplingParams(frequency_penalty=1.0, logit_bias=((1, 2.0),))
+    ).params.is_filtered
 
 
 def test_stops_are_forbidden_exactly_until_min_tokens_are_out() -> None:
@@ -80,24 +71,25 @@ def test_stops_are_forbidden_exactly_until_min_tokens_are_out() -> None:
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
-    assert rule(SamplingParams(temperature=1e-6)).is_greedy
-    assert not rule(SamplingParams(temperature=1e-4)).is_greedy
+    assert rule(SamplingParams(temperature=1e-6)).params.is_greedy
+    assert not rule(SamplingParams(temperature=1e-4)).params.is_greedy
 
 
 def test_a_row_of_a_tree_has_the_rule_of_its_own_branch_and_of_no_other() -> None:
     parents = (-1, -1, 0, 0, 2)
     drafted = (20, 21, 22, 23, 24)
+    patient = replace(PARAMS, min_tokens=5)
     tree = replace(
         SEGMENT,
         num_rows=7,
         num_sampled=6,
         tokens=(10, 11, *drafted),
         parents=parents,
-        min_tokens=5,
+        params=patient,
     )
     branches: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 3), (0, 2, 4))
     committed_rule, *branch_rules = rules_of(tree)
-    chain = replace(SEGMENT, num_rows=2, num_sampled=1, tokens=(10, 11), min_tokens=5)
+    chain = replace(SEGMENT, num_rows=2, num_sampled=1, tokens=(10, 11), params=patient)
     assert [committed_rule] == rules_of(chain)
     for row, branch in zip(branch_rules, branches, strict=True):
         tokens = (10, 11, *(drafted[node] for node in branch))

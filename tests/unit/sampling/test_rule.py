@@ -3,7 +3,6 @@ right."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -72,7 +71,7 @@ def menu_rules(*, top_logprobs: int | None = None) -> list[RowRule]:
     """One rule for each parameters of the menu without a mask, and one for each with."""
     rules = [
         rule(
-            replace(params, top_logprobs=top_logprobs),
+            structs.replace(params, top_logprobs=top_logprobs),
             position=5,
             num_prompt=2,
             history=(5, 9, 9, 33, 12),
@@ -87,7 +86,8 @@ def menu_rules(*, top_logprobs: int | None = None) -> list[RowRule]:
 def rules_with_seeds(num_seeds: int, params: SamplingParams = PLAIN) -> tuple[RowRule, ...]:
     """Returns rules for the same position of requests that differ only in their seeds."""
     return tuple(
-        rule(replace(params, seed=seed), position=12, num_prompt=4) for seed in range(num_seeds)
+        rule(structs.replace(params, seed=seed), position=12, num_prompt=4)
+        for seed in range(num_seeds)
     )
 
 
@@ -274,7 +274,9 @@ def test_a_mask_leaves_the_other_tokens_as_they_are(params: SamplingParams) -> N
     logits_SV = random_logits(8, 40, V)
     allowed = [0, 7, 15, 16, 31, 32, 40, 63]
     rules = [
-        RowRule.of(replace(params, seed=seed), position=5, num_prompt=2, mask=mask_of(allowed))
+        RowRule.of(
+            structs.replace(params, seed=seed), position=5, num_prompt=2, mask=mask_of(allowed)
+        )
         for seed in range(40)
     ]
     chosen = choose(logits_SV, rules).tokens

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from msgspec import structs
 
 from eesd_dist.config import SchedulerConfig, TreeConfig
 from eesd_dist.errors import PromptTooLong, QueueFull, RequestError
@@ -237,7 +238,7 @@ def test_a_resumed_request_goes_on_where_it_was() -> None:
 
 def _with(**sampling: Any) -> Request:
     request = _request()
-    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, **sampling))
+    return dataclasses.replace(request, sampling=structs.replace(request.sampling, **sampling))
 
 
 @pytest.mark.parametrize(

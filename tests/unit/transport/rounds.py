@@ -7,10 +7,25 @@ from torch import Tensor
 
 from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyReply
+from eesd_dist.types import ChoiceParams
 
 _i32 = st.integers(0, 2**31 - 1)
 _ids = st.lists(_i32, max_size=12).map(tuple)
 _reals = st.floats(allow_nan=False)
+_params = st.builds(
+    ChoiceParams,
+    temperature=_reals,
+    top_p=_reals,
+    top_k=st.integers(-1, 2**31 - 1),
+    min_p=_reals,
+    repetition_penalty=_reals,
+    presence_penalty=_reals,
+    frequency_penalty=_reals,
+    logit_bias=st.lists(st.tuples(_i32, _reals), max_size=4).map(tuple),
+    seed=st.integers(-(2**63), 2**64 - 1),
+    min_tokens=_i32,
+    stop_token_ids=_ids,
+)
 
 
 @st.composite
@@ -28,17 +43,7 @@ def segments(draw: st.DrawFn) -> Segment:
         tokens=draw(_ids),
         history=draw(_ids),
         num_prompt=draw(_i32),
-        temperature=draw(_reals),
-        top_p=draw(_reals),
-        top_k=draw(st.integers(-1, 2**31 - 1)),
-        min_p=draw(_reals),
-        repetition_penalty=draw(_reals),
-        presence_penalty=draw(_reals),
-        frequency_penalty=draw(_reals),
-        seed=draw(st.integers(0, 2**64 - 1)),
-        min_tokens=draw(_i32),
-        stop_token_ids=draw(_ids),
-        logit_bias=draw(st.lists(st.tuples(_i32, _reals), max_size=4).map(tuple)),
+        params=draw(_params),
         top_logprobs=draw(st.none() | st.integers(0, 20)),
         parents=tuple(parents),
         masks=draw(st.binary(max_size=6)) * num_sampled,
@@ -69,18 +74,14 @@ def segment(*, num_rows: int = 4, start: int = 100, history: tuple[int, ...] = (
         tokens=tuple(range(num_rows)),
         history=history,
         num_prompt=50,
-        temperature=0.7,
-        top_p=0.9,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.1,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=2**64 - 7,
-        min_tokens=0,
-        stop_token_ids=(1, 2),
-        logit_bias=((5, -0.1),),
-        top_logprobs=None,
+        params=ChoiceParams(
+            temperature=0.7,
+            top_p=0.9,
+            repetition_penalty=1.1,
+            seed=2**64 - 7,
+            stop_token_ids=(1, 2),
+            logit_bias=((5, -0.1),),
+        ),
     )
 
 

@@ -227,7 +227,7 @@ def test_hidden_states_that_do_not_belong_to_the_segments_are_not_sent() -> None
 
 
 def test_a_number_too_large_for_its_field_is_not_sent() -> None:
-    big = replace(segment(), seed=2**64)
+    big = replace(segment(), params=replace(segment().params, seed=2**64))
     with pytest.raises(WireError, match="does not fit its field"):
         wire.encode_round(replace(header(), segments=(big,)), hidden())
 
@@ -447,13 +447,7 @@ def test_the_largest_prefix_fits_its_place() -> None:
         {"tokens": (1, 2, 3, -4)},
         {"history": (-1,)},
         {"num_prompt": -1},
-        {"top_k": -2},
-        {"seed": -1},
-        {"min_tokens": -1},
-        {"stop_token_ids": (2**31,)},
-        {"logit_bias": ((-1, 0.5),)},
         {"top_logprobs": -1},
-        {"temperature": "hot"},
     ],
 )
 def test_a_value_out_of_its_bounds_is_refused(change: dict[str, Any]) -> None:
@@ -462,6 +456,29 @@ def test_a_value_out_of_its_bounds_is_refused(change: dict[str, Any]) -> None:
     round_header = replace(header(), segments=(replace(segment(), **change),))
     with pytest.raises(WireError, match=rf"ROUND message 17: .* at `\$\[2\]\[0\]\[{at}\]"):
         read(lying(wire._encoder.encode(round_header)), wire.Kind.ROUND)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"top_k": -2},
+        {"seed": 0.5},
+        {"min_tokens": -1},
+        {"stop_token_ids": (2**31,)},
+        {"logit_bias": ((-1, 0.5),)},
+        {"temperature": "hot"},
+    ],
+)
+def test_a_parameter_out_of_its_bounds_is_refused(change: dict[str, Any]) -> None:
+    (name,) = change
+    at = list(segment().__struct_fields__).index("params")
+    entry = list(segment().params.__struct_fields__).index(name)
+    changed = replace(segment(), params=replace(segment().params, **change))
+    encoded = wire._encoder.encode(replace(header(), segments=(changed,)))
+    with pytest.raises(
+        WireError, match=rf"ROUND message 17: .* at `\$\[2\]\[0\]\[{at}\]\[{entry}\]"
+    ):
+        read(lying(encoded), wire.Kind.ROUND)
 
 
 def test_a_header_that_contradicts_its_prefix_is_refused() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from eesd_dist.bench.fuzz.cases import (
     Abort,
@@ -181,7 +182,7 @@ def test_a_text_is_plainly_generated_once_and_a_shorter_one_is_its_beginning(
     plain = PlainTexts(shelf)
     whole = plain.text(case.world, request)
     num_tokens = plain.num_tokens
-    sampling = replace(request.sampling, max_tokens=7)
+    sampling = structs.replace(request.sampling, max_tokens=7)
     cut = plain.text(case.world, replace(request, sampling=sampling))
     assert plain.num_tokens == num_tokens == 30
     assert cut.tokens == whole.tokens[:7]

@@ -2,6 +2,8 @@
 router is silent."""
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import pytest
@@ -62,7 +64,7 @@ def test_a_change_that_callers_should_know_does_not_wait_for_the_next_poll(
             await balancer.news(timeout_s=5.0)
             assert time.monotonic() - began_s < 2.0
             assert await _choices(balancer) == {"b"}
-            assert balancer.num_usable == 1
+            assert sum(bool(p["is_usable"]) for p in balancer._chooser.describe()) == 1
 
     asyncio.run(run())
 
@@ -154,3 +156,36 @@ def test_a_router_answers_at_once_unless_the_caller_knows_its_membership() -> No
             assert other != membership_id, "it is another router"
 
     asyncio.run(run())
+
+
+_POLLING_AT_EXIT = """
+import asyncio, atexit, threading, time
+from eesd_dist.errors import EngineError
+from serve_app.config import ServiceConfig
+from serve_app.ingress import load_balancing
+from serve_app.ingress.load_balancing import LoadBalancer
+
+def no_router(_):
+    raise EngineError("no router")
+
+async def poll():
+    balancer = LoadBalancer(ServiceConfig.model_validate(SETTINGS), pipelines=None)
+    balancer._ask_pipelines = lambda: asyncio.sleep(0)
+    balancer.start()
+    await balancer._polling
+
+load_balancing.find_router, load_balancing._POLL_S = no_router, 0.001
+threading.Thread(target=asyncio.run, args=(poll(),), daemon=True).start()
+atexit.register(time.sleep, 0.3)
+time.sleep(0.3)
+"""
+
+
+def test_the_poll_ends_in_silence_when_its_process_exits() -> None:
+    settings = config_of().model_dump(mode="json")
+    program = f"SETTINGS = {settings!r}\n{_POLLING_AT_EXIT}"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "router silent" in ended.stderr, "it polls"
+    assert "Traceback" not in ended.stderr

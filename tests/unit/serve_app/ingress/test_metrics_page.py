@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from eesd_dist.telemetry.metrics import ServiceMetrics
 from serve_app.ingress.metrics_page import joined, merged
 from serve_app.openai.middleware.http_metrics import HttpMetrics
-from serve_app.pipeline.deployment import MetricsPage
+from serve_app.pipeline.reports import MetricsPage
 
 
 def test_families_stay_together_and_every_sample_says_which_pipeline() -> None:

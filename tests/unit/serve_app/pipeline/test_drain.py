@@ -60,7 +60,6 @@ class World:
             to=to.pipeline_id,
             num_requests=num_requests,
             streams=(StreamMove(request_id=RequestId("a"), num_pages=3),),
-            copy_s=0.0,
             seconds=0.0,
             reason="",
         )

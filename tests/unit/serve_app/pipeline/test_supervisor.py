@@ -168,10 +168,14 @@ def test_an_engine_that_breaks_under_every_request_is_given_up(
     _story(
         story,
         lambda: ToyWorkers(
-            cluster, tmp_path, fallback=False, stages=PoisonedStages(), heartbeat_s=heartbeat_s
+            cluster,
+            tmp_path,
+            fallback=False,
+            stages=PoisonedStages(),
+            worker_heartbeat_s=heartbeat_s,
         ),
         max_interruptions=2,
-        heartbeat_s=heartbeat_s,
+        worker_heartbeat_s=heartbeat_s,
     )
 
 
@@ -225,6 +229,25 @@ def test_a_stream_goes_through_a_degraded_epoch_and_back_with_every_token(
         assert kinds[0] is PeerLost
         assert Migrated in kinds
         assert EngineCrashed not in kinds
+
+    _story(story, lambda: ToyWorkers(cluster, tmp_path))
+
+
+def test_the_seconds_of_a_degraded_epoch_that_breaks_are_counted(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def story(group: WorkerGroup, supervisor: Supervisor) -> None:
+        await _fallback_prepared(group)
+        may_come = _hold_spawns(group)
+        handle_of(group, "drafting actor").killed.set()
+        await until(lambda: supervisor.is_degraded)
+        await asyncio.sleep(0.2)
+        degraded_s = supervisor.degraded_s
+        assert degraded_s >= 0.2
+        handle_of(group, "verify rank 1").killed.set()
+        await until(lambda: supervisor.interruptions.number == 2)
+        assert supervisor.degraded_s >= degraded_s
+        may_come.set()
 
     _story(story, lambda: ToyWorkers(cluster, tmp_path))
 

@@ -15,7 +15,7 @@ def _config(timeout_s: float = 20.0, **recovery: float) -> ServiceConfig:
 def test_the_defaults_of_the_configuration_are_in_order() -> None:
     timings = timings_of(_config())
     assert (timings.deadline_s, timings.load_s, timings.lease_s) == (20.0, 900.0, 60.0)
-    assert timings.heartbeat_s < timings.stall_s < timings.deadline_s
+    assert timings.worker_heartbeat_s < timings.stall_s < timings.deadline_s
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_the_defaults_of_the_configuration_are_in_order() -> None:
         ),
         (
             {"timeout_s": 0.2},
-            "found heartbeat_s 0.5 and engine.parallel.timeout_s 0.2, expected",
+            "found worker_heartbeat_s 0.5 and engine.parallel.timeout_s 0.2, expected",
         ),
         (
             {"timeout_s": 5.0, "lease_s": 6.0},
@@ -51,8 +51,8 @@ def test_times_in_the_wrong_order_are_refused_with_their_configuration_keys(
 @pytest.mark.parametrize(
     ("shorter", "longer"),
     [
-        ("heartbeat_s", "deadline_s"),
-        ("heartbeat_s", "stall_s"),
+        ("worker_heartbeat_s", "deadline_s"),
+        ("worker_heartbeat_s", "stall_s"),
         ("grace_s", "deadline_s"),
         ("deadline_s", "lease_s"),
         ("deadline_s", "load_s"),
