@@ -7,6 +7,7 @@ for a batch. Does not depend on how the figures were measured or how acceptance 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from eesd_dist.errors import ConfigError
@@ -66,6 +67,19 @@ class CostModel:
         if beyond:
             return interpolated([(len(self.verify_s), self.verify_s[-1]), *beyond], rows) + extra
         return self.verify_s[-1] + self._table_slope() * (rows - len(self.verify_s)) + extra
+
+    def verify_batches(self, count: int) -> list[float]:
+        """Returns the seconds of `verify_batch` for one request and 0, 1, ... `count` - 1 rows."""
+        table, num = self.verify_s, len(self.verify_s)
+        seconds = [table[0], *table[: max(count - 1, 0)]][:count]
+        points = [(num, table[-1]), *(point for point in self.verify_rows_s if point[0] > num)]
+        if len(points) == 1:
+            points.append((num + 1, table[-1] + self._table_slope()))
+        for at, ((low, low_s), (high, high_s)) in enumerate(pairwise(points)):
+            end = count if at == len(points) - 2 else min(high + 1, count)
+            slope = max(high_s - low_s, 0.0) / (high - low)
+            seconds += [low_s + slope * (rows - low) for rows in range(low + 1, end)]
+        return seconds
 
     def draft_batch(self, rows: int) -> float:
         """Returns the seconds of one drafted token for each of `rows` requests."""

@@ -61,8 +61,9 @@ class CostTable:
 
     def verify_from(self, rows: int, more: int, requests: int) -> list[float]:
         """Returns the seconds of verify passes over `rows` rows up to `rows + more`."""
-        while len(self._rows) <= rows + more:
-            self._rows.append(max(self._rows[-1], self._cost.verify_batch(len(self._rows))))
+        if len(self._rows) <= rows + more:
+            table = self._cost.verify_batches(2 * (rows + more) + 1)
+            self._rows = [0.0, *accumulate(table[1:], max)]
         verify_s = self._rows[rows : rows + more + 1]
         extra = self._cost.request_s * max(requests - 1, 0)
         return [seconds + extra for seconds in verify_s] if extra else verify_s
