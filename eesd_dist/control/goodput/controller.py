@@ -54,6 +54,10 @@ class Goodput:
     def needs_probs(self) -> bool:
         return self._forecast.needs_probs
 
+    @property
+    def weighs_costs(self) -> bool:
+        return True
+
     def admit(self, request_id: RequestId, belief: Belief) -> None:
         self._requests[request_id] = _Request(
             rng=self._setup.rng(request_id),

@@ -216,6 +216,8 @@ class GoodputRound:
             guesses = share * len(report.means) + (1.0 - share) * report.num_drafted
             self._drafting_s += step_s * guesses
             self._num_drafted += report.num_drafted
+        if any(report.means for report in reports.values()):
+            self._drafting_s += self._costs.start_s
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
         """Returns the requests to guess for, judged by the running mean of each request."""
@@ -268,7 +270,9 @@ class GoodputRound:
 
         def round_s(tokens: int) -> float:
             """Returns the seconds with this level's tokens, `sharing` at most."""
-            return self._both(drafting_s + steps_s[tokens], verify_s[rows - first_row + tokens])
+            start_s = self._costs.start_s if rows + tokens > first_row else 0.0
+            level_s = start_s + steps_s[tokens]
+            return self._both(drafting_s + level_s, verify_s[rows - first_row + tokens])
 
         drafting_s, reached, shares_s = self._costs.known(load.num_known), 1.0, [0.0]
         self._shares[sharing, rows] = shares_s
@@ -290,7 +294,8 @@ class GoodputRound:
     def _common_rule(self) -> ChainRule:
         """The part of the rule that is the same for all requests, by the budgets as they are."""
         costs, exploration = self._costs, self._setup.exploration
-        guesses_price = self._rate * costs.guess_share * costs.step(self._num_ours)
+        guesses_s = costs.start_s + costs.guess_share * costs.step(self._num_ours)
+        guesses_price = self._rate * guesses_s
         return _NO_DRAFT._replace(
             guess_price=guesses_price * self.share,
             looks=exploration.may_look(guesses_price),
@@ -399,6 +404,7 @@ class GoodputRound:
     def _close_level(self, *, guessed: int, drafted: int) -> None:
         """Adds a level's cost; guesses that were not drafted have cost the exit head's time too."""
         costs, share = self._costs, self._costs.guess_share
+        self._drafting_s += costs.start_s if guessed and not self._level else 0.0
         self._drafting_s += share * costs.step(guessed) + (1.0 - share) * costs.step(drafted)
         self._num_drafted += drafted
         self._level += 1
