@@ -29,7 +29,7 @@ _NOISE = 0.15
 _EDGE = 2.0
 """Standard deviations beyond which a time says no more."""
 _FEW_ROUNDS, _ONE_IN = 64, 4
-"""Number of rounds after which only some are learnt from, and their share: one in four."""
+"""Number of rounds, plain or drafted, after which only some are learnt from: one in four."""
 _NEIGHBOURS = 1.3
 """Batches of sizes that differ by less than this factor have the same lines."""
 _MAX_SIZES = 32
@@ -142,8 +142,9 @@ class _SizeCost:
         self._drafting = Line(round_s=plain_s)
         """The seconds of drafting; the extra is its start."""
         self._verifying = Line(round_s=plain_s)
-        self._num_rounds = self._num_plain = self._num_drafted = 0
-        """`_num_drafted`: drafted rounds since the latest plain one."""
+        self._num_plain = self._num_drafted = 0
+        self._num_since_plain = 0
+        """Drafted rounds since the latest plain one."""
         self.model = profile
 
     def fits(self, num_requests: int) -> bool:
@@ -153,21 +154,22 @@ class _SizeCost:
     @property
     def wants_plain(self) -> bool:
         few = self._num_plain < len(_FIRST_PLAIN)
-        return self._num_drafted >= (_FIRST_PLAIN[self._num_plain] if few else _PLAIN_EVERY)
+        return self._num_since_plain >= (_FIRST_PLAIN[self._num_plain] if few else _PLAIN_EVERY)
 
     def observe(self, cost: RoundCost) -> None:
         is_plain = not any(cost.guesses)
         self._num_plain += is_plain
-        self._num_drafted = 0 if is_plain else self._num_drafted + 1
-        self._num_rounds += 1
-        if self._num_rounds > _FEW_ROUNDS and self._num_rounds % _ONE_IN and self._num_drafted:
+        self._num_drafted += not is_plain
+        self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
+        number = self._num_plain if is_plain else self._num_drafted
+        if number > _FEW_ROUNDS and number % _ONE_IN:
             return
         profile = self._profile
         levels_s = _drafting_s(profile, cost)
         input_s = profile.known_batch(cost.num_requests)
         if is_plain:
             self._input.observe(0.0, cost.other_s - input_s)
-        elif self._num_plain or self._num_rounds > _PATIENCE:
+        elif self._num_plain or self._num_drafted > _PATIENCE:
             self._drafting.observe(levels_s, cost.other_s - input_s - self._input.extra)
         self._verifying.observe(
             profile.verify_batch(cost.num_rows, cost.num_requests), cost.verify_s

@@ -94,7 +94,7 @@ class _Staging(threading.local):
         pinned = buffer.narrow(0, 0, len(numbers))
         pinned.numpy()[:] = numbers
         numbers_N = pinned.to(device, non_blocking=True)
-        self._uploaded[at] = torch.cuda.current_stream(device).record_event()
+        self._uploaded[at] = torch.cuda.current_stream(numbers_N.device).record_event()
         return numbers_N
 
 
