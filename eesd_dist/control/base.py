@@ -124,6 +124,11 @@ class BatchController(Protocol):
         """Same as `Controller.needs_probs`."""
         ...
 
+    @property
+    def weighs_costs(self) -> bool:
+        """True if it drafts what pays, so that it leaves out a round to learn what drafts cost."""
+        ...
+
     def admit(self, request_id: RequestId, belief: Belief) -> None:
         """Adds a request, or replaces its belief by one from more rounds."""
         ...

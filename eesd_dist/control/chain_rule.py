@@ -22,6 +22,8 @@ NO, YES, LOOK, PROBE = range(4)
 """Answers to whether to guess: not; since it is expected to pay; to see whether the next token is
 an easy one; to draft a token that is not expected to pay, for what its verdict teaches."""
 _EDGE = 1e-3
+_FREE_MEAN = 0.5
+"""Acceptance that a rule without a calibration gives every guess."""
 
 
 class LogOdds(NamedTuple):
@@ -118,6 +120,15 @@ def value_of_longer(
     return best, best_expected
 
 
+def has_value(means: Doubles, prices: Doubles, extra: float) -> npt.NDArray[np.bool_]:
+    """Returns for R requests before their first token, of acceptance `means`, whether
+    `value_of_longer` is positive; `extra`: as there."""
+    survival = means[:, None] ** np.arange(1, len(prices))
+    values = np.cumsum(survival, axis=1) - (prices[1:] - prices[0] + extra)
+    has_values: npt.NDArray[np.bool_] = (values > SURELY).any(axis=1)
+    return has_values
+
+
 def wants_guess(rule: ChainRule, num_drafted: int, survival: float) -> int:
     """Returns NO, YES, LOOK or PROBE; `survival`: P(all drafted tokens are accepted)."""
     next_survival = survival * rule.mean
@@ -162,8 +173,9 @@ class Follower:
     """Follows a rule along one chain, guess by guess."""
 
     def __init__(self, rule: ChainRule, *, max_length: int) -> None:
-        self._rule = rule
-        self._is_free = not rule.prices.any()
+        prices = rule.prices.tolist()  # a list is read several times as fast as an array
+        self._rule = rule._replace(prices=prices)
+        self._is_free = not any(prices)
         self._max_length = max_length
         self._means: list[float] = []
         self._num_drafted = self._num_looks = 0
@@ -185,6 +197,10 @@ class Follower:
     def takes(self, gap: float) -> bool:
         """Returns whether to draft the guess that was wanted."""
         rule, num_drafted = self._rule, self._num_drafted
+        if self._is_free and rule.odds is NO_ODDS:  # as `of_length`: nothing depends on the gap
+            self._means.append(_FREE_MEAN)
+            self._num_drafted += 1
+            return True
         drawn, mean = acceptance(rule, num_drafted, gap)
         self._means.append(mean)
         self._drawn_survival *= drawn

@@ -7,6 +7,7 @@ for a batch. Does not depend on how the figures were measured or how acceptance 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from eesd_dist.errors import ConfigError
@@ -37,6 +38,8 @@ class CostModel:
     """Seconds of one drafted token for each request of a batch, by number of requests."""
     known_rows_s: Points = ()
     """`round_s` by number of requests."""
+    start_s: float = 0.0
+    """Seconds of a round with drafts in addition to its tokens, whatever their number."""
 
     def __post_init__(self) -> None:
         if not self.verify_s or min(self.verify_s) <= 0 or self.draft_step_s < 0:
@@ -51,7 +54,9 @@ class CostModel:
 
     def seconds(self, num_drafted: int) -> float:
         """Returns the seconds of a whole round with a draft of k tokens."""
-        return self.round_s + num_drafted * self.draft_step_s + self.verify(num_drafted)
+        start_s = self.start_s if num_drafted else 0.0
+        drafting_s = start_s + num_drafted * self.draft_step_s
+        return self.round_s + drafting_s + self.verify(num_drafted)
 
     def rate(self, num_drafted: int, survival: Sequence[float]) -> float:
         """Returns expected tokens per second; survival[j]: P(drafts 0..j are all accepted)."""
@@ -66,6 +71,19 @@ class CostModel:
         if beyond:
             return interpolated([(len(self.verify_s), self.verify_s[-1]), *beyond], rows) + extra
         return self.verify_s[-1] + self._table_slope() * (rows - len(self.verify_s)) + extra
+
+    def verify_batches(self, count: int) -> list[float]:
+        """Returns the seconds of `verify_batch` for one request and 0, 1, ... `count` - 1 rows."""
+        table, num = self.verify_s, len(self.verify_s)
+        seconds = [table[0], *table[: max(count - 1, 0)]][:count]
+        points = [(num, table[-1]), *(point for point in self.verify_rows_s if point[0] > num)]
+        if len(points) == 1:
+            points.append((num + 1, table[-1] + self._table_slope()))
+        for at, ((low, low_s), (high, high_s)) in enumerate(pairwise(points)):
+            end = count if at == len(points) - 2 else min(high + 1, count)
+            slope = max(high_s - low_s, 0.0) / (high - low)
+            seconds += [low_s + slope * (rows - low) for rows in range(low + 1, end)]
+        return seconds
 
     def draft_batch(self, rows: int) -> float:
         """Returns the seconds of one drafted token for each of `rows` requests."""
@@ -93,6 +111,7 @@ class CostModel:
         longest = max(lengths, default=0)
         levels = [sum(length > level for length in lengths) for level in range(longest)]
         drafting = self.known_batch(num_rows) + sum(map(self.draft_batch, levels))
+        drafting += self.start_s if levels else 0.0
         verifying = self.verify_batch(num_rows + sum(lengths), len(lengths))
         return max(drafting, verifying) if overlapped else drafting + verifying
 
@@ -123,6 +142,7 @@ class CostModel:
             "verify_rows_s": [list(point) for point in self.verify_rows_s],
             "draft_rows_s": [list(point) for point in self.draft_rows_s],
             "known_rows_s": [list(point) for point in self.known_rows_s],
+            "start_s": self.start_s,
         }
 
     @staticmethod
@@ -140,6 +160,7 @@ class CostModel:
             verify_rows_s=_points(data.get("verify_rows_s", [])),
             draft_rows_s=_points(data.get("draft_rows_s", [])),
             known_rows_s=_points(data.get("known_rows_s", [])),
+            start_s=_seconds(data.get("start_s", 0.0)),
         )
 
     def save(self, file: Path) -> None:

@@ -6,6 +6,11 @@ and verifying are each a line over the profile's figure, seconds = ratio * profi
 by a Kalman filter with a drifting state (a random walk); a time far from the forecast counts as one
 at the edge, so that a disturbance moves little and is forgotten. Independent of clocks and
 requests.
+
+Batches of other sizes have lines of their own: what drafting adds to a round of 64 requests says
+little about a round of 8. The part of a round that does not draft is learnt from rounds without
+drafts alone: rounds that all draft do not tell how long a plain one takes, and if that is taken for
+long, drafts look cheap. `wants_plain` asks for such rounds.
 """
 
 import math
@@ -24,7 +29,14 @@ _NOISE = 0.15
 _EDGE = 2.0
 """Standard deviations beyond which a time says no more."""
 _FEW_ROUNDS, _ONE_IN = 64, 4
-"""Number of rounds after which only some are learnt from, and their share: one in four."""
+"""Number of rounds, plain or drafted, after which only some are learnt from: one in four."""
+_NEIGHBOURS = 1.3
+"""Batches of sizes that differ by less than this factor have the same lines."""
+_MAX_SIZES = 32
+_FIRST_PLAIN, _PLAIN_EVERY = (2, 6, 14), 200
+"""Number of drafted rounds after which a plain one is wanted: at first, and later."""
+_PATIENCE = 32
+"""Rounds after which the price of drafts is learnt even if no round was plain."""
 _CHANGE = 0.03
 """Relative change of a usual round's time that makes a new model worth its making."""
 
@@ -64,8 +76,8 @@ class Line:
         forecast = self.at(profile_s)
         gain_ratio = self._var_ratio * profile_s + self._covariance
         gain_extra = self._covariance * profile_s + self._var_extra
-        spread = gain_ratio * profile_s + gain_extra
         noise = (_NOISE * max(abs(forecast), 0.2 * self._floor)) ** 2
+        spread = gain_ratio * profile_s + gain_extra
         edge = _EDGE * math.sqrt(noise + spread)
         off = min(max(seconds - forecast, -edge), edge) / (spread + noise)
         self.ratio = max(self.ratio + gain_ratio * off, 0.05)
@@ -84,47 +96,106 @@ class Line:
 
 
 class LearntCost:
-    """The cost model of one engine."""
+    """The cost model of one engine, for batches of the size of the latest round."""
 
     def __init__(self, profile: CostModel) -> None:
         self._profile = profile
-        self._drafting = Line(round_s=profile.seconds(0))
-        self._verifying = Line(round_s=profile.seconds(0))
-        self._num_rounds = 0
+        self._sizes: dict[int, _SizeCost] = {}
+        """The costs by batch size."""
+        self._size = _SizeCost(profile, 1)
         self.model = profile
         """The costs as learnt, renewed when a round's time has changed noticeably."""
 
     def observe(self, cost: RoundCost) -> bool:
         """Learns from a round without prefill; returns whether `model` is a new one."""
-        self._num_rounds += 1
-        if self._num_rounds > _FEW_ROUNDS and self._num_rounds % _ONE_IN:
+        self._size = self._size_of(cost.num_requests)
+        self._size.observe(cost)
+        if self.model is self._size.model:
             return False
+        self.model = self._size.model
+        return True
+
+    def wants_plain(self, num_requests: int) -> bool:
+        """Returns whether a round without drafts is due, for what it tells about their price."""
+        return self._size.fits(num_requests) and self._size.wants_plain
+
+    def _size_of(self, num_requests: int) -> "_SizeCost":
+        if self._sizes and self._size.fits(num_requests):
+            return self._size
+        for size in self._sizes.values():
+            if size.fits(num_requests):
+                return size
+        if len(self._sizes) >= _MAX_SIZES:
+            self._sizes.pop(next(iter(self._sizes)))
+        self._sizes[num_requests] = size = _SizeCost(self._profile, num_requests)
+        return size
+
+
+class _SizeCost:
+    """The costs of batches of about one size."""
+
+    def __init__(self, profile: CostModel, num_requests: int) -> None:
+        self._profile, self._num_requests = profile, num_requests
+        plain_s = profile.batch_seconds([0] * num_requests)
+        self._input = Line(round_s=plain_s)
+        """The rest of a round, as the extra of a line."""
+        self._drafting = Line(round_s=plain_s)
+        """The seconds of drafting; the extra is its start."""
+        self._verifying = Line(round_s=plain_s)
+        self._num_plain = self._num_drafted = 0
+        self._num_since_plain = 0
+        """Drafted rounds since the latest plain one."""
+        self.model = profile
+
+    def fits(self, num_requests: int) -> bool:
+        low, high = sorted((self._num_requests, num_requests))
+        return high < _NEIGHBOURS * low or low == high
+
+    @property
+    def wants_plain(self) -> bool:
+        few = self._num_plain < len(_FIRST_PLAIN)
+        return self._num_since_plain >= (_FIRST_PLAIN[self._num_plain] if few else _PLAIN_EVERY)
+
+    def observe(self, cost: RoundCost) -> None:
+        is_plain = not any(cost.guesses)
+        self._num_plain += is_plain
+        self._num_drafted += not is_plain
+        self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
+        number = self._num_plain if is_plain else self._num_drafted
+        if number > _FEW_ROUNDS and number % _ONE_IN:
+            return
         profile = self._profile
         levels_s = _drafting_s(profile, cost)
         input_s = profile.known_batch(cost.num_requests)
-        self._drafting.observe(levels_s, cost.other_s - input_s)
+        if is_plain:
+            self._input.observe(0.0, cost.other_s - input_s)
+        elif self._num_plain or self._num_drafted > _PATIENCE:
+            self._drafting.observe(levels_s, cost.other_s - input_s - self._input.extra)
         self._verifying.observe(
             profile.verify_batch(cost.num_rows, cost.num_requests), cost.verify_s
         )
-        if all(self._is_as_before(length) for length in (0, 4)):
-            return False
-        self.model = self._learnt()
-        return True
+        if not all(self._is_as_before(length) for length in (0, 4)):
+            self.model = self._learnt()
 
     def _is_as_before(self, length: int) -> bool:
-        profile, before = self._profile, self.model.seconds(length)
-        after = profile.round_s + self._drafting.at(length * profile.draft_step_s)
-        after += self._verifying.at(profile.verify(length))
+        profile, count = self._profile, self._num_requests
+        before = self.model.batch_seconds([length] * count)
+        after = max(profile.known_batch(count) + self._input.extra, 0.0)
+        if length:
+            drafting = self._drafting
+            after += drafting.ratio * length * profile.draft_batch(count) + max(drafting.extra, 0.0)
+        after += self._verifying.at(profile.verify_batch(count * (1 + length), count))
         return abs(after - before) <= _CHANGE * before
 
     def _learnt(self) -> CostModel:
         profile, drafting, verifying = self._profile, self._drafting, self._verifying
-        extra = drafting.extra
+        extra = self._input.extra
         return replace(
             profile,
             draft_step_s=drafting.ratio * profile.draft_step_s,
             guess_s=drafting.ratio * profile.guess_s,
             draft_rows_s=_scaled(profile.draft_rows_s, drafting.ratio, 0.0),
+            start_s=max(drafting.extra, 0.0),
             round_s=max(profile.round_s + extra, 0.0),
             known_rows_s=_scaled(profile.known_rows_s, 1.0, extra),
             verify_s=tuple(max(verifying.at(seconds), 1e-9) for seconds in profile.verify_s),

@@ -21,6 +21,8 @@ _NOT_COMPUTED = Evidence(depth=0)
 class OneByOne:
     """Batch controller with one controller per request."""
 
+    weighs_costs = False
+
     def __init__(self, build: ControllerBuilder, setup: ControlSetup) -> None:
         """Raises ConfigError if `setup` lacks something the controller needs."""
         self._build = build

@@ -142,12 +142,15 @@ class DraftPolicy:
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._take_advice(request_id)
-        active = [i for i in request_ids if not self._requests[i].group.rests(i)]
+        count = len(request_ids) if num_requests is None else num_requests
+        if self._learnt is not None and self._learnt.wants_plain(count):
+            active = [i for i in request_ids if not self._requests[i].group.weighs_costs]
+        else:
+            active = [i for i in request_ids if not self._requests[i].group.rests(i)]
         self._rounds, self._active = [], frozenset(active)
         if not active:
             return self._active
         self._setup.trees.begin_round()
-        count = len(request_ids) if num_requests is None else num_requests
         num_rows = max(count, num_known or 0)
         for group in self._groups.values():
             group_ids = tuple(i for i in active if self._requests[i].group is group)

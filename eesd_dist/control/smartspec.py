@@ -28,6 +28,7 @@ class SmartSpec:
     """Batch-wide controller by one acceptance rate and the load."""
 
     needs_probs = False
+    weighs_costs = False
 
     def __init__(self, setup: ControlSetup) -> None:
         self._cost = setup.assumed_cost

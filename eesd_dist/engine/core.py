@@ -26,6 +26,7 @@ from eesd_dist.engine.recording.text_features import FeatureLimits, FeatureTap, 
 from eesd_dist.engine.requests import EngineLoad, EngineRequests
 from eesd_dist.engine.round_stats import RoundInFlight, RoundMeter
 from eesd_dist.model.heads.exit_head import ExitHead
+from eesd_dist.model.layers.captures import CAPTURES
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan
 from eesd_dist.schedule.plans import RoundPlan
 from eesd_dist.schedule.scheduler import Scheduler
@@ -128,6 +129,8 @@ class EngineCore:
         """KV page access for other pipelines, from any thread."""
         self._in_flight: dict[int, RoundInFlight] = {}
         self._next_microbatch = 0
+        self._num_captures = CAPTURES.count
+        """Captures of graphs before the round."""
         self._broken_by: Exception | None = None
         """Error of the last turn after its tokens were committed; the next turn raises it."""
 
@@ -298,7 +301,9 @@ class EngineCore:
             features = self._features.finished(emissions, waiting.drafted.runs)
             self._requests.committed(waiting.plan.items, emissions, outcomes)
         stats = self._meter.finished(waiting, reply, outcomes=outcomes, emissions=emissions)
-        if not stats.num_prefill_rows and not stats.num_lookup_drafted:
+        is_usual = self._num_captures == CAPTURES.count
+        self._num_captures = CAPTURES.count
+        if is_usual and not stats.num_prefill_rows and not stats.num_lookup_drafted:
             self._policy.observe_cost(_cost_of(stats, waiting.drafted.guesses_by_depth))
         return StepResult(
             emissions=tuple(emissions),

@@ -2,6 +2,7 @@
 
 # Shapes: T rows, X channels.
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from eesd_dist.types import Value
 
+_NUM_STAGING = 4
+"""Pieces of pinned memory per thread, so that a write waits for an upload long before it."""
 _FEW = 3
 """Number of slices of each tensor beyond which one gathering copy is faster than a copy of each."""
 
@@ -72,9 +75,35 @@ def _copied(merged: Sequence[RowSlice]) -> Tensor:
     return sources_TX.index_select(0, uploaded(rows, sources_TX.device))
 
 
+class _Staging(threading.local):
+    """Pinned memory of one thread, kept: getting some takes a millisecond."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor | None] = [None] * _NUM_STAGING
+        self._uploaded: list[torch.cuda.Event | None] = [None] * _NUM_STAGING
+        self._next = 0
+
+    def upload(self, numbers: Sequence[int], device: torch.device) -> Tensor:
+        at, self._next = self._next, (self._next + 1) % _NUM_STAGING
+        event, buffer = self._uploaded[at], self._buffers[at]
+        if event is not None:
+            event.synchronize()  # before the memory is written again
+        if buffer is None or len(buffer) < len(numbers):
+            size = max(1024, 2 * len(numbers))
+            self._buffers[at] = buffer = torch.zeros(size, dtype=torch.int64, pin_memory=True)
+        pinned = buffer.narrow(0, 0, len(numbers))
+        pinned.numpy()[:] = numbers
+        numbers_N = pinned.to(device, non_blocking=True)
+        self._uploaded[at] = torch.cuda.current_stream(numbers_N.device).record_event()
+        return numbers_N
+
+
+_STAGING = _Staging()
+
+
 def uploaded(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Returns int64 numbers on a device. On a GPU from pinned memory: a copy from other memory
     waits until the GPU has done all that is queued."""
     if device.type == "cuda" and torch.cuda.is_available():
-        return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+        return _STAGING.upload(numbers, device)
     return torch.tensor(numbers, device=device)

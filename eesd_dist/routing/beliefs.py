@@ -17,15 +17,17 @@ import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from msgspec import structs
+
 from eesd_dist.control.belief import Belief
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.routing.pools import NO_CALLER, ByCaller, Pools
-from eesd_dist.types import Outcome, RequestId
+from eesd_dist.types import Outcome, RequestId, Value
 
 _VERSION = 1
 _UNKNOWN = "?"
@@ -35,8 +37,7 @@ _PAUSE_S = 0.001
 """Pause between pieces of a snapshot: encoding holds the GIL, and other threads must run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftPlan:
+class DraftPlan(Value, frozen=True, kw_only=True):
     """The router's plan for the next rounds of one request."""
 
     request_id: RequestId
@@ -58,8 +59,7 @@ class Priors:
         return {NO_CALLER: self.pools, **self.by_caller}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Live:
+class _Live(Value, frozen=True, kw_only=True):
     """The beliefs about one live request."""
 
     workload: str
@@ -116,7 +116,7 @@ class BeliefBook:
         it keeps its belief."""
         live = self._live.get(request_id)
         if live is not None:
-            live = replace(live, page=self._page)
+            live = structs.replace(live, page=self._page)
         else:
             live = _Live(
                 workload=workload,
@@ -138,8 +138,9 @@ class BeliefBook:
             if request_id not in self._live:
                 self.admit(request_id, caller=_UNKNOWN)
             old = self._live[request_id]
-            live = replace(
-                old,
+            live = _Live(
+                workload=old.workload,
+                caller=old.caller,
                 belief=old.belief.after(outcome, discount=self._discount),
                 own=old.own.after(outcome, discount=self._discount),
                 page=self._page,

@@ -54,6 +54,10 @@ class Goodput:
     def needs_probs(self) -> bool:
         return self._forecast.needs_probs
 
+    @property
+    def weighs_costs(self) -> bool:
+        return True
+
     def admit(self, request_id: RequestId, belief: Belief) -> None:
         self._requests[request_id] = _Request(
             rng=self._setup.rng(request_id),
@@ -112,8 +116,9 @@ class Goodput:
                 continue
             request.num_idle = 0 if outcome.num_drafted else request.num_idle + 1
             request.pause = _rest_after(request.num_idle)
-            scores = round_.scores_of(outcome.request_id)
-            self._forecast.observe(request.forecast, outcome, scores)
+            if outcome.num_drafted:
+                scores = round_.scores_of(outcome.request_id)
+                self._forecast.observe(request.forecast, outcome, scores)
             if outcome.is_lookup:
                 self._rounds.sources.observe_lookup(request.sources, outcome)
             else:

@@ -18,6 +18,7 @@ class CostTable:
         self._rows = [0.0]
         self._input_s: dict[int, float] = {}
         self._rounds: dict[tuple[int, int, int, bool], list[float]] = {}
+        self.start_s = cost.start_s
         self.guess_share = cost.guess_batch(1) / cost.draft_step_s if cost.draft_step_s else 0.0
 
     def rounds(
@@ -33,6 +34,7 @@ class CostTable:
             rows = range(num_rows, num_rows + longest * count + 1, count)
             verify_s = accumulate((self._cost.verify_batch(row, requests) for row in rows), max)
             drafting_s = [input_s + length * step_s for length in range(longest + 1)]
+            drafting_s[1:] = [self.start_s + seconds for seconds in drafting_s[1:]]
             if len(self._rounds) >= _MOST_ROUNDS:
                 self._rounds.clear()
             rounds_s = list(map(max if overlapped else add, drafting_s, verify_s))
@@ -61,8 +63,9 @@ class CostTable:
 
     def verify_from(self, rows: int, more: int, requests: int) -> list[float]:
         """Returns the seconds of verify passes over `rows` rows up to `rows + more`."""
-        while len(self._rows) <= rows + more:
-            self._rows.append(max(self._rows[-1], self._cost.verify_batch(len(self._rows))))
+        if len(self._rows) <= rows + more:
+            table = self._cost.verify_batches(2 * (rows + more) + 1)
+            self._rows = [0.0, *accumulate(table[1:], max)]
         verify_s = self._rows[rows : rows + more + 1]
         extra = self._cost.request_s * max(requests - 1, 0)
         return [seconds + extra for seconds in verify_s] if extra else verify_s

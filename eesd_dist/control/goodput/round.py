@@ -17,6 +17,8 @@ from eesd_dist.control.chain_rule import (
     ChainReport,
     ChainRule,
     Doubles,
+    has_value,
+    of_length,
     takes,
     wants_guess,
 )
@@ -28,6 +30,7 @@ from eesd_dist.control.survival import ROOT, Node, Siblings
 from eesd_dist.control.tree_growth import Offer
 from eesd_dist.types import Outcome, RequestId
 
+_NO_DRAFT = of_length(0)
 _GOING_ON = 0.5
 """Beyond the common length, the part of the requests that could go on that do: by their guesses."""
 _LOOKUP_STEPS, _LOOKUP_ROW_STEPS = 0.2, 0.1
@@ -103,6 +106,8 @@ class GoodputRound:
         self._num_looked_up = 0
         """Rows of tokens found by prompt lookup."""
         self._level = 0
+        self._shares: dict[tuple[int, int], list[float]] = {}
+        """Results of `_shares_s`, by the requests that share and the rows before their drafts."""
         seconds = setup.costs.rounds(
             self._num_ours,
             setup.max_draft_tokens,
@@ -166,7 +171,7 @@ class GoodputRound:
     def head_gain(self, outcome: Outcome) -> float:
         """Returns the tokens of a draft of the exit head above its share of the round's price."""
         count = outcome.num_drafted
-        share_s = self._shares_s(count, sharing=self._num_ours)[count]
+        share_s = self._shares_s(sharing=self._num_ours)[count] if count else 0.0
         return outcome.num_accepted - self._rate * share_s
 
     def has_rules(self, request_ids: Iterable[RequestId]) -> bool:
@@ -175,12 +180,24 @@ class GoodputRound:
 
     def chain_rules(self, temperatures: Mapping[RequestId, float]) -> Mapping[RequestId, ChainRule]:
         """Returns the decisions of each request in advance, by its share of the round's price."""
-        prices = self._share_prices(len(temperatures))
-        rules: dict[RequestId, ChainRule] = {}
-        for request_id, temperature in temperatures.items():
-            draft = self._drafts[request_id]
-            rules[request_id] = rule = self._rule_of(draft, prices, temperature)
-            draft.shift = rule.shift
+        prices, common = self._share_prices(len(temperatures)), self._common_rule
+        drafts = [self._drafts[request_id] for request_id in temperatures]
+        rules = dict.fromkeys(temperatures, _NO_DRAFT)
+        if common.probes:
+            has_guess = [True] * len(drafts)
+        else:  # those that draft nothing are found for all requests together
+            means = np.array([draft.mean for draft in drafts])
+            pays = has_value(means, prices, 0.0)
+            if common.looks:
+                hopeful = np.minimum(means + self._setup.forecast.spread, 1.0)
+                pays |= has_value(hopeful, prices, common.guess_price)
+            has_guess = pays.tolist()
+        for (request_id, temperature), draft, guesses in zip(
+            temperatures.items(), drafts, has_guess, strict=True
+        ):
+            if guesses:
+                rules[request_id] = rule = self._rule_of(draft, common, prices, temperature)
+                draft.shift = rule.shift
         return rules
 
     def report(self, reports: Mapping[RequestId, ChainReport]) -> None:
@@ -199,6 +216,8 @@ class GoodputRound:
             guesses = share * len(report.means) + (1.0 - share) * report.num_drafted
             self._drafting_s += step_s * guesses
             self._num_drafted += report.num_drafted
+        if any(report.means for report in reports.values()):
+            self._drafting_s += self._costs.start_s
 
     def worth_a_guess(self, request_ids: Sequence[RequestId]) -> frozenset[RequestId]:
         """Returns the requests to guess for, judged by the running mean of each request."""
@@ -230,10 +249,9 @@ class GoodputRound:
 
     def _share_prices(self, sharing: int) -> Doubles:
         """Returns the price in tokens of one request's draft of 0, 1, 2, ... tokens, of so many."""
-        longest = self._setup.max_draft_tokens
-        return self._rate * np.array(self._shares_s(longest, sharing=sharing))
+        return self._rate * np.array(self._shares_s(sharing=sharing))
 
-    def _shares_s(self, longest: int, *, sharing: int) -> list[float]:
+    def _shares_s(self, *, sharing: int) -> list[float]:
         """Returns one request's share of a round's seconds, by the length of its draft from 0.
 
         Up to the length that pays for all of them together, a level is there anyway if another of
@@ -241,15 +259,23 @@ class GoodputRound:
         little on a GPU, and otherwise the level. Beyond that length the requests that go on pay in
         equal parts.
         """
-        load, step = self._load, self._costs.step
-        rows = load.num_known + self._num_looked_up
+        load, rows = self._load, self._load.num_known + self._num_looked_up
+        shares_s = self._shares.get((sharing, rows))
+        if shares_s is not None:
+            return shares_s
+        longest = self._setup.max_draft_tokens
+        steps_s = self._costs.steps(sharing + 1)
+        verify_s = self._costs.verify_from(rows, sharing * longest + 1, load.num_requests)
+        first_row = rows
 
         def round_s(tokens: int) -> float:
             """Returns the seconds with this level's tokens, `sharing` at most."""
-            verify_s = self._costs.verify(rows + tokens, load.num_requests)
-            return self._both(drafting_s + step(tokens), verify_s)
+            start_s = self._costs.start_s if rows + tokens > first_row else 0.0
+            level_s = start_s + steps_s[tokens]
+            return self._both(drafting_s + level_s, verify_s[rows - first_row + tokens])
 
         drafting_s, reached, shares_s = self._costs.known(load.num_known), 1.0, [0.0]
+        self._shares[sharing, rows] = shares_s
         for level in range(longest):
             count = max(round(sharing * reached), 1)
             if level < self._common_length:
@@ -259,28 +285,38 @@ class GoodputRound:
             else:
                 share_s = (round_s(count) - round_s(0)) / max(_GOING_ON * count, 1.0)
             shares_s.append(shares_s[-1] + share_s)
-            drafting_s += step(count)
+            drafting_s += steps_s[count]
             rows += count
             reached *= self._theta
         return shares_s
 
-    def _rule_of(self, draft: Draft, prices: Doubles, temperature: float | None) -> ChainRule:
+    @property
+    def _common_rule(self) -> ChainRule:
+        """The part of the rule that is the same for all requests, by the budgets as they are."""
+        costs, exploration = self._costs, self._setup.exploration
+        guesses_s = costs.start_s + costs.guess_share * costs.step(self._num_ours)
+        guesses_price = self._rate * guesses_s
+        return _NO_DRAFT._replace(
+            guess_price=guesses_price * self.share,
+            looks=exploration.may_look(guesses_price),
+            probes=exploration.drafting >= self._probe_price,
+            optimism=exploration.drafting * self.share,
+        )
+
+    def _rule_of(
+        self, draft: Draft, common: ChainRule, prices: Doubles, temperature: float | None
+    ) -> ChainRule:
         """Returns a request's rule; without a temperature, it does not forecast guesses."""
-        costs, exploration, forecast = self._costs, self._setup.exploration, self._setup.forecast
+        forecast = self._setup.forecast
         odds, shift, deviation = NO_ODDS, 0.0, 0.0
         if temperature is not None:
             odds, shift, std = forecast.at(draft.request, temperature)
             deviation = draft.chance * std
         mean = draft.mean
-        guesses_price = self._rate * costs.guess_share * costs.step(self._num_ours)
-        return ChainRule(
+        return common._replace(
             prices=prices,
-            guess_price=guesses_price * self.share,
             mean=mean,
             hopeful=min(mean + forecast.spread, 1.0),
-            looks=exploration.may_look(guesses_price),
-            probes=exploration.drafting >= self._probe_price,
-            optimism=exploration.drafting * self.share,
             odds=odds,
             shift=shift,
             deviation=deviation,
@@ -307,7 +343,9 @@ class GoodputRound:
 
     def _level_rule(self, draft: Draft) -> ChainRule:
         if draft.rule is None:
-            draft.rule = self._rule_of(draft, self._share_prices(self._num_ours), None)
+            draft.rule = self._rule_of(
+                draft, self._common_rule, self._share_prices(self._num_ours), None
+            )
         return draft.rule
 
     def _row_price(self, count: int) -> float:
@@ -366,6 +404,7 @@ class GoodputRound:
     def _close_level(self, *, guessed: int, drafted: int) -> None:
         """Adds a level's cost; guesses that were not drafted have cost the exit head's time too."""
         costs, share = self._costs, self._costs.guess_share
+        self._drafting_s += costs.start_s if guessed and not self._level else 0.0
         self._drafting_s += share * costs.step(guessed) + (1.0 - share) * costs.step(drafted)
         self._num_drafted += drafted
         self._level += 1

@@ -21,6 +21,7 @@ from eesd_dist.model.attention.tiles import DeviceRows, RowTiles, Tiling, packed
 from eesd_dist.model.cuda.rows import activated
 from eesd_dist.model.elementwise import SILU
 from eesd_dist.model.kv_layout import Ints, RowArrays
+from eesd_dist.model.layers.captures import CAPTURES
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
 from eesd_dist.model.layers.norms import JointNorm, RmsNorm
 
@@ -195,6 +196,7 @@ class Graphs(Generic[K, T]):
         graph = self.by_key.get(key)
         if graph is not None:
             return graph.replay()
+        CAPTURES.count += 1
         out = work()  # compiles the kernels
         try:
             self.by_key[key] = Graph(work, self._pool)
