@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from eesd_dist.bench.options import BatchedOptions
 from eesd_dist.bench.output import print_report, say_unless
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from eesd_dist.engine.build import device_named
+from eesd_dist.engine.layout import device_named
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer

@@ -28,7 +28,7 @@ from eesd_dist.config import (
     SpeculationConfig,
 )
 from eesd_dist.control.registry import CONTROLLER_NAMES
-from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer

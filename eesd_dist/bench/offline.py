@@ -28,8 +28,9 @@ from eesd_dist.config import (
 )
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight, position_rates
-from eesd_dist.engine.build import build_local_engine, layout_of
+from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.model.cpu.calls import kernel_clock
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.prompts import Prompt, load_prompts

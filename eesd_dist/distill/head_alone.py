@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eesd_dist.config import DType
 from eesd_dist.distill.sources import TextRows
-from eesd_dist.engine.build import device_named
+from eesd_dist.engine.layout import device_named
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.spec import ModelSpec

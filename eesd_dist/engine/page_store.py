@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import is_nccl_available
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import Layout
+from eesd_dist.engine.layout import Layout
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kernels import LinearPacker
 from eesd_dist.model.kv_layout import PAGE_FORMS

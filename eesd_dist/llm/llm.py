@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.local import LocalEngine, with_all_cores
 from eesd_dist.errors import RequestError
 from eesd_dist.llm.outputs import RequestOutput

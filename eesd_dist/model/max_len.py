@@ -15,7 +15,7 @@ from eesd_dist.schedule.kv_pages import require_length
 def max_model_len_of(config: EngineConfig) -> int:
     """Returns the maximum of prompt plus answer, in tokens.
 
-    Raises the errors of `engine.build.layout_of`.
+    Raises the errors of `engine.layout.layout_of`.
     """
     require_checkpoint(config.model.path)
     file = config.model.path / "config.json"

@@ -18,14 +18,13 @@ from eesd_dist.control.calibrator import CALIBRATION_FILE, Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.build import (
     DraftWeights,
-    Layout,
     build_draft_engine,
-    layout_of,
     load_draft_weights,
     load_next_head,
 )
 from eesd_dist.engine.compiled.ahead import wait_for_layers
 from eesd_dist.engine.core import EngineCore, StepResult
+from eesd_dist.engine.layout import Layout, layout_of
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.recording.recorder import RecorderSink
 from eesd_dist.engine.requests import EngineLoad

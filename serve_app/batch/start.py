@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import build_local_engine, layout_of
+from eesd_dist.engine.build import build_local_engine
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.local import with_all_cores
 from eesd_dist.model.checkpoint_folder import require_checkpoint
 from eesd_dist.model.dtype import resolve_dtype

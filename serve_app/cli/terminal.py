@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.local import Generation, LocalEngine, with_all_cores
 from eesd_dist.errors import PromptTooLong
 from eesd_dist.model.checkpoint_folder import require_checkpoint

@@ -29,7 +29,7 @@ from eesd_dist.distill.features import (
     weights_fingerprint,
     write_shard,
 )
-from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.recording.recorder import MAX_POSITIONS, VerifiedPiece
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.heads.head_config import VerifierIdentity

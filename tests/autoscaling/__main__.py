@@ -23,7 +23,7 @@ from eesd_dist.bench.options import BUNDLED_MODEL
 from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.command_line import run_command
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.telemetry.tracing import Tracing

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from eesd_dist.bench.options import BUNDLED_MODEL
-from eesd_dist.engine.build import device_named
+from eesd_dist.engine.layout import device_named
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.provenance import collect_provenance

@@ -21,7 +21,8 @@ from cluster.planning.checkpoint import read_shape
 from cluster.planning.memory import memory_of
 from cluster.planning.shapes import Load, Split
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import layout_of, load_draft_weights, load_verify_weights
+from eesd_dist.engine.build import load_draft_weights, load_verify_weights
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.model.heads.head_config import HeadConfig
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.provenance import collect_provenance

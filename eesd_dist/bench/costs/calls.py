@@ -16,7 +16,7 @@ import torch
 
 from eesd_dist.bench.costs.form import AttentionCost, ProductCost
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.kernels import LinearPacker, pad_rows, padded_rows

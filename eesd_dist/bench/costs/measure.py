@@ -17,8 +17,8 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from eesd_dist.engine.build import layout_of
 from eesd_dist.engine.core import EngineCore
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.degrees import require_degree
 from eesd_dist.model.heads.head_config import HeadConfig

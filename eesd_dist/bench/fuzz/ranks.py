@@ -13,13 +13,9 @@ import torch
 
 from eesd_dist.bench.fuzz.links import ON_PURPOSE
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import (
-    build_draft_shard,
-    build_verify_stage,
-    head_shelf,
-    layout_of,
-)
+from eesd_dist.engine.build import build_draft_shard, build_verify_stage, head_shelf
 from eesd_dist.engine.drafting.ranks import DraftShard, HeadShelf, follow_commands
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.errors import PeerLost

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.authentication.key_store import StoreClient, StoreHost
 from eesd_dist.transport.authentication.refused import RefusedConnections

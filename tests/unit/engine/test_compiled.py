@@ -22,7 +22,6 @@ from eesd_dist.engine.build import (
     build_draft_engine,
     build_draft_shard,
     build_local_engine,
-    layout_of,
     load_draft_weights,
     load_verify_weights,
 )
@@ -33,6 +32,7 @@ from eesd_dist.engine.compiled.verifier import Verifier
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.drafting import ranks
 from eesd_dist.engine.drafting.ranks import DraftShard
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.row_slices import RowSlice
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.cpu import calls

@@ -10,12 +10,13 @@ import torch
 from eesd_dist.compiled import LazyCompiled
 from eesd_dist.config import EngineConfig, SpeculationConfig
 from eesd_dist.control.chain_rule import REFUSAL, LogOdds, follow, of_length
-from eesd_dist.engine.build import build_draft_shard, build_local_engine, layout_of
+from eesd_dist.engine.build import build_draft_shard, build_local_engine
 from eesd_dist.engine.chains import ChainStart, DraftedChain
 from eesd_dist.engine.cuda import steps, verifier
 from eesd_dist.engine.cuda.drafter import GraphDrafter
 from eesd_dist.engine.cuda.verifier import GraphVerifier
 from eesd_dist.engine.drafting.ranks import DraftShard
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.row_slices import RowSlice
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.model.attention import cuda_attention

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import layout_of, load_draft_weights, load_verify_weights
+from eesd_dist.engine.build import load_draft_weights, load_verify_weights
 from eesd_dist.engine.kv_room import fallback_bytes, kv_room
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import ConfigError, PromptTooLong

@@ -11,13 +11,9 @@ import torch
 
 from eesd_dist.config import EngineConfig, SchedulerConfig, SpeculationConfig, TreeConfig
 from eesd_dist.control.cost import CostModel
-from eesd_dist.engine.build import (
-    build_draft_engine,
-    build_draft_shard,
-    build_verify_stage,
-    layout_of,
-)
+from eesd_dist.engine.build import build_draft_engine, build_draft_shard, build_verify_stage
 from eesd_dist.engine.core import EngineCore
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.model.weights import weights_digest
 from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageReservation

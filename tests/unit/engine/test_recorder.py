@@ -14,8 +14,9 @@ from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.distill.target import FrozenTarget
-from eesd_dist.engine.build import build_local_engine, layout_of, load_next_head
+from eesd_dist.engine.build import build_local_engine, load_next_head
 from eesd_dist.engine.core import EngineCore
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.recording import recorder as recorder_module
 from eesd_dist.engine.recording.recorder import VerifiedPiece
 from eesd_dist.engine.verify import VerifyStage

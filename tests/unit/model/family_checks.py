@@ -16,8 +16,9 @@ from eesd_dist.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from eesd_dist.engine.build import build_draft_shard, layout_of
+from eesd_dist.engine.build import build_draft_shard
 from eesd_dist.engine.compiled.verifier import Verifier
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.heads.head_config import HeadKind

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eesd_dist.config import DType, EngineConfig, ModelConfig
-from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.model.kernels import LinearPacker

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.max_len import max_model_len_of
 from eesd_dist.model.spec import ModelSpec

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from eesd_dist.config import DType, EngineConfig, Numerics
-from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.heads.head_config import HeadKind
 from eesd_dist.model.heads.trainable_head import TrainableExitHead

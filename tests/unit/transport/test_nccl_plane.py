@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import Store
 
-from eesd_dist.engine.build import device_named
+from eesd_dist.engine.layout import device_named
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.nccl import NcclPlane
 

@@ -10,7 +10,7 @@ from eesd_dist.bench.fuzz.drawing.cases import GROUP_SIZE
 from eesd_dist.bench.fuzz.drawing.engines import degrees_of
 from eesd_dist.bench.fuzz.models import ModelShelf
 from eesd_dist.control.registry import CONTROLLER_NAMES
-from eesd_dist.engine.build import layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.schedule.gate import Gate
 from tests.unit.bench.fuzz.conftest import MakeSource

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import (
-    build_draft_shard,
-    head_shelf,
-    layout_of,
-    load_draft_weights,
-    load_next_head,
-)
+from eesd_dist.engine.build import build_draft_shard, head_shelf, load_draft_weights, load_next_head
 from eesd_dist.engine.drafting.ranks import (
     DraftCompute,
     DraftShard,
@@ -23,6 +17,7 @@ from eesd_dist.engine.drafting.ranks import (
     LeadingShard,
     follow_commands,
 )
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import CheckpointError, PeerLost, WireError
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.transport.commands import (
