@@ -45,7 +45,7 @@ test: install
 	rm -rf $(EESD_CACHE_DIR)
 	mkdir -p build
 	$(BIN)/python -m pytest -m '$(QUICK)' --numprocesses 2 --dist loadfile $(DURATIONS) $(OTHERS) tests/unit tests/dist
-	nice -n 5 $(BIN)/python -m pytest -m '$(QUICK) and not alone' --numprocesses 2 --dist loadfile $(DURATIONS) $(PATIENT) > build/patient.log 2>&1 & \
+	nice -n 19 $(BIN)/python -m pytest -m '$(QUICK) and not alone' --numprocesses 2 --dist loadfile $(DURATIONS) $(PATIENT) > build/patient.log 2>&1 & \
 	    patient=$$!; \
 	    $(BIN)/python -m pytest -m '$(QUICK) and not alone' $(DURATIONS) tests/serve tests/hosts; services=$$?; \
 	    wait $$patient; patient=$$?; cat build/patient.log; \

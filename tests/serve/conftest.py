@@ -10,9 +10,11 @@ import pytest
 
 from cluster.ray_compat import PROXY_CALLBACK
 
-# Read by Ray when it is imported: idle workers in store cost a busy machine more than they save.
+# Read by Ray when it is imported. On a busy machine idle workers in store cost more than they save,
+# and workers with Ray's niceness starve.
 os.environ.update(
     {
+        "RAY_worker_niceness": "0",
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_metrics_collection": "0",
