@@ -209,6 +209,11 @@ class NcclPlane:
         self._symmetric = symmetric
         self._ends.insert(1, symmetric.abort)
 
+    def fits_graphs(self, num_bytes: int) -> bool:
+        """Returns whether sums of up to so many bytes can be in a CUDA graph: those in memory. The
+        abort of a communicator waits for the end of the graphs that have captured its work."""
+        return self._symmetric is not None and self._symmetric.fits_bytes(num_bytes)
+
     @property
     def lost(self) -> str | None:
         """The operation that missed its deadline or met an error of its communicator, or None."""
