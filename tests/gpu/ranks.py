@@ -24,7 +24,7 @@ from eesd_dist.transport.rank_sums import sum_in_rank_order
 from eesd_dist.transport.rendezvous import build_group, connect_store
 
 TIMEOUT_S = 4.0
-"""Deadline of every wait between the ranks."""
+"""Deadline of every wait between the ranks, unless a test says another one."""
 _JOIN_S = 25.0
 _LIMIT_S = 45.0
 _LENGTH = 100_000
@@ -64,6 +64,7 @@ class _Member(NamedTuple):
     size: int
     device: str
     in_memory: bool
+    timeout_s: float
     environment: Mapping[str, str]
 
 
@@ -72,6 +73,7 @@ def run_ranks(
     devices: Sequence[str],
     *,
     limit_s: float = _LIMIT_S,
+    timeout_s: float = TIMEOUT_S,
     in_memory: bool = True,
     dying: Collection[int] = (),
     environment: Mapping[str, str] | None = None,
@@ -90,7 +92,7 @@ def run_ranks(
         for rank, device in enumerate(devices):
             own = {**shared, "NCCL_HOSTID": f"rank-{rank}"} if shared else {}
             own |= environment or {}
-            member = _Member(host.at, rank, len(devices), device, in_memory, own)
+            member = _Member(host.at, rank, len(devices), device, in_memory, timeout_s, own)
             receivers.append(stack.enter_context(_rank(job, member)))
         ends = [_end_of(receiver, deadline_s - time.monotonic()) for receiver in receivers]
     errors = [end.error for rank, end in enumerate(ends) if end.error and rank not in dying]
@@ -134,7 +136,7 @@ def _run(job: Job, member: _Member, sender: Connection) -> None:
             name="check",
             rank=member.rank,
             size=member.size,
-            timeout_s=TIMEOUT_S if member.size > 1 else _JOIN_S,
+            timeout_s=member.timeout_s if member.size > 1 else _JOIN_S,
             join_timeout_s=_JOIN_S,
             device=over,
             in_memory=member.in_memory,
