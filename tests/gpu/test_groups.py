@@ -33,7 +33,7 @@ from tests.gpu.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
-_COMPILING_S = 40.0
+_COMPILING_S = 60.0
 """Deadline between ranks that compile kernels."""
 _CONTROL = "nvidia-cuda-mps-control"
 
@@ -98,7 +98,9 @@ def test_texts_of_ranks_are_those_of_plain_decoding(
     which in bfloat16 may decide between two tokens."""
     num_requests = 3 if is_small else 16
     config = EngineConfig(
-        model=ModelConfig(path=drafting_model, dtype=dtype, device=device.type),
+        model=ModelConfig(
+            path=drafting_model, dtype=dtype, device="cpu" if device.type == "cpu" else "cuda"
+        ),
         cache=CacheConfig(page_size=32, num_pages=8 * num_requests),
         parallel=ParallelConfig(
             draft_tensor_parallel_size=num_draft, verify_tensor_parallel_size=num_verify
@@ -114,7 +116,7 @@ def test_texts_of_ranks_are_those_of_plain_decoding(
             config=config,
             at=host.at,
             num_requests=num_requests,
-            num_tokens=6 if is_small else 48,
+            num_tokens=6 if is_small else 64,
         ),
         [on_device] * (num_draft + num_verify),
         environment=side_by_side,
@@ -122,7 +124,9 @@ def test_texts_of_ranks_are_those_of_plain_decoding(
     )
     record_property(f"draft {num_draft} + verify {num_verify}, {dtype}", ends[0])
     record_property("ranks", ends[1:])
-    assert is_small or ends[0]["tokens"] > 1_000
+    num_compared = ends[0]["tokens"]
+    assert isinstance(num_compared, int)
+    assert is_small or num_compared > 1_000
     assert dtype == "bfloat16" or ends[0]["texts unlike one process's"] == 0
     grouped = [end for end in ends if "sums" in end]
     assert len(grouped) == num_verify + (num_draft if num_draft > 1 else 0)

@@ -23,6 +23,7 @@ from eesd_dist.model.attention.tiles import Tiling
 from eesd_dist.model.layers import cuda_layers
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.page_table import PageTable
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup, UnconnectedGroup
 from eesd_dist.transport.nccl import NcclPlane
@@ -162,7 +163,7 @@ class Rank:
     def run(self) -> HostCopies:
         """Runs a pass; returns its operators."""
         rows = RowPlan.build(
-            [RowSegment(20, NUM_ROWS, (1, 2))],
+            [RowSegment(20, NUM_ROWS, PageTable((1, 2)))],
             page_size=PAGE_SIZE,
             device=GPU,
             numerics="invariant",
