@@ -38,7 +38,7 @@ from eesd_dist.transport.contracts import (
     VerifyReply,
 )
 from eesd_dist.transport.group import ProcessGroup, finish_all
-from eesd_dist.transport.group_handles import GroupHandle
+from eesd_dist.transport.group_handles import process_group_of
 from eesd_dist.transport.memory import Round
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def serve_rounds(
 
     Returns when the draft stage closes the channel; raises PeerLost when a rank is lost.
     """
-    shared = _ranks_of(stage)
+    shared = process_group_of(stage.group)
     while True:
         round_message = source.next_round()
         if round_message is None:
@@ -334,7 +334,7 @@ def _verify_with_group(
 
 def follow_rounds(stage: VerifyStage, *, observe: Observe = lambda *_: None) -> None:
     """Runs the other ranks' loop: the same computation on the same rows."""
-    group = _ranks_of(stage)
+    group = process_group_of(stage.group)
     assert group is not None, "a follower is a rank of a process group"
     while (round_message := follow_round(group)) is not None:
         began_unix_s = time.time()
@@ -344,11 +344,3 @@ def follow_rounds(stage: VerifyStage, *, observe: Observe = lambda *_: None) -> 
         if began_unix_s <= group.contributed_unix_s:
             ended_unix_s = group.contributed_unix_s
         observe(round_message[0], began_unix_s, ended_unix_s)
-
-
-def _ranks_of(stage: VerifyStage) -> ProcessGroup | None:
-    """Returns the group to share rounds with; None for a stage of one rank."""
-    group = stage.group
-    if isinstance(group, GroupHandle):
-        group = group.current
-    return group if isinstance(group, ProcessGroup) and group.size > 1 else None

@@ -1,6 +1,7 @@
 """Counts of what the ranks of a group exchanged, by kind of operation: number, bytes, seconds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from eesd_dist.types import NO_TRAFFIC, Traffic
@@ -55,6 +56,47 @@ class Tally:
                 wait_s=self.wait_s,
             ),
         )
+
+    def set(self, counts: OperationCounts) -> None:
+        self.number = counts.number
+        self.sent_bytes = counts.traffic.sent_bytes
+        self.received_bytes = counts.traffic.received_bytes
+        self.wait_s = counts.traffic.wait_s
+
+
+class CapturedCounts:
+    """Counts of the work of a CUDA graph, which each of its replays does again."""
+
+    def __init__(self) -> None:
+        self._by_tally: list[tuple[Tally, OperationCounts]] = []
+
+    def take_back(self, tally: Tally, before: OperationCounts) -> None:
+        """Sets a tally back to what it was before the capture."""
+        total = tally.read()
+        tally.set(before)
+        counts = OperationCounts(
+            number=total.number - before.number, traffic=total.traffic.since(before.traffic)
+        )
+        self._by_tally.append((tally, counts))
+
+    def add(self) -> None:
+        """Counts the work of a replay."""
+        for tally, counts in self._by_tally:
+            tally.number += counts.number
+            tally.sent_bytes += counts.traffic.sent_bytes
+            tally.received_bytes += counts.traffic.received_bytes
+
+
+@contextmanager
+def captured_counts(tallies: Sequence[Tally]) -> Iterator[CapturedCounts]:
+    """Counts nothing of what is captured inside of the block; yields the counts of a replay."""
+    before = [tally.read() for tally in tallies]
+    captured = CapturedCounts()
+    try:
+        yield captured
+    finally:
+        for tally, counts in zip(tallies, before, strict=True):
+            captured.take_back(tally, counts)
 
 
 def _total_of(traffics: Sequence[Traffic]) -> Traffic:

@@ -25,7 +25,14 @@ import torch
 from torch import Tensor
 
 from eesd_dist.errors import EngineError, PeerLost
-from eesd_dist.transport.counts import WHOLE_BYTES, GroupCounts, Tally, bytes_of_sum
+from eesd_dist.transport.counts import (
+    WHOLE_BYTES,
+    CapturedCounts,
+    GroupCounts,
+    Tally,
+    bytes_of_sum,
+    captured_counts,
+)
 from eesd_dist.transport.gloo import GlooPlane, Pending
 from eesd_dist.transport.nccl import NcclPlane
 from eesd_dist.transport.rank_sums import sum_in_rank_order
@@ -251,6 +258,28 @@ class ProcessGroup:
         return [
             self._start_send(x, to=peer, operation=operation, tally=tally) for peer in self._others
         ]
+
+    def fits_graphs(self, num_bytes: int) -> bool:
+        """Returns whether sums and gathers of up to so many bytes can be in a CUDA graph, of use in
+        this epoch only. The same on every rank. A rank may replay such a graph while another one
+        launches its kernels."""
+        return self._nccl is not None and self._nccl.fits_graphs(num_bytes)
+
+    @contextmanager
+    def capturing(self) -> Iterator[CapturedCounts]:
+        """Encloses what a CUDA graph captures: this group's work is not done yet, and not counted.
+        Yields its counts, for `replayed`."""
+        with captured_counts((self._all_reduce, self._all_gather)) as captured:
+            yield captured
+
+    def replayed(self, captured: CapturedCounts) -> None:
+        """Counts the work of a replay that has been queued, and gives it its deadline. Raises
+        PeerLost."""
+        operation = "replay" + self._of_round
+        with self._on_device(operation) as plane:
+            plane.watch_queued(operation=operation)
+        captured.add()
+        self.contributed_unix_s = time.time()
 
     def check(self) -> None:
         """Raises PeerLost when work on the GPU was aborted; its results must not be used."""

@@ -7,6 +7,7 @@ an epoch. `GroupHandle` refers to the group of the present epoch.
 from torch import Tensor
 
 from eesd_dist.errors import PeerLost
+from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.counts import GroupCounts
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.thread_group import ThreadGroup
@@ -111,3 +112,11 @@ class GroupHandle:
     def counts(self) -> GroupCounts:
         """Returns the counts of the present epoch."""
         return self._group.counts()
+
+
+def process_group_of(group: TensorGroup) -> ProcessGroup | None:
+    """Returns the processes of the present epoch; None for a group of one rank, of threads, or
+    without connections."""
+    if isinstance(group, GroupHandle):
+        group = group.current
+    return group if isinstance(group, ProcessGroup) and group.size > 1 else None

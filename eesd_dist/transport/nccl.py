@@ -1,10 +1,13 @@
 """Transfers and collectives between GPUs over NCCL, with the deadlines that NCCL lacks.
 
 NCCL's wait only orders streams: the host runs on, and with a dead peer the kernel never ends. So
-nothing here blocks the host. A `Watchdog` polls each piece of work and aborts the communicator when
-the deadline has passed. The kernels then end, threads that wait for the device wake up, and the
-group raises PeerLost at its next check. A plane without references is aborted too: a communicator
-holds GPU memory.
+nothing here blocks the host. A `Watchdog` polls an event after each piece of work, also after each
+replay of a graph, and aborts the plane when the deadline has passed. The kernels then end, threads
+that wait for the device wake up, and the group raises PeerLost at its next check. A plane without
+references is aborted too: a communicator holds GPU memory.
+
+Ranks of one node sum and gather in each other's memory (`symmetric.sums`), unless the tensor is
+large. Everything here can be captured in a CUDA graph.
 """
 
 import logging
@@ -13,9 +16,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +28,9 @@ from torch.distributed.distributed_c10d import Store
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.gloo import NO_DEADLINE, TransferBackend
 from eesd_dist.transport.rank_sums import sum_over_ranks
+
+if TYPE_CHECKING:
+    from eesd_dist.transport.symmetric.sums import SymmetricSums
 
 logger = logging.getLogger(__name__)
 
@@ -120,23 +126,26 @@ class _Watched(NamedTuple):
     deadline: float
 
 
-class _StreamWork:
-    """Work of torch's NCCL backend, with an event after it on a stream that waits for it."""
+class _QueuedWork:
+    """Work that was queued before an event. Keeps no tensor of it."""
 
-    def __init__(self, work: Work, stream: torch.cuda.Stream) -> None:
-        self._work = work
+    def __init__(self, event: torch.cuda.Event, first: Work, stream: torch.cuda.Stream) -> None:
+        """`first`: work of the communicator that has ended, by which torch is asked for errors;
+        `stream`: one that nothing else is queued on."""
+        self._event = event
+        self._first = first
         self._stream = stream
-        self._event: torch.cuda.Event | None = None
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        if bool(self._event.query()):  # type: ignore[no-untyped-call]
+            return True
+        if self._first.is_completed():  # looks for an error of the communicator
+            with torch.cuda.stream(self._stream):
+                self._first.wait()  # raises it
+        return False
 
     def has_ended(self) -> bool:
-        if self._event is None:
-            with torch.cuda.stream(self._stream):
-                self._work.wait()
-                self._event = self._stream.record_event()
-        return bool(self._event.query())
+        return True
 
 
 class NcclPlane:
@@ -175,6 +184,7 @@ class NcclPlane:
         self._backend = cast(CollectiveBackend, ProcessGroupNCCL(store, rank, size, options))
         self._size = size
         self._ordered_sums = ordered_sums
+        self._symmetric: SymmetricSums | None = None
         self._lost: str | None = None
         give_up = weakref.WeakMethod(self._give_up)  # the watchdog's thread must not keep the plane
 
@@ -184,15 +194,25 @@ class NcclPlane:
 
         self._watchdog = Watchdog(timeout_s=timeout_s, on_timeout=on_timeout)
         # Runs once: from the watchdog, from `abort`, or when the plane is collected.
-        self._end = weakref.finalize(self, _end, self._watchdog, self._backend)
+        self._ends = [self._watchdog.stop, self._backend.abort]
+        self._end = weakref.finalize(self, _call_all, self._ends)
         self._end.atexit = False  # the driver frees what an ending process holds
         try:  # the first collective builds the communicator; a wait with a timeout blocks
-            self._backend.allreduce([torch.zeros(1, device=device)]).wait(
-                timedelta(seconds=join_timeout_s)
-            )
+            self._first = self._backend.allreduce([torch.zeros(1, device=device)])
+            self._first.wait(timedelta(seconds=join_timeout_s))
         except BaseException:
             self.abort()
             raise
+
+    def sum_in_memory(self, symmetric: "SymmetricSums") -> None:
+        """Sums and gathers this way from now on, on every rank."""
+        self._symmetric = symmetric
+        self._ends.insert(1, symmetric.abort)
+
+    def fits_graphs(self, num_bytes: int) -> bool:
+        """Returns whether sums of up to so many bytes can be in a CUDA graph: those in memory. The
+        abort of a communicator waits for the end of the graphs that have captured its work."""
+        return self._symmetric is not None and self._symmetric.fits_bytes(num_bytes)
 
     @property
     def lost(self) -> str | None:
@@ -201,8 +221,12 @@ class NcclPlane:
             return self._lost
 
     def all_reduce(self, x: Tensor, *, operation: str) -> Tensor:
-        """Returns the sum: in rank order with `ordered_sums` over three ranks or more, otherwise
-        NCCL's own, in place."""
+        """Returns the sum: in rank order with `ordered_sums` over three ranks or more, or in
+        symmetric memory; otherwise NCCL's own, in place."""
+        if self._symmetric is not None and self._symmetric.fits(x):
+            total = self._symmetric.sum(x)
+            self.watch_queued(operation=operation)
+            return total
         if self._ordered_sums and self._size > 2:
             return sum_over_ranks(x, _NcclExchange(self, operation), size=self._size)
         self._order(self._backend.allreduce([x]), operation=operation)
@@ -210,6 +234,10 @@ class NcclPlane:
 
     def all_gather(self, x: Tensor, *, operation: str) -> Tensor:
         """Returns every rank's x, [G, *x.shape], in rank order."""
+        if self._symmetric is not None and self._symmetric.fits_gather(x):
+            gathered = self._symmetric.gather(x)
+            self.watch_queued(operation=operation)
+            return gathered
         contributions = x.new_empty((self._size, *x.shape))
         self._order(
             self._backend._allgather_base(contributions, x.contiguous()), operation=operation
@@ -234,17 +262,25 @@ class NcclPlane:
     def isend(self, x: Tensor, *, to: int, operation: str) -> None:
         """Sends without ordering streams: later kernels do not wait for the peer. The caller keeps
         `x` unchanged until the peer has answered."""
-        self._watch(self._backend.send([x], to, 0), operation=operation)
+        work = self._backend.send([x], to, 0)
+        with torch.cuda.stream(self._watching):
+            work.wait()
+            self.watch_queued(operation=operation)
+
+    def watch_queued(self, *, operation: str) -> None:
+        """Gives everything queued on the current stream so far its deadline. Work that is being
+        captured has none: each replay of its graph has."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        event = torch.cuda.current_stream().record_event()
+        self._watchdog.watch(_QueuedWork(event, self._first, self._watching), operation=operation)
 
     def abort(self) -> None:
         self._end()
 
     def _order(self, work: Work, *, operation: str) -> None:
         work.wait()
-        self._watch(work, operation=operation)
-
-    def _watch(self, work: Work, *, operation: str) -> None:
-        self._watchdog.watch(_StreamWork(work, self._watching), operation=operation)
+        self.watch_queued(operation=operation)
 
     def _give_up(self, operation: str) -> None:
         logger.error("nccl work is late, aborting: operation=%s", operation)
@@ -266,6 +302,6 @@ class _NcclExchange:
         return self._plane.all_to_all(x_GW, operation=self._operation)
 
 
-def _end(watchdog: Watchdog, backend: CollectiveBackend) -> None:
-    watchdog.stop()
-    backend.abort()
+def _call_all(ends: Sequence[Callable[[], None]]) -> None:
+    for end in ends:
+        end()

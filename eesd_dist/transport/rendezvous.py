@@ -5,6 +5,7 @@ NCCL's first transfer between a pair. Nothing here decides which ranks belong to
 connects to the store separately: a client that waits for a key blocks all threads that share it.
 """
 
+import logging
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ from eesd_dist.transport.contracts import Record
 from eesd_dist.transport.gloo import Connection, GlooDevice, GlooPlane, SocketAddress
 from eesd_dist.transport.group import OWN_FAILURES, ProcessGroup, own_failure
 from eesd_dist.transport.nccl import NcclPlane
+
+logger = logging.getLogger(__name__)
 
 _SHORTEST_S = 0.1
 _PROOF_TAG = 1_000_001
@@ -50,6 +53,7 @@ def build_group(
     address: str = "127.0.0.1",
     members: Sequence[str] | None = None,
     ordered_sums: bool = True,
+    in_memory: bool = True,
     refusals: RefusedConnections | None = None,
 ) -> ProcessGroup:
     """Joins `size` ranks that call this with the same epoch and name.
@@ -59,7 +63,8 @@ def build_group(
     `address` is the one at which the other ranks reach this host. `members` are the ranks' names
     in errors, stage and rank ("verify rank 0"); without them ranks are named after the group. The
     ranks' nodes, exchanged here, are added to the names. `ordered_sums`: sums are taken in rank
-    order on GPUs too (`NcclPlane`); on CPUs they always are. `refusals` counts connections of
+    order on GPUs too (`NcclPlane`); on CPUs they always are. `in_memory`: GPUs of one node sum in
+    each other's memory, where they can. `refusals` counts connections of
     others than the ranks. Raises PeerLost, or EngineError when this rank's own device fails.
     """
     names = tuple(members or (f"{name} rank {peer}" for peer in range(size)))
@@ -76,8 +81,9 @@ def build_group(
     with exchange.naming_the_lost():
         gloo = _connect(exchange, GlooDevice(address, refusals=refusals), address=address)
         try:
-            nccl = (
-                NcclPlane(
+            nccl = None
+            if device.type == "cuda":
+                nccl = NcclPlane(
                     exchange.store("nccl", timeout_s=exchange.timeout_s),
                     rank=rank,
                     size=size,
@@ -86,9 +92,8 @@ def build_group(
                     device=device,
                     ordered_sums=ordered_sums,
                 )
-                if device.type == "cuda"
-                else None
-            )
+                if size > 1 and in_memory:
+                    _sum_in_memory(nccl, exchange, device=device, name=name, address=address)
         except BaseException:
             gloo.abort()
             raise
@@ -102,6 +107,24 @@ def build_group(
         gloo=gloo,
         nccl=nccl,
     )
+
+
+def _sum_in_memory(
+    plane: NcclPlane, exchange: "_Exchange", *, device: torch.device, name: str, address: str
+) -> None:
+    """Makes the plane sum in the ranks' memory, if all ranks can."""
+    from eesd_dist.transport.symmetric.sums import join_symmetric
+
+    try:
+        symmetric = join_symmetric(exchange, device=device, node=address)
+    except BaseException:
+        plane.abort()
+        raise
+    if isinstance(symmetric, str):
+        logger.info("sums_over_nccl group=%s reason=%s", name, symmetric)
+    else:
+        logger.info("sums_in_memory group=%s", name)
+        plane.sum_in_memory(symmetric)
 
 
 def _connect(exchange: "_Exchange", device: GlooDevice, *, address: str) -> GlooPlane:
@@ -201,7 +224,7 @@ class _Exchange:
 
     def ends(self, own_end: _End) -> list[_End]:
         """Returns where each rank listens."""
-        ends = [_ends.decode(report) for report in self._gather("end", encode(own_end))]
+        ends = [_ends.decode(report) for report in self.gathered("end", encode(own_end))]
         self.members = tuple(
             f"{name} on {end.node}" for name, end in zip(self.members, ends, strict=True)
         )
@@ -209,12 +232,12 @@ class _Exchange:
 
     def sources(self, own_sources: set[str]) -> frozenset[str]:
         """Returns the IP addresses from which ranks connect to each other."""
-        reports = self._gather("sources", encode(own_sources))
+        reports = self.gathered("sources", encode(own_sources))
         return frozenset().union(*(_sources.decode(report) for report in reports))
 
     def opened(self, own_connections: frozenset[Connection]) -> frozenset[Connection]:
         """Returns the connections that ranks have opened."""
-        reports = self._gather("opened", encode(own_connections))
+        reports = self.gathered("opened", encode(own_connections))
         return frozenset().union(*(_connections.decode(report) for report in reports))
 
     def store(self, name: str, *, timeout_s: float) -> Store:
@@ -255,7 +278,7 @@ class _Exchange:
             others = self.members[: self.rank] + self.members[self.rank + 1 :] or self.members
             raise self._lost(" or ".join(others), _first_line(error)) from error
 
-    def _gather(self, name: str, own_value: bytes) -> tuple[bytes, ...]:
+    def gathered(self, name: str, own_value: bytes) -> tuple[bytes, ...]:
         """Returns every rank's value. Raises PeerLost that names a missing rank, before Gloo begins
         to wait."""
         keys = [f"{self._prefix}/{name}/{rank}" for rank in range(len(self.members))]

@@ -1,15 +1,15 @@
 """Ranks of a small group, in separate processes that may hang or crash with their device."""
 
+import logging
 import multiprocessing
-import re
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -24,14 +24,27 @@ from eesd_dist.transport.rank_sums import sum_in_rank_order
 from eesd_dist.transport.rendezvous import build_group, connect_store
 
 TIMEOUT_S = 4.0
-"""Deadline of every wait between the ranks."""
+"""Deadline of every wait between the ranks, unless a test says another one."""
 _JOIN_S = 25.0
 _LIMIT_S = 45.0
 _LENGTH = 100_000
 _NUM_PAGES = 32
 _PAGE_BYTES = 1 << 20
 
-Job = Callable[[ProcessGroup, torch.device], None]
+SHARED_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",
+}
+"""Environment of ranks that share a GPU: NCCL takes each process for a host of its own and connects
+them by sockets."""
+
+Figures = dict[str, object]
+Job = Callable[[ProcessGroup, torch.device], Figures | None]
 """Work of a rank in a separate process: raises an error if a check fails."""
 
 
@@ -39,37 +52,59 @@ Job = Callable[[ProcessGroup, torch.device], None]
 class RankEnd:
     """End of one rank's process."""
 
-    formed: bool = False
-    """True if its group was connected."""
     error: str = ""
+    figures: Figures = field(default_factory=dict)
 
 
-def run_ranks(job: Job, devices: Sequence[str], *, limit_s: float = _LIMIT_S) -> None:
-    """Runs a process per device. Fails if one raises an error, crashes or does not end in time.
+class _Member(NamedTuple):
+    """Where and how a rank runs."""
 
-    NCCL needs a GPU for each rank: where it refuses two ranks on one GPU, the test is skipped.
-    A device `cpu<-cuda` is a group on the CPU for tensors of the GPU.
+    at: Address
+    rank: int
+    size: int
+    device: str
+    in_memory: bool
+    timeout_s: float
+    environment: Mapping[str, str]
+
+
+def run_ranks(
+    job: Job,
+    devices: Sequence[str],
+    *,
+    limit_s: float = _LIMIT_S,
+    timeout_s: float = TIMEOUT_S,
+    in_memory: bool = True,
+    dying: Collection[int] = (),
+    environment: Mapping[str, str] | None = None,
+) -> list[Figures]:
+    """Runs a process per device, and returns the ranks' figures. Fails if one raises an error,
+    crashes or does not end in time; of `dying` ranks, if one does not end.
+
+    Several ranks may have one GPU. A device `cpu<-cuda` is a group on the CPU for tensors of the
+    GPU. `in_memory`: as of `build_group`; `environment`: added to that of the ranks.
     """
     host = StoreHost(address="127.0.0.1")
     deadline_s = time.monotonic() + limit_s
+    shared = SHARED_GPU if len(set(devices)) < len(devices) else {}
     with ExitStack() as stack:
-        receivers = [
-            stack.enter_context(_rank(host.at, job, rank, len(devices), device))
-            for rank, device in enumerate(devices)
-        ]
+        receivers = []
+        for rank, device in enumerate(devices):
+            own = {**shared, "NCCL_HOSTID": f"rank-{rank}"} if shared else {}
+            own |= environment or {}
+            member = _Member(host.at, rank, len(devices), device, in_memory, timeout_s, own)
+            receivers.append(stack.enter_context(_rank(job, member)))
         ends = [_end_of(receiver, deadline_s - time.monotonic()) for receiver in receivers]
-    errors = " | ".join(dict.fromkeys(end.error for end in ends if end.error))
-    refusal = re.search(r"Duplicate GPU.{0,80}", errors)
-    if refusal and len(set(devices)) < len(devices) and not any(end.formed for end in ends):
-        pytest.skip(refusal[0])
-    assert not errors, errors
+    errors = [end.error for rank, end in enumerate(ends) if end.error and rank not in dying]
+    assert not errors, " | ".join(dict.fromkeys(errors))
+    return [end.figures for end in ends]
 
 
 @contextmanager
-def _rank(at: Address, job: Job, rank: int, size: int, device: str) -> Iterator[Connection]:
+def _rank(job: Job, member: _Member) -> Iterator[Connection]:
     spawned = multiprocessing.get_context("spawn")
     receiver, sender = spawned.Pipe(duplex=False)
-    process = spawned.Process(target=_run, args=(at, job, rank, size, device, sender), daemon=True)
+    process = spawned.Process(target=_run, args=(job, member, sender), daemon=True)
     process.start()
     sender.close()  # the end of the process is then the end of the pipe
     try:
@@ -89,26 +124,28 @@ def _end_of(receiver: Connection, seconds: float) -> RankEnd:
     return end
 
 
-def _run(at: Address, job: Job, rank: int, size: int, device: str, sender: Connection) -> None:
-    formed, error = False, ""
-    over, _, source = device.partition("<-")
+def _run(job: Job, member: _Member, sender: Connection) -> None:
+    os.environ.update(member.environment)
+    logging.basicConfig(level=logging.INFO)  # a failed test shows how the ranks sum, and why
+    error, figures = "", None
+    over, _, source = member.device.partition("<-")
     try:
         group = build_group(
-            connect_store(at, timeout_s=_JOIN_S),
+            connect_store(member.at, timeout_s=_JOIN_S),
             epoch=1,
             name="check",
-            rank=rank,
-            size=size,
-            timeout_s=TIMEOUT_S if size > 1 else _JOIN_S,
+            rank=member.rank,
+            size=member.size,
+            timeout_s=member.timeout_s if member.size > 1 else _JOIN_S,
             join_timeout_s=_JOIN_S,
             device=over,
+            in_memory=member.in_memory,
         )
-        formed = True
-        job(group, torch.device(source or over))
+        figures = job(group, torch.device(source or over))
     except Exception as failure:
-        text = f"rank {rank}: {type(failure).__name__} {failure} {failure.__cause__ or ''}"
+        text = f"rank {member.rank}: {type(failure).__name__} {failure} {failure.__cause__ or ''}"
         error = " ".join(text.split())[-700:]
-    sender.send(RankEnd(formed=formed, error=error))
+    sender.send(RankEnd(error=error, figures=figures or {}))
 
 
 def exchange(group: ProcessGroup, device: torch.device) -> None:
@@ -134,7 +171,7 @@ def exchange(group: ProcessGroup, device: torch.device) -> None:
     for num_rows in (16, 1_023):
         generator = torch.Generator().manual_seed(num_rows)
         inputs = [torch.randn(num_rows, 193, generator=generator) for _ in ranks]
-        # In place on a CPU.
+        # In member on a CPU.
         total = group.all_reduce(inputs[group.rank].to(group.device, copy=True)).cpu()
         assert torch.equal(total, sum_in_rank_order(inputs)), "another order of the sum"
 

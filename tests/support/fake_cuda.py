@@ -88,6 +88,9 @@ class _NoLaunch:
         return lambda *_, **__: None
 
 
+_NO_LAUNCH = _NoLaunch()
+
+
 class Rerun:
     """A twin of a CUDA graph that runs its work again, on any device."""
 
@@ -105,20 +108,21 @@ def as_on_gpu(pages: LayerPages) -> None:
 
 
 @contextmanager
-def fake_cuda() -> Iterator[None]:
+def fake_cuda(kernel: Any = _NO_LAUNCH) -> Iterator[None]:
+    """`kernel`: stands for every kernel."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _Bindings(),
-        patch.object(cuda_attention, "attend_kernel", _NoLaunch()),
-        patch.object(cuda_attention, "merge_kernel", _NoLaunch()),
-        patch.object(cuda_attention, "store_kernel", _NoLaunch()),
-        patch.object(rows, "norm_kernel", _NoLaunch()),
-        patch.object(rows, "activation_kernel", _NoLaunch()),
-        patch.object(product, "product_kernel", _NoLaunch()),
-        patch.object(product, "descriptor_product_kernel", _NoLaunch()),
-        patch.object(gpu_rule, "gumbel_kernel", _NoLaunch()),
-        patch.object(gpu_rule, "block_kernel", _NoLaunch()),
-        patch.object(gpu_rule, "best_kernel", _NoLaunch()),
+        patch.object(cuda_attention, "attend_kernel", kernel),
+        patch.object(cuda_attention, "merge_kernel", kernel),
+        patch.object(cuda_attention, "store_kernel", kernel),
+        patch.object(rows, "norm_kernel", kernel),
+        patch.object(rows, "activation_kernel", kernel),
+        patch.object(product, "product_kernel", kernel),
+        patch.object(product, "descriptor_product_kernel", kernel),
+        patch.object(gpu_rule, "gumbel_kernel", kernel),
+        patch.object(gpu_rule, "block_kernel", kernel),
+        patch.object(gpu_rule, "best_kernel", kernel),
         patch.object(cuda_layers, "Graph", Rerun),
         patch.object(cuda_attention, "checked_tiles", lambda *_: True),
     ):

@@ -38,7 +38,7 @@ class GraphDrafter:
         layers, head_layers = span.paged.on_gpu, head.paged.on_gpu
         if layers is None or head_layers is None or span.embedding is None:
             return None
-        fits = layers.is_single_rank and head_layers.is_single_rank
+        fits = layers.group.size == head_layers.group.size == 1
         fits = fits and head.vocab_size >= 2
         return cls(DraftSteps(span, head, layers, head_layers)) if fits else None
 

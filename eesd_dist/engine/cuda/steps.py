@@ -125,7 +125,9 @@ class DraftSteps:
         self._span, self._head = span, head
         self._layers, self._head_layers = layers, head_layers
         self._device = span.paged.device
-        self._graphs: Graphs[_Size, tuple[Tensor, Tensor]] = Graphs(self._device, name="drafting")
+        self._graphs: Graphs[_Size, tuple[Tensor, Tensor]] = Graphs(
+            self._device, name="drafting", group=layers.group
+        )
         self._lagging_TD = torch.zeros(
             GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=self._device
         )

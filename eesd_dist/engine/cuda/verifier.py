@@ -1,7 +1,8 @@
-"""Verifies rounds on a GPU for a stage of one rank: an upload, a CUDA graph, a copy to the host.
+"""Verifies rounds on a GPU: an upload, a CUDA graph, a copy to the host.
 
 A graph has the layers, the LM head over the sampled rows and the choice, launched as they are
-without it, so that a token is the same with and without one.
+without it, so that a token is the same with and without one. Ranks of a group gather the best
+tokens of their parts of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from eesd_dist.model.layers.cuda_layers import (
     Graphs,
 )
 from eesd_dist.model.layers.logits_head import LogitsHead
+from eesd_dist.model.parallel import rank_range
 from eesd_dist.model.rank_memory import logits_block
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.gpu_rule import best_two, packed_noise
@@ -28,7 +30,7 @@ from eesd_dist.sampling.row_rules import positions_after
 from eesd_dist.transport.contracts import Segment
 
 
-# Shapes: T rows, D hidden channels, S sampled rows.
+# Shapes: T rows, D hidden channels, S sampled rows, G ranks, V columns of a rank.
 class _Size(NamedTuple):
     """Key of a graph; row counts include padding."""
 
@@ -38,23 +40,32 @@ class _Size(NamedTuple):
 
 
 class GraphVerifier:
-    """Layers [N, L), LM head and rule of one rank as CUDA graphs. One call at a time."""
+    """Layers [N, L), LM head and rule as CUDA graphs. One call at a time; every rank of a group
+    makes the same calls."""
 
     def __init__(self, span: LlamaSpan, layers: CudaLayers, head: LogitsHead) -> None:
         self._layers, self._head = layers, head
         device = span.paged.device
-        self._graphs: Graphs[_Size, Tensor] = Graphs(device, name="verifying")
+        self._group = layers.group
+        self._graphs: Graphs[_Size, Tensor] = Graphs(device, name="verifying", group=self._group)
         self._rows_TD = torch.zeros(
             GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=device
         )
         self._max_sampled = logits_block(span.spec.vocab_size)
         """Their logits have this memory in a pass without a graph, too."""
+        self._ids_V: Tensor | None = None
+        """Tokens of the columns; None where a column is its token."""
+        if self._group.size > 1:
+            columns = rank_range(span.spec.vocab_size, self._group.rank, self._group.size)
+            self._ids_V = torch.arange(
+                columns.start, columns.stop, dtype=torch.int32, device=device
+            )
 
     @classmethod
     def of(cls, span: LlamaSpan) -> Self | None:
-        """Returns None for a stage without graphs: on a CPU, or with a part of the layers."""
+        """Returns None for a stage on a CPU, or with less than two tokens a rank."""
         layers, head = span.paged.on_gpu, span.logits_head
-        if layers is None or head is None or not layers.is_single_rank:
+        if layers is None or head is None or span.spec.vocab_size < 2 * layers.group.size:
             return None
         return cls(span, layers, head)
 
@@ -63,7 +74,7 @@ class GraphVerifier:
         Tokens are chosen by their score alone, from among all."""
         sampled = [segment for segment in segments if segment.num_sampled]
         num_rows, num_sampled = len(hidden_TD), sum(s.num_sampled for s in sampled)
-        if not (self._graphs.has_room and num_sampled and num_rows <= GRAPH_ROWS[-1]):
+        if not (num_sampled and self._layers.has_graphs(num_rows)):
             return None
         if _padded(num_sampled) > self._max_sampled:
             return None
@@ -83,19 +94,31 @@ class GraphVerifier:
         packed.append(packed_rows(arrays, tiles, size.num_rows))
         self._graphs.upload(np.concatenate(packed))
         self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
-        best_S4 = self._graphs.run(size, lambda: self._pass(size))
-        tokens_S: Ints = best_S4.narrow(0, 0, num_sampled).cpu().numpy()[:, 0]
-        return tokens_S
+        best_GS4 = self._graphs.run(size, lambda: self._pass(size))
+        return _best_tokens(best_GS4.narrow(1, 0, num_sampled).cpu().numpy())
 
     def _pass(self, size: _Size) -> Tensor:
-        """Launches the kernels over what is in the buffers."""
+        """Launches the kernels over what is in the buffers. Returns each rank's `best_two`,
+        [G, S, 4]."""
         numbers = self._graphs.numbers
         lengths = [size.num_sampled, 4 * size.num_sampled]
         source_S, noise, packed = torch.split(numbers, [*lengths, len(numbers) - sum(lengths)])
         end = num_packed(size.num_rows, size.tiling.num_tiles)
         rows = DeviceRows(packed[:end], size.num_rows, size.tiling, slots=packed[end:])
         hidden_TD = self._layers.run(self._rows_TD.narrow(0, 0, size.num_rows).clone(), rows)
-        return best_two(self._head(hidden_TD.index_select(0, source_S)), noise, None)
+        logits_SV = self._head(hidden_TD.index_select(0, source_S))
+        best_S4 = best_two(logits_SV, noise, self._ids_V)
+        if self._group.size == 1:
+            return best_S4.unsqueeze(0)
+        return torch.stack(self._group.all_gather(best_S4))
+
+
+def _best_tokens(best_GS4: Ints) -> Ints:
+    """Returns the token of the best score of all ranks, of equal ones the first: ranks are in the
+    order of their tokens."""
+    scores_GS = np.ascontiguousarray(best_GS4[:, :, 2]).view(np.float32)
+    tokens_S: Ints = best_GS4[scores_GS.argmax(axis=0), np.arange(best_GS4.shape[1]), 0]
+    return tokens_S
 
 
 def _padded(count: int) -> int:

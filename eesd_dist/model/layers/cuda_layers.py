@@ -4,6 +4,9 @@ Launching a layer's kernels one by one takes the host longer than the GPU needs 
 replays the launches of a pass with a fixed number of rows and fixed addresses: rows and plan are
 copied into buffers, and the rest of the rows is padding. Rows do not depend on each other, so that
 a row has the same bits with and without a graph.
+
+Ranks of a group have graphs if their sums can be in them. Sizes and padding follow from what every
+rank has, so that a rank which cannot capture launches kernels that match its peers' graphs.
 """
 
 import logging
@@ -14,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.model.attention.cuda_attention import CudaAttention
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan
@@ -24,6 +28,10 @@ from eesd_dist.model.kv_layout import Ints, RowArrays
 from eesd_dist.model.layers.captures import CAPTURES
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
 from eesd_dist.model.layers.norms import JointNorm, RmsNorm
+from eesd_dist.transport.contracts import TensorGroup
+from eesd_dist.transport.counts import CapturedCounts
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.group_handles import process_group_of
 
 GRAPH_ROWS = (8, 16, *range(64, 641, 64))
 """Numbers of rows that have a graph: up to the drafts of a large batch. Longer passes take the GPU
@@ -56,10 +64,12 @@ class CudaLayers:
         self._layers = tuple(layers)
         # Views of the tables, which layers share.
         self._rotations = [torch.view_as_real(table_SP).flatten(1) for table_SP in rotations]
-        self.is_single_rank = all(layer.output.group.size == 1 for layer in layers)
-        """True if one rank has the whole layers."""
+        self.group: TensorGroup = layers[0].output.group
+        """The ranks that have these layers together."""
         device = rotations[0].device
-        self._graphs: Graphs[tuple[int, Tiling], Tensor] = Graphs(device, name="layers")
+        self._graphs: Graphs[tuple[int, Tiling], Tensor] = Graphs(
+            device, name="layers", group=self.group
+        )
         self._rows_TD = torch.zeros(GRAPH_ROWS[-1], hidden_size, dtype=dtype, device=device)
         self.take_pages(pages)
 
@@ -77,21 +87,36 @@ class CudaLayers:
     ) -> Tensor:
         """`after_layer` is called with the number of layers done and the rows after them."""
         num_rows = rows.num_rows
-        has_graphs = self.is_single_rank and self._graphs.has_room
-        if after_layer is not None or num_rows > GRAPH_ROWS[-1] or not has_graphs:
-            tiles = self.tiles(rows.arrays)
+        tiles = self.tiles(rows.arrays)
+        if not self.has_graphs(num_rows):
             device_rows = self._attention[0].placed(rows.arrays, num_padded=num_rows, tiles=tiles)
             return self.run(hidden_TD.to(self._rows_TD.dtype, copy=True), device_rows, after_layer)
         num_padded = next(count for count in GRAPH_ROWS if count >= num_rows)
-        tiles = self.tiles(rows.arrays)
         self._graphs.upload(packed_rows(rows.arrays, tiles, num_padded))
         self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
         device_rows = DeviceRows(self._graphs.numbers, num_padded, tiles.tiling)
         x_TD = self._rows_TD.narrow(0, 0, num_padded)
+        if after_layer is not None:  # padded, too: this rank's peers may not be asked
+            out_TD = self.run(
+                x_TD.clone(),
+                device_rows,
+                lambda done, rows_TD: after_layer(done, rows_TD.narrow(0, 0, num_rows)),
+            )
+            return out_TD.narrow(0, 0, num_rows)
         out_TD = self._graphs.run(
             (num_padded, tiles.tiling), lambda: self.run(x_TD.clone(), device_rows)
         )
         return out_TD.narrow(0, 0, num_rows).clone()
+
+    def has_graphs(self, num_rows: int) -> bool:
+        """Returns whether a pass of so many rows is padded, and a graph where there is room. The
+        same on every rank."""
+        if num_rows > GRAPH_ROWS[-1]:
+            return False
+        group = process_group_of(self.group)
+        if group is None:
+            return self.group.size == 1
+        return group.fits_graphs(self._rows_TD.nbytes)
 
     def tiles(self, arrays: RowArrays) -> RowTiles:
         """Returns the tiles of these rows, as many as there are graphs for; tiles of a row where
@@ -172,14 +197,18 @@ T = TypeVar("T")
 class Graphs(Generic[K, T]):
     """Graphs by what they are captured for, and the numbers that all of them read."""
 
-    def __init__(self, device: torch.device, *, name: str) -> None:
-        """`name`: what the graphs do, for the log."""
+    def __init__(self, device: torch.device, *, name: str, group: TensorGroup) -> None:
+        """`name`: what the graphs do, for the log; `group`: the ranks that sum in them."""
         self._name = name
+        self._group = group
+        self._epoch = 0
         self._buffer = NumberBuffer(device)
         self._pool = _graph_pool(device)
         self.has_room = True
-        """False once a graph could not be captured: work is launched kernel by kernel then."""
-        self.by_key: dict[K, Graph[T]] = {}
+        """False once a graph could not be captured: work is launched kernel by kernel then, until
+        the group's next epoch."""
+        self.by_key: dict[K, tuple[Graph[T], CapturedCounts | None]] = {}
+        """Graphs with the counts of their sums; None for a group of one."""
 
     @property
     def numbers(self) -> Tensor:
@@ -192,19 +221,40 @@ class Graphs(Generic[K, T]):
 
     def run(self, key: K, work: Callable[[], T]) -> T:
         """Returns the output of the work, launched as a graph from its second run with this key on.
-        The next run may overwrite it. The work reads and writes the same memory in every run."""
-        graph = self.by_key.get(key)
+        The next run may overwrite it. The work reads and writes the same memory in every run of an
+        epoch. Raises PeerLost."""
+        group = process_group_of(self._group)
+        if group is not None and group.epoch != self._epoch:  # its memory is the former plane's
+            self._epoch = group.epoch
+            self.by_key.clear()
+            self.has_room = True
+        graph, exchanged = self.by_key.get(key, (None, None))
         if graph is not None:
-            return graph.replay()
+            out = graph.replay()
+            if group is not None and exchanged is not None:
+                group.replayed(exchanged)
+            return out
         CAPTURES.count += 1
         out = work()  # compiles the kernels
+        if self.has_room:
+            self._capture(key, work, group)
+        return out
+
+    def _capture(self, key: K, work: Callable[[], T], group: ProcessGroup | None) -> None:
+        """Captures the work, of which no kernel runs: no rank waits for another one."""
         try:
-            self.by_key[key] = Graph(work, self._pool)
-        except RuntimeError as error:  # no memory, or an operation that graphs do not have
+            if group is None:
+                self.by_key[key] = Graph(work, self._pool), None
+            else:
+                with group.capturing() as exchanged:
+                    graph = Graph(work, self._pool)
+                self.by_key[key] = graph, exchanged
+        except PeerLost:
+            raise
+        except (RuntimeError, EngineError) as error:  # no memory, or no operation of graphs
             logger.warning("no_graphs %s key=%s error=%s", self._name, key, error)
             self.has_room = False
             self.by_key.clear()
-        return out
 
 
 class Graph(Generic[T]):

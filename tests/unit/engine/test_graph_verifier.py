@@ -16,6 +16,7 @@ from eesd_dist.model.attention.tiles import DeviceRows, RowTiles, single_tiles
 from eesd_dist.model.kv_layout import RowArrays
 from eesd_dist.model.layers import cuda_layers
 from eesd_dist.transport.contracts import Segment
+from eesd_dist.transport.group_handles import SingleGroup
 from tests.support.fake_cuda import Rerun
 
 HIDDEN = VOCAB = 64
@@ -24,7 +25,10 @@ HIDDEN = VOCAB = 64
 class PageLayers:
     """After these layers a row is one-hot at the last page of its table."""
 
-    is_single_rank = True
+    group = SingleGroup()
+
+    def has_graphs(self, num_rows: int) -> bool:
+        return num_rows <= 16
 
     def tiles(self, arrays: RowArrays) -> RowTiles:
         self.width = arrays.tables_BW.shape[1]
@@ -103,7 +107,7 @@ def test_logits_of_a_graph_take_no_more_memory_than_those_of_a_block(
     assert tokens_of(graphs, segment(1, num_rows=6, num_sampled=5)) is None  # eight with padding
 
 
-def test_without_room_for_a_graph_later_rounds_have_none(
+def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_room(*_: object) -> None:
@@ -111,6 +115,7 @@ def test_without_room_for_a_graph_later_rounds_have_none(
 
     monkeypatch.setattr(cuda_layers, "Graph", no_room)
     graphs = toy_verifier()
-    assert tokens_of(graphs, segment(8, 9)) == [9]
-    assert tokens_of(graphs, segment(8, 9)) is None
+    for _ in range(2):
+        assert tokens_of(graphs, segment(8, 9)) == [9]
+    assert not graphs._graphs.by_key
     assert caplog.text.count("no_graphs verifying") == 1

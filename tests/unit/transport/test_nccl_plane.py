@@ -8,6 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
@@ -36,6 +37,15 @@ class Work:
 
     def is_completed(self) -> bool:
         return False
+
+
+class Stream:
+    """A stream of which the device finishes nothing."""
+
+    is_capturing = False
+
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(query=lambda: False)
 
 
 class Backend:
@@ -85,6 +95,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Backend]]:
     Own.backends = []
     monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", Own, raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Stream.is_capturing)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     with FakeTensorMode():
         yield Own
@@ -205,6 +217,48 @@ def test_work_that_is_late_aborts_once_and_is_named(backend: type[Backend]) -> N
     assert backend.backends[0].was_aborted.wait(5.0)
     assert plane.lost == "all_reduce of round 7"
     plane.abort()
+
+
+def test_what_is_captured_has_no_deadline_and_its_replay_has(
+    backend: type[Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = make_plane(timeout_s=0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "is_capturing", True)
+        plane.all_reduce(torch.zeros(1, device=GPU), operation="all_reduce of round 7")
+    assert not backend.backends[0].was_aborted.wait(0.3)
+    plane.watch_queued(operation="graph of round 8")
+    assert backend.backends[0].was_aborted.wait(5.0)
+    assert plane.lost == "graph of round 8"
+
+
+def test_work_of_a_communicator_in_error_is_late_at_once(
+    backend: type[Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch calls its first work, which it asks for errors, completed."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    plane = make_plane(timeout_s=60.0)
+
+    def raises(timeout: timedelta | None = None) -> None:
+        raise torch.distributed.DistBackendError("NCCL error: remote process exited")
+
+    plane._first = SimpleNamespace(is_completed=lambda: True, wait=raises)  # type: ignore[assignment]
+    plane.watch_queued(operation="graph of round 8")
+    assert backend.backends[0].was_aborted.wait(5.0)
+    assert plane.lost == "graph of round 8"
+
+
+def test_an_abort_ends_sums_in_memory_before_the_communicator(backend: type[Backend]) -> None:
+    """The abort of a communicator may wait for kernels."""
+    plane, ended = make_plane(), []
+
+    class Sums:
+        def abort(self) -> None:
+            ended.append(backend.backends[0].num_aborts)
+
+    plane.sum_in_memory(Sums())  # type: ignore[arg-type]
+    plane.abort()
+    assert ended == [0]
 
 
 def test_a_plane_is_aborted_only_once() -> None:

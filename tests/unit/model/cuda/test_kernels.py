@@ -112,6 +112,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from eesd_dist.model.cuda import attention_kernel, product_kernel, row_kernels
 from eesd_dist.sampling import gpu_kernels
+from eesd_dist.transport.symmetric import kernel as symmetric
 
 warnings.simplefilter("ignore")
 layout = dict(NUM_KV=8, CHANNELS=128, PAGE_SIZE=32, KEY_NUMBERS=4096, VALUE_WIDTH=128)
@@ -162,6 +163,14 @@ kernels = [
     (gpu_kernels.best_kernel,
      dict(scores="*fp32", columns="*i32", ids="*i64", best="*i32", num_candidates="i32"),
      dict(HAS_IDS=True, PADDED=256)),
+] + [
+    (kernel, dict(x="*bf16", bases="*i64", counts="*i32", num="i32", **{out: "*bf16"}),
+     dict(RANK=1, SIZE=8, PROGRAMS=16, DATA=1 << 16, CAPACITY=1 << 22, TILE=2048, **constants))
+    for kernel, out, constants in (
+        (symmetric.sum_kernel, "total", dict(IN_SHARES=True)),
+        (symmetric.sum_kernel, "total", dict(IN_SHARES=False)),
+        (symmetric.gather_kernel, "gathered", {}),
+    )
 ]
 unfused = (
     attention_kernel.attend_kernel, attention_kernel.merge_kernel, gpu_kernels.gumbel_kernel,
@@ -184,7 +193,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [line.split() for line in done.stdout.splitlines()]
-    assert len(kernels) == 14
+    assert len(kernels) == 17
     assert all(int(size) > 1000 for _, size, _ in kernels)
     # What is compared bit for bit with a CPU may round only as a CPU does.
     fused = {name: int(count) for name, _, count in kernels}

@@ -1,0 +1,169 @@
+"""Memory of the GPUs of one node that every rank of a group has mapped.
+
+Its ranks pass each other a file descriptor each, through Unix sockets in folders of their own,
+while they join; nothing is exchanged afterwards.
+"""
+
+import logging
+import os
+import socket
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+import torch
+from msgspec.msgpack import Decoder, encode
+
+from eesd_dist.transport.contracts import Record
+from eesd_dist.transport.symmetric.driver import DriverError, Mapping, allocate, map_peer
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_S = 10.0
+"""Longest wait for a peer's descriptor, which it sends at once."""
+_retired: list[Mapping] = []
+"""Mappings without a user, which kernels that were queued earlier may still use."""
+
+
+class Joining(Protocol):
+    """Ranks of a group while they join."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def gathered(self, name: str, own_value: bytes) -> tuple[bytes, ...]:
+        """Returns every rank's value. Raises PeerLost for a missing rank."""
+        ...
+
+    def left_s(self) -> float: ...
+
+
+class _Offer(Record, frozen=True):
+    node: str
+    path: str
+    """Socket at which the rank's peers leave their descriptors."""
+    size: int
+    refusal: str
+    """Reason why the rank has no such memory; empty if it has."""
+
+
+_offers = Decoder(_Offer)
+
+
+class PeerMemory:
+    """Maps one rank's memory and that of its peers."""
+
+    def __init__(self, mappings: Sequence[Mapping]) -> None:
+        self.addresses = tuple(mapping.address for mapping in mappings)
+        """Addresses of every rank's memory, in rank order."""
+        # Frees nothing now: the garbage collector may run during a capture, and kernels may run.
+        weakref.finalize(self, _retired.extend, mappings).atexit = False
+
+
+def share_memory(
+    num_bytes: int, *, device: torch.device, node: str, joining: Joining
+) -> PeerMemory | str:
+    """Returns zeroed memory of so many bytes a rank, or the reason why there is none: every rank
+    gets memory, or every rank the same reason. Raises PeerLost for a missing rank."""
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)  # the driver's calls need its context
+    _free_retired()
+    with ExitStack() as stack:
+        own: Mapping | None = None
+        descriptor, refusal, path = -1, "", ""
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="eesd-"))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            own, descriptor = allocate(num_bytes, device=device.index)
+            stack.callback(os.close, descriptor)
+            path = os.path.join(folder, "memory")
+            listener.bind(path)
+            listener.listen(64)
+            torch.cuda.synchronize(device)  # zeroed before a peer writes
+        except (DriverError, OSError) as error:
+            refusal = str(error)
+        offer = _Offer(f"{_boot()} {node}", path, own.size if own else 0, refusal)
+        offers = [_offers.decode(report) for report in joining.gathered("memory", encode(offer))]
+        reason = _first(offer.refusal for offer in offers)
+        if len({offer.node for offer in offers}) > 1:
+            reason = "its ranks are on several nodes"
+        elif len({offer.size for offer in offers}) > 1:
+            reason = reason or "its GPUs allocate in different steps"
+        mappings: list[Mapping] = []
+        if not reason:
+            assert own is not None
+            refusal = ""
+            try:
+                mappings = _exchanged(own, descriptor, offers, listener, joining, device=device)
+            except (DriverError, OSError) as error:
+                refusal = f"rank {joining.rank}: {error}"
+            refusals = joining.gathered("memory mapped", refusal.encode())
+            reason = _first(report.decode() for report in refusals)
+        if not reason:
+            return PeerMemory(mappings)
+        _retired.extend(mappings or ([own] if own else []))
+        return reason
+
+
+def _exchanged(
+    own: Mapping,
+    descriptor: int,
+    offers: Sequence[_Offer],
+    listener: socket.socket,
+    joining: Joining,
+    *,
+    device: torch.device,
+) -> list[Mapping]:
+    """Returns the memory of every rank. Raises DriverError or OSError."""
+    deadline = time.monotonic() + min(joining.left_s() / 2, _LONGEST_S)
+    for peer, offer in enumerate(offers):
+        if peer != joining.rank:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(max(deadline - time.monotonic(), 0.1))
+                connection.connect(offer.path)
+                socket.send_fds(connection, [joining.rank.to_bytes(4)], [descriptor])
+    mappings: dict[int, Mapping] = {joining.rank: own}
+    try:
+        while len(mappings) < len(offers):
+            listener.settimeout(max(deadline - time.monotonic(), 0.1))
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(max(deadline - time.monotonic(), 0.1))
+                message, received, _, _ = socket.recv_fds(connection, 4, 1)
+            try:
+                if len(message) < 4 or not received:
+                    raise OSError("a peer sent no memory")
+                peer = int.from_bytes(message)
+                mappings[peer] = map_peer(received[0], own.size, device=device.index)
+            finally:
+                for descriptor in received:
+                    os.close(descriptor)
+    except BaseException:
+        _retired.extend(mapping for peer, mapping in mappings.items() if peer != joining.rank)
+        raise
+    return [mappings[peer] for peer in range(len(offers))]
+
+
+def _free_retired() -> None:
+    retired, _retired[:] = _retired[:], []
+    for mapping in retired:
+        try:
+            mapping.free()
+        except DriverError:
+            logger.exception("memory of a former group could not be freed")
+
+
+def _boot() -> str:
+    """Returns what tells machines apart, in addition to their addresses."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _first(reasons: Iterable[str]) -> str:
+    return next((reason for reason in reasons if reason), "")

@@ -1,0 +1,112 @@
+"""Sums and gathers over the ranks of one node, each in one kernel that a CUDA graph can hold."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eesd_dist.transport.counts import WHOLE_BYTES
+from eesd_dist.transport.symmetric.kernel import (
+    DATA,
+    NUM_WARPS,
+    PROGRAMS,
+    gather_kernel,
+    sum_kernel,
+)
+from eesd_dist.transport.symmetric.memory import Joining, PeerMemory, share_memory
+
+CAPACITY = 4 << 20
+"""Bytes that a launch sums; a larger tensor is summed in several launches."""
+_LARGEST = 8 * CAPACITY
+"""A prompt's tensors are larger: they keep the copy engines' or the network's way."""
+_TILE_BYTES = 4096
+MEMORY_BYTES = DATA + 4 * CAPACITY
+"""Memory of a rank."""
+_KINDS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def join_symmetric(joining: Joining, *, device: torch.device, node: str) -> "SymmetricSums | str":
+    """Returns the sums, or the reason why these ranks have none: the same on every rank. Raises
+    PeerLost for a missing rank."""
+    memory = share_memory(MEMORY_BYTES, device=device, node=node, joining=joining)
+    if isinstance(memory, str):
+        return memory
+    return SymmetricSums(memory, rank=joining.rank, device=device)
+
+
+class SymmetricSums:
+    """Sums and gathers of one rank. Every rank makes the same calls in the same order, on streams
+    that are ordered; a graph that holds some is replayed on every rank."""
+
+    def __init__(
+        self,
+        memory: PeerMemory,
+        *,
+        rank: int,
+        device: torch.device,
+        capacity: int = CAPACITY,
+    ) -> None:
+        """`capacity`: bytes of a launch; `memory` has four times as many after DATA."""
+        self._memory = memory
+        self._rank, self._size = rank, len(memory.addresses)
+        self._capacity = capacity
+        self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        words = [*memory.addresses, self._abort.data_ptr()]
+        self._bases = torch.tensor(words, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(2 * PROGRAMS, dtype=torch.int32, device=device)
+
+    def fits(self, x: Tensor) -> bool:
+        """Returns whether `sum` takes this tensor."""
+        return x.dtype in _KINDS and x.numel() > 0 and self.fits_bytes(x.nbytes)
+
+    def fits_bytes(self, num_bytes: int) -> bool:
+        """Returns whether `sum` takes tensors of so many bytes."""
+        return num_bytes <= _LARGEST
+
+    def fits_gather(self, x: Tensor) -> bool:
+        """Returns whether `gather` takes this tensor."""
+        return 0 < x.nbytes <= self._capacity
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the sum of all ranks' x, with the bits of `sum_in_rank_order`."""
+        x = x.contiguous()
+        total = torch.empty_like(x)
+        for block, block_total in zip(self._blocks(x), self._blocks(total), strict=True):
+            sum_kernel[(PROGRAMS,)](
+                block,
+                block_total,
+                self._bases,
+                self._counts,
+                block.numel(),
+                IN_SHARES=self._size > 2 and block.nbytes > WHOLE_BYTES,
+                **self._constants(x),
+            )
+        return total
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns every rank's x, [G, *x.shape]."""
+        x = x.contiguous()
+        gathered = x.new_empty((self._size, *x.shape))
+        gather_kernel[(PROGRAMS,)](
+            x, gathered, self._bases, self._counts, x.numel(), **self._constants(x)
+        )
+        return gathered
+
+    def abort(self) -> None:
+        """Ends the waits of this rank's kernels; their results are garbage then. From any thread;
+        makes no call of the driver, which may be blocked by what is to be ended."""
+        self._abort.fill_(1)
+
+    def _blocks(self, x: Tensor) -> Sequence[Tensor]:
+        return torch.split(x.view(-1), self._capacity // x.element_size())
+
+    def _constants(self, x: Tensor) -> dict[str, int]:
+        return {
+            "RANK": self._rank,
+            "SIZE": self._size,
+            "PROGRAMS": PROGRAMS,
+            "DATA": DATA,
+            "CAPACITY": self._capacity,
+            "TILE": _TILE_BYTES // x.element_size(),
+            "num_warps": NUM_WARPS,
+        }

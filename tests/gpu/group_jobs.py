@@ -1,0 +1,177 @@
+"""Work of the ranks of a group with sums in CUDA graphs."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eesd_dist.errors import PeerLost
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.nccl import NcclPlane
+from eesd_dist.transport.rank_sums import sum_in_rank_order
+from tests.gpu.ranks import TIMEOUT_S, Figures
+
+_WIDTH = 8192
+_SUMS = 8
+"""Sums of a graph."""
+_DYING_S = 1.0
+"""Time for which a rank waits before it dies."""
+
+
+def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph
+
+
+def inputs(num_rows: int, seed: int, dtype: torch.dtype, size: int) -> list[Tensor]:
+    """Returns the same numbers for each rank on every rank, on the host."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(num_rows, _WIDTH, generator=generator).to(dtype) for _ in range(size)]
+
+
+def sums_in_graphs(group: ProcessGroup, device: torch.device) -> Figures:
+    """Checks sums and gathers against the rule, in memory and over NCCL, with and without graphs;
+    returns their times."""
+    plane = plane_of(group)
+    assert plane._symmetric is not None, "the ranks have no memory of each other"
+    figures: Figures = {}
+    for path in ("memory", "NCCL"):
+        if path == "NCCL":
+            plane._symmetric = None
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for num_rows in (1, 3, 64, 320) if path == "memory" else (1, 64):
+                _check_sum(group, num_rows, dtype, device)
+        _check_gather(group, device)
+        for num_rows in (1, 8, 64, 320):
+            _check_graph(group, num_rows, device)
+            if path == "memory" or num_rows == 8:
+                figures[f"{num_rows} rows, {path}, us"] = _time_of_sum(group, num_rows, device)
+    group.check()
+    return figures
+
+
+def _check_sum(
+    group: ProcessGroup, num_rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    summands = inputs(num_rows, num_rows, dtype, group.size)
+    expected = sum_in_rank_order(summands)
+    total = group.all_reduce(summands[group.rank].to(device))
+    assert torch.equal(total.cpu(), expected), f"another sum of {num_rows} rows x {dtype}"
+    row = group.all_reduce(summands[group.rank][-1:].to(device))
+    assert torch.equal(row.cpu(), expected[-1:]), f"a row alone of {num_rows} x {dtype} differs"
+
+
+def _check_gather(group: ProcessGroup, device: torch.device) -> None:
+    for num_rows, dtype in ((1, torch.int32), (5, torch.float32), (3, torch.uint8)):
+        summands = [
+            torch.arange(7 * num_rows).view(num_rows, 7) + 10 * r for r in range(group.size)
+        ]
+        gathered = group.all_gather(summands[group.rank].to(device, dtype))
+        for summand, theirs in zip(summands, gathered, strict=True):
+            assert torch.equal(theirs.cpu(), summand.to(dtype)), "another gather"
+
+
+def _check_graph(group: ProcessGroup, num_rows: int, device: torch.device) -> None:
+    """Replays sums of sums, with eager ones between."""
+    x = torch.empty(num_rows, _WIDTH, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(x)
+
+    def twice() -> None:
+        once = group.all_reduce(x.clone())
+        out.copy_(group.all_reduce(once * (group.rank + 1)))
+
+    x.zero_()
+    twice()
+    graph = captured(twice)
+    for turn in range(4):
+        summands = inputs(num_rows, 100 + turn, torch.bfloat16, group.size)
+        once = sum_in_rank_order(summands)
+        expected = sum_in_rank_order([once * (rank + 1) for rank in range(group.size)])
+        x.copy_(summands[group.rank].to(device))
+        graph.replay()
+        assert torch.equal(out.cpu(), expected), f"replay {turn} of {num_rows} rows"
+        if turn % 2:
+            _check_sum(group, 2, torch.bfloat16, device)
+
+
+def _time_of_sum(group: ProcessGroup, num_rows: int, device: torch.device) -> float:
+    """Returns the microseconds of a sum, of graphs with many."""
+    x = torch.ones(num_rows, _WIDTH, dtype=torch.bfloat16, device=device)
+
+    def many() -> None:
+        for _ in range(_SUMS):
+            group.all_reduce(x)
+
+    many()
+    graph = captured(many)
+    graph.replay()
+    torch.cuda.synchronize(device)
+    started_s = time.perf_counter()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize(device)
+    return round((time.perf_counter() - started_s) / (3 * _SUMS) * 1e6, 1)
+
+
+def die_before_a_replay(group: ProcessGroup, device: torch.device) -> Figures | None:
+    return _die(group, device, replays=0, dies_in=0.0)
+
+
+def die_during_a_replay(group: ProcessGroup, device: torch.device) -> Figures | None:
+    return _die(group, device, replays=0, dies_in=_DYING_S)
+
+
+def die_between_replays(group: ProcessGroup, device: torch.device) -> Figures | None:
+    """Rank 0 has queued more replays than the other one, and waits in the middle."""
+    return _die(group, device, replays=2, dies_in=_DYING_S)
+
+
+def _die(
+    group: ProcessGroup, device: torch.device, *, replays: int, dies_in: float
+) -> Figures | None:
+    """Kills rank 1; rank 0 returns the seconds until it noticed."""
+    x = torch.ones(8, _WIDTH, dtype=torch.bfloat16, device=device)
+
+    def many() -> None:
+        for _ in range(_SUMS):
+            group.all_reduce(x)
+
+    many()
+    graph = captured(many)
+    graph.replay()
+    group.all_reduce(x)
+    torch.cuda.synchronize(device)
+    if group.rank == 1:
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize(device)
+        time.sleep(dies_in)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not dies_in:
+        time.sleep(_DYING_S)
+    plane = plane_of(group)
+    started_s = time.perf_counter()
+    for _ in range(replays + 3):
+        graph.replay()
+        plane.watch_queued(operation="a replay")
+    try:
+        torch.cuda.synchronize(device)
+        ended_s = time.perf_counter() - started_s
+        group.check()
+    except PeerLost:
+        assert ended_s < TIMEOUT_S + 2.0, f"its kernels ended after {ended_s:.1f} s"
+    else:
+        raise AssertionError("the replays have ended without rank 1")
+    assert float(torch.ones(100, device=device).sum()) == 100, "the device is of no use any more"
+    return {"noticed after, s": round(ended_s, 2)}
+
+
+def plane_of(group: ProcessGroup) -> NcclPlane:
+    assert group._nccl is not None, "a group of GPUs"
+    return group._nccl

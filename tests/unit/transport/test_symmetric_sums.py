@@ -1,0 +1,99 @@
+"""Sums in the memory of other ranks: their bits, their launches in a row, and their end."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from eesd_dist.transport import counts
+from eesd_dist.transport.rank_sums import sum_in_rank_order
+from eesd_dist.transport.symmetric import sums
+from eesd_dist.transport.symmetric.kernel import PROGRAMS
+from eesd_dist.transport.symmetric.sums import SymmetricSums
+from tests.unit.transport.symmetric_ranks import host_memory, run_symmetric, sums_of
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator).to(dtype) for _ in range(size)]
+
+
+def sum_and_gather(own: SymmetricSums, rank: int, size: int) -> None:
+    """Sums of several sizes in a row, the longest in several launches."""
+    shapes = [(3, 5), (700,), (1100,)]
+    for turn, shape in enumerate(shapes):
+        dtype = (torch.float32, torch.float16)[turn % 2]
+        summands = numbers(turn, shape, dtype, size)
+        expected = sum_in_rank_order(summands)
+        assert torch.equal(own.sum(summands[rank]), expected), f"another sum {turn}"
+    row = numbers(0, (3, 5), torch.float32, size)[rank][1:2]
+    assert torch.equal(
+        own.sum(row), sum_in_rank_order(numbers(0, (3, 5), torch.float32, size))[1:2]
+    )
+    x = torch.arange(6).view(2, 3) + 10 * rank
+    assert torch.equal(own.gather(x), torch.stack([x - 10 * rank + 10 * r for r in range(size)]))
+
+
+def test_two_ranks_sum_and_gather_in_rank_order() -> None:
+    run_symmetric(sum_and_gather, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((3, 5), torch.float32), ((700,), torch.float16), ((1100,), torch.float32)],
+)
+def test_three_ranks_that_each_sum_a_share_have_the_same_bits(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks run one after the other, with all signals set, so that none waits. Their memory
+    has all numbers after a turn, and all shares after another one."""
+    monkeypatch.setattr(sums, "WHOLE_BYTES", 16)
+    monkeypatch.setattr(sums, "PROGRAMS", 2)
+    memories = host_memory(3)
+    for memory in memories:
+        memory.view(torch.int32)[: 2 * 2 * 3] = 2**30
+    ranks = [sums_of(memories, rank) for rank in range(3)]
+    summands = numbers(1, shape, dtype, 3)
+    for _ in range(3):
+        totals = []
+        for own, x in zip(ranks, summands, strict=True):
+            own._counts.zero_()
+            totals.append(own.sum(x))
+    expected = sum_in_rank_order(summands)
+    for rank, total in enumerate(totals):
+        assert torch.equal(total, expected), f"another sum of rank {rank}"
+
+
+def test_an_abort_ends_a_wait_and_every_sum_after_it() -> None:
+    own = sums_of(host_memory(2), 0)
+    aborting = threading.Timer(0.5, own.abort)
+    aborting.start()
+    started_s = time.monotonic()
+    own.sum(torch.ones(5))
+    assert time.monotonic() - started_s > 0.3
+    own.sum(torch.ones(5))
+    own.gather(torch.ones(5))
+    assert own._counts.tolist() == [3] * PROGRAMS + [1] * PROGRAMS
+
+
+def test_counts_wrap_around() -> None:
+    """A graph is replayed for days: 2^31 sums are a day and a half of rounds."""
+    summands = host_memory(2)
+    own = sums_of(summands, 0)
+    own._counts[:PROGRAMS] = 2**31 - 1
+    signals = summands[0].view(torch.int32)[: 2 * 2 * PROGRAMS]
+    signals[:] = -(2**31)
+    summands[1][:] = summands[0]
+    own.sum(torch.ones(5))
+    assert own._counts.tolist() == [-(2**31)] * PROGRAMS + [0] * PROGRAMS
+
+
+def test_large_and_odd_tensors_keep_another_way() -> None:
+    own = sums_of(host_memory(2), 0)
+    assert own.fits(torch.zeros(5, dtype=torch.bfloat16))
+    assert not own.fits(torch.zeros(5, dtype=torch.int64))
+    assert not own.fits(torch.zeros(0))
+    assert not own.fits(torch.zeros(9 * sums.CAPACITY // 4))
+    assert counts.WHOLE_BYTES < sums.CAPACITY
