@@ -46,6 +46,7 @@ from tests.gpu.ranks import Figures
 _TIMEOUT_S = 90.0
 """Deadline of waits between ranks that compile kernels."""
 _JOIN_S = 120.0
+_EPOCH = 1
 _PAGE_SIZE = 32
 _NUM_PASSES = 9
 
@@ -84,7 +85,7 @@ def run_engine(
     def joined(name: str, rank: int, size: int, over: torch.device | str) -> ProcessGroup:
         return build_group(
             connect_store(at, timeout_s=_JOIN_S),
-            epoch=1,
+            epoch=_EPOCH,
             name=name,
             rank=rank,
             size=size,
@@ -138,6 +139,7 @@ def _lead(
     engine = build_draft_engine(
         config,
         channel,
+        epoch=_EPOCH,
         cost=NOMINAL_COST,
         group=group,
         commands=None if group is None else DistCommandSink(group),

@@ -71,6 +71,8 @@ class CudaLayers:
             device, name="layers", group=self.group
         )
         self._rows_TD = torch.zeros(GRAPH_ROWS[-1], hidden_size, dtype=dtype, device=device)
+        self._sum_bytes = self._rows_TD.nbytes
+        """Bytes of a sum in the longest graph."""
         self.take_pages(pages)
 
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
@@ -116,7 +118,7 @@ class CudaLayers:
         group = process_group_of(self.group)
         if group is None:
             return self.group.size == 1
-        return group.fits_graphs(self._rows_TD.nbytes)
+        return group.fits_graphs(self._sum_bytes)
 
     def tiles(self, arrays: RowArrays) -> RowTiles:
         """Returns the tiles of these rows, as many as there are graphs for; tiles of a row where
