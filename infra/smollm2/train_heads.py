@@ -77,6 +77,7 @@ def main() -> None:
     for options in (train_options, head_options):
         options.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
         options.add_argument("--train-seconds", type=float, default=80.0)
+        options.add_argument("--threads", type=int, default=4, help="CPU threads of a training")
         options.add_argument("--draft-vocab", type=int, default=4096)
         options.add_argument("--rows", type=int, default=64)
         options.add_argument("--rate", type=float, default=1e-3)
@@ -231,10 +232,12 @@ def started(options: argparse.Namespace, layer: int, features: Path) -> "subproc
     command += ["--exit", str(layer), "--device", options.device, "--rate", str(options.rate)]
     command += ["--train-seconds", str(options.train_seconds), "--rows", str(options.rows)]
     command += ["--draft-vocab", str(options.draft_vocab)]
+    command += ["--threads", str(options.threads)]
     command += ["--evaluate-every", str(options.evaluate_every)]
     if options.start is not None:
         command += ["--start", str(options.start / f"exit_{layer}")]
-    return subprocess.Popen(command)
+    with (options.out / f"exit_{layer}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
 
 
 def train_one(options: argparse.Namespace) -> None:
@@ -247,6 +250,7 @@ def train_one(options: argparse.Namespace) -> None:
         head="truncated",
         draft_vocab=options.draft_vocab,
         minutes=options.train_seconds / 60,
+        threads=options.threads,
         start=options.start,
         options=TrainOptions(
             rows=options.rows,
@@ -280,8 +284,7 @@ def show_and_copy(options: argparse.Namespace, collected: Collected, *, seconds:
     for layer in collected.folders:
         run = options.work / f"exit_{layer}.run"
         rows = complete_rows(run / "log.jsonl")
-        if rows:
-            say(f"exit {layer}: {rows[-1]}")
+        say(f"exit {layer}: {rows[-1] if rows else 'reads its features'}")
         figures[f"exit_{layer}"] = [row for row in rows if "held_out" in row]
         if (run / "best" / "model.safetensors").exists():
             partial = options.out / f".exit_{layer}"
