@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 MAX_COLUMNS = 120
 MAX_CELL_WORDS = 25
-MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 26_274}
+MAX_WORDS: Mapping[str, int] = {"README.md": 900, "in all": 26_273}
 LONG_LINES: Mapping[str, int] = {"docs/observability.md": 2}
 """Numbers by file, 0 for all others: outputs of commands. Lower a number when the check says so."""
 

@@ -40,7 +40,9 @@ class LargeBatches:
         self._channels = int(config.get("head_dim") or config["hidden_size"] // self._heads)
         self._epsilon = float(config["rms_norm_eps"])
         weights = {
-            name: x.to(device, dtype) for name, x in load_file(folder / "model.safetensors").items()
+            name: x.to(device, dtype)
+            for file in folder.glob("*.safetensors")
+            for name, x in load_file(file).items()
         }
         self._embedding_VD = weights["model.embed_tokens.weight"]
         self._lm_head_VD = weights.get("lm_head.weight", self._embedding_VD)
