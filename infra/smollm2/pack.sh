@@ -4,6 +4,9 @@
 #
 #   infra/smollm2/pack.sh FILE.gguf FOLDER TOKENS.npz
 #
+# FOLDER is the one that `eesd serve --model FILE.gguf` has made in the cache: a head fits its target by the hash of
+# config.json and tokenizer.json.
+#
 # There: cat part-* | tar x -C DIR && bash DIR/run.sh OUT [options of train_heads.py]
 set -euo pipefail
 

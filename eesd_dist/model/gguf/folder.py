@@ -84,11 +84,12 @@ def _write(file: Path, folder: Path) -> None:
     vocab_size = write_tokenizer(file, header.metadata, folder)
     generation = {"eos_token_id": end_tokens(header.metadata, vocab_size=vocab_size)}
     _write_json(folder / "generation_config.json", generation)
-    _write_weights(file, tensors, folder)
+    write_weights(file, tensors, folder)
     _write_json(folder / "config.json", config)
 
 
-def _write_weights(file: Path, tensors: list[NamedTensor], folder: Path) -> None:
+def write_weights(file: Path, tensors: list[NamedTensor], folder: Path) -> None:
+    """Writes the tensors as safetensors, with an index; holds one shard in memory."""
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
 

@@ -1,5 +1,6 @@
 """GGUF files as models: weights, texts and tokenizer, and files that are refused."""
 
+import json
 import struct
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from cluster.planning.checkpoint import read_shape
 from eesd_dist import LLM, SamplingParams
+from eesd_dist.command_line import run_app
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.checkpoint_folder import local_folder
 from eesd_dist.model.gguf.folder import checkpoint_of
@@ -23,6 +25,8 @@ from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import Checkpoint
 from eesd_dist.text.tokenizer import Tokenizer
 from serve_app.cli.configuration import EngineFlags, config_of
+from serve_app.cli.main import app
+from serve_app.distill.commands import step_program
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_tokenizer import TEXT, write_byte_level
 
@@ -113,6 +117,20 @@ def test_a_file_or_its_folder_is_converted_once(file: Path, cache: Path) -> None
     config = config_of(EngineFlags(model=file))
     assert config.engine.model.path == folder
     assert config.served_model_name == "tiny"
+
+
+def test_commands_take_a_file(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["plan", "--model", str(file), "--exit-layer", "1", "--acceptance", "0.5", "--json"]
+    assert run_app(app, plan, program="eesd") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in [*TEXT, "more"]))
+    dry_run = ["--model", str(file), "--prompts", str(prompts), "--exit", "1", "--dry-run"]
+    options = ["--out", str(tmp_path / "head"), "--max-tokens", "8", "--held-out", "2"]
+    assert run_app(step_program("run"), dry_run + options, program="run") == 0
+    assert "tokens" in capsys.readouterr().out
 
 
 def test_a_changed_file_is_another_model(file: Path) -> None:
