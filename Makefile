@@ -8,7 +8,7 @@ QUICK := not slow and not gpu and not nightly
 DURATIONS := --durations=30 --durations-min=2
 SOURCES := eesd_launcher.py eesd_dist serve_app cluster tests infra
 
-.PHONY: install install-serving pins serve test test-services fuzz-reduce test-fuzz test-hosts test-autoscaling test-nightly test-endurance test-plan test-planted-errors test-slow check format gpu-check plots references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
+.PHONY: install install-serving pins model serve test test-services fuzz-reduce test-fuzz test-hosts test-autoscaling test-nightly test-endurance test-plan test-planted-errors test-slow check format gpu-check plots references bench bench-chaos bench-chaos-hosts bench-control bench-hosts bench-online
 
 # Everything, for developers.
 install: $(VENV)/.installed
@@ -32,8 +32,13 @@ $(VENV)/.installed: $(VENV)/.serving
 pins: install
 	$(BIN)/python infra/record_pins.py
 
+# SmolLM2-135M-Instruct, into the cache folder (EESD_CACHE_DIR).
+model: install-serving
+	@$(BIN)/python infra/fetch_model.py
+
+# With BUNDLED=1, or without a network, the small bundled model.
 serve: install-serving
-	$(BIN)/eesd serve
+	@model=$$($(BIN)/python infra/fetch_model.py $(if $(BUNDLED),--bundled)) && exec $(BIN)/eesd serve --model "$$model"
 
 # Arithmetic without bounds on time: it runs in addition to the services, and takes what these leave of two cores.
 PATIENT := $(addprefix tests/unit/,control distill engine llm model routing sampling schedule text)

@@ -25,6 +25,7 @@ from eesd_dist.errors import ConfigError, EesdError, RequestError, os_error_text
 from eesd_dist.removed import replacement_of
 
 Run = Callable[..., int | None]
+Conversion = Callable[[Any], object]
 """Runs a command and returns its exit status; None is 0."""
 
 
@@ -47,12 +48,14 @@ def add_command(
     name: str | None = None,
     help: str | None = None,
     defaults: Mapping[str, object] | None = None,
+    conversions: Mapping[str, Conversion] | None = None,
 ) -> None:
     """Makes `run` a command; the first sentence of its docstring is its line in the list.
 
-    `defaults` replace those of parameters and fields.
+    `defaults` replace those of parameters and fields; `conversions` change values that are not
+    None.
     """
-    app.command(name, cls=_Command, help=help)(_flattened(run, defaults or {}))
+    app.command(name, cls=_Command, help=help)(_flattened(run, defaults or {}, conversions or {}))
 
 
 def add_module(app: Typer, name: str, options: type, module: str, **settings: Any) -> None:
@@ -71,7 +74,7 @@ def add_module(app: Typer, name: str, options: type, module: str, **settings: An
 
 def add_callback(app: Typer, run: Run) -> None:
     """Runs `run` before every command of a group; its docstring describes the group."""
-    app.callback()(_flattened(run, {}))
+    app.callback()(_flattened(run, {}, {}))
 
 
 def program_of(run: Run, **settings: Any) -> Typer:
@@ -111,12 +114,17 @@ def given(options: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _flattened(run: Run, defaults: Mapping[str, object]) -> Callable[..., None]:
+def _flattened(
+    run: Run, defaults: Mapping[str, object], conversions: Mapping[str, Conversion]
+) -> Callable[..., None]:
     """Returns the function with a signature for typer, in which every option is a parameter."""
     parameters = signature(run).parameters
 
     @wraps(run)
     def call(**values: Any) -> None:
+        for name in conversions.keys() & values.keys():
+            if values[name] is not None:
+                values[name] = conversions[name](values[name])
         try:
             status = run(
                 **{name: _gathered(parameter, values) for name, parameter in parameters.items()}

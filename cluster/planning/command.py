@@ -20,11 +20,14 @@ from cluster.planning.shapes import Load, ModelShape, Split, named_shape
 from eesd_dist.bench.costs.form import StageCosts, read_costs
 from eesd_dist.command_line import run_command
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.checkpoint_folder import local_folder
 
 
 def main(options: PlanOptions) -> None:
     """Prints the forecast for one model on one kind of machine."""
     options.require_effect()
+    if options.model is not None:
+        options = replace(options, model=local_folder(options.model))
     shape = _shape_of(options)
     costs = None if options.costs is None else read_costs(options.costs)
     machine = _machine_of(options, shape, costs)

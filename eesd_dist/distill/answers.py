@@ -4,18 +4,16 @@ Calibration and evaluation use the outcomes: judged and accepted tokens, and the
 The target writes plainly, wherever it runs; the head is in this process (`head_alone`).
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tqdm import tqdm
-
 from eesd_dist.config import DType, EngineConfig, ModelConfig, SpeculationConfig
 from eesd_dist.distill.compare import Judged, judge_text
 from eesd_dist.distill.executor import Executor
 from eesd_dist.distill.head_alone import HeadAlone, rounds_of
+from eesd_dist.distill.progress import progress_bar
 from eesd_dist.distill.sources import TextRows, engine_config
 from eesd_dist.distill.train.losses import DraftVocabulary
 from eesd_dist.model.spec import ModelSpec
@@ -133,7 +131,7 @@ def answer(
         for number, query in enumerate(queries)
     ]
     answers: list[Answer] = []
-    with tqdm(total=len(queries), desc=title, unit="text", file=sys.stderr, disable=None) as bar:
+    with progress_bar(total=len(queries), title=title, unit="text") as bar:
         for first in range(0, len(queries), _BATCH):
             some = requests[first : first + _BATCH]
             answers += [

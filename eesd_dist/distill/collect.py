@@ -8,14 +8,11 @@ shards of other options are refused. All workers must have access to the folder.
 import hashlib
 import math
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
-
-from tqdm import tqdm
 
 from eesd_dist.checks import require_positive, require_temperatures
 from eesd_dist.config import DType
@@ -31,6 +28,7 @@ from eesd_dist.distill.features import (
 )
 from eesd_dist.distill.folders import only_one, write_json
 from eesd_dist.distill.held_out import NUM_HELD_OUT, SHIPPED_PROMPTS, PromptChoice, read_texts
+from eesd_dist.distill.progress import progress_bar
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.heads.head_config import VerifierIdentity
 from eesd_dist.model.spec import ModelSpec, read_json
@@ -334,8 +332,8 @@ def _make(
         allowed_s=math.inf if request.minutes is None else request.minutes * 60 - before_s,
     )
     entries: list[ShardEntry] = []
-    with tqdm(
-        total=num_done + len(chunks), initial=num_done, unit="shard", file=sys.stderr, disable=None
+    with progress_bar(
+        title="collect", total=num_done + len(chunks), initial=num_done, unit="shard"
     ) as bar:
         for shard in executor.make_shards(job, chunks):
             entries.append(shard.entry)

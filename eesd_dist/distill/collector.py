@@ -169,12 +169,15 @@ class Collector:
         self._spec = FeatureSpec(exits=recipe.exits, top_k=recipe.top_k)
 
     def collect(self, folder: Path, chunk: Chunk) -> ShardEntry:
-        requests = [self._request(chunk, number) for number in range(len(chunk.sources))]
+        texts = self._source.rows_of(self.requests(chunk))
         sequences = [
-            _sequence(source, text)
-            for source, text in zip(chunk.sources, self._source.rows_of(requests), strict=True)
+            sequence_of(source, text) for source, text in zip(chunk.sources, texts, strict=True)
         ]
         return write_shard(folder, chunk.index, sequences, stamp=chunk.stamp(self._recipe))
+
+    def requests(self, chunk: Chunk) -> list[Request]:
+        """Returns what the target is asked for, in the order of the chunk's sources."""
+        return [self._request(chunk, number) for number in range(len(chunk.sources))]
 
     def _request(self, chunk: Chunk, number: int) -> Request:
         source = chunk.sources[number]
@@ -196,7 +199,7 @@ class Collector:
         )
 
 
-def _sequence(source: Source, text: TextRows) -> FeatureSequence:
+def sequence_of(source: Source, text: TextRows) -> FeatureSequence:
     """Returns the rows of a text, with the token of each."""
     return FeatureSequence(
         tokens_T=torch.tensor(text.tokens[: text.num_rows]),

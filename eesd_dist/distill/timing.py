@@ -3,7 +3,6 @@
 Uses the default controller. `evaluate` chooses the texts.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +11,13 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight
 from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Machine, Query
 from eesd_dist.distill.executor import Executor
+from eesd_dist.distill.progress import progress_bar
 from eesd_dist.distill.sources import Written
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.spec import ModelSpec
@@ -109,9 +108,7 @@ def time_head(
     ]
     timed(queries[0], "auto")  # warm-up
     timings: list[Timing] = []
-    for number, query in enumerate(
-        tqdm(queries, desc="speed", unit="text", file=sys.stderr, disable=None)
-    ):
+    for number, query in enumerate(progress_bar(queries, title="speed", unit="text")):
         if number % 2:
             (drafted_s, drafted), (plain_s, plain) = timed(query, "auto"), timed(query, "off")
         else:

@@ -11,7 +11,7 @@ import torch
 
 from eesd_dist.distill.executor import Executor
 from eesd_dist.distill.folders import only_one
-from eesd_dist.distill.train.learner import load_deepspeed
+from eesd_dist.distill.train.learner import deepspeed_for
 from eesd_dist.distill.train.request import TrainInputs, TrainRequest, device_of, first_head
 from eesd_dist.distill.train.run_folder import RunFolder, require_free
 
@@ -36,4 +36,4 @@ def _require_fit(request: TrainRequest) -> None:
     if request.start is not None:
         first_head(request, inputs)
     require_free(request.out, job)
-    load_deepspeed(force_cpu=inputs.device.type == "cpu")
+    deepspeed_for(request, device=inputs.device)

@@ -1,8 +1,9 @@
 """The folder of a model that a path names, and what to do where there is none that can be loaded.
 
 A name of the Hugging Face hub (`org/model`) is downloaded, if `huggingface_hub` is installed and
-reaches the hub. Adapters, quantized weights and formats other than safetensors are named with the
-way to a checkpoint that can be loaded. Reads no configuration and imports no torch.
+reaches the hub. A GGUF file, or a folder with one, is converted once. Adapters, quantized weights
+and other formats than safetensors are named with the way to a checkpoint that can be loaded. Reads
+no configuration and imports no torch.
 """
 
 import json
@@ -12,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from eesd_dist.config import EngineConfig
-from eesd_dist.errors import CheckpointError
+from eesd_dist.errors import CheckpointError, listed
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ _UNQUANTIZED = "use the checkpoint that is not quantized"
 
 def with_local_folder(config: EngineConfig) -> EngineConfig:
     """Returns the configuration with the model's folder on this machine. Downloads a model of the
-    hub. Raises CheckpointError if it cannot."""
+    hub, and converts a GGUF file. Raises CheckpointError if it cannot."""
     path = local_folder(config.model.path)
     if path == config.model.path:
         return config
@@ -54,7 +55,13 @@ def with_local_folder(config: EngineConfig) -> EngineConfig:
 
 
 def local_folder(path: Path) -> Path:
-    """Returns the path, or the folder of the downloaded model if it is a name of the hub."""
+    """Returns the path, or the folder of the downloaded model if it is a name of the hub, or that
+    made of a GGUF file."""
+    if (file := gguf_file(path)) is not None:
+        # Imported here: it imports torch.
+        from eesd_dist.model.gguf.folder import checkpoint_of
+
+        return checkpoint_of(file)
     name = str(path)
     if path.exists() or not _HUB_NAME.fullmatch(name):
         return path
@@ -74,6 +81,24 @@ def local_folder(path: Path) -> Path:
         )
     except (OSError, ValueError, HTTPError) as error:
         raise _no_download(path, str(error).strip().partition("\n")[0]) from error
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Returns the GGUF file that the path is, or that is alone in it without a config.json. Raises
+    CheckpointError for several files."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise CheckpointError(
+            file=path,
+            found=f"{len(files)} GGUF files: {listed([file.name for file in files])}",
+            expected="one",
+            advice="give one of them; of a model in several parts, use the safetensors",
+        )
+    return files[0] if files else None
 
 
 def _no_download(path: Path, reason: str) -> CheckpointError:

@@ -1,12 +1,14 @@
 """`eesd bench`: the benchmarks."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperGroup
 
 from eesd_dist.bench import options as engine
 from eesd_dist.bench.options import BUNDLED_MODEL, CostsOptions, FuzzOptions
-from eesd_dist.command_line import add_callback, add_module, group
+from eesd_dist.command_line import Conversion, add_callback, add_module, group
 from eesd_dist.errors import ConfigError
 from serve_app.bench import options as service
 
@@ -46,15 +48,30 @@ class _Benchmarks(TyperGroup):
         return name, command, arguments
 
 
+def _local_folder(path: Path) -> Path:
+    from eesd_dist.model.checkpoint_folder import local_folder  # torch, for some models
+
+    return local_folder(path)
+
+
+_LOCAL: Mapping[str, Conversion] = {"model": _local_folder}
+
+
 def bench() -> None:
     """Measures speed, or checks exactness. Prints a table, and one JSON object at the end."""
 
 
 app = group("bench", cls=_Benchmarks)
 add_callback(app, bench)
-add_module(app, "offline", engine.OfflineOptions, "eesd_dist.bench.offline")
+add_module(app, "offline", engine.OfflineOptions, "eesd_dist.bench.offline", conversions=_LOCAL)
 add_module(app, "online", engine.OnlineOptions, "eesd_dist.bench.online")
-add_module(app, "exact", service.ExactOverActorsOptions, "serve_app.bench.exact_over_actors")
+add_module(
+    app,
+    "exact",
+    service.ExactOverActorsOptions,
+    "serve_app.bench.exact_over_actors",
+    conversions=_LOCAL,
+)
 add_module(
     app,
     _FUZZ,
@@ -62,7 +79,7 @@ add_module(
     "eesd_dist.bench.fuzz.command",
     defaults={"model": (BUNDLED_MODEL,)},
 )
-add_module(app, "batch", engine.BatchedOptions, "eesd_dist.bench.batched")
-add_module(app, "costs", CostsOptions, "eesd_dist.bench.costs.command")
-add_module(app, "control", engine.ControlOptions, "eesd_dist.bench.control")
-add_module(app, "chaos", service.ChaosOptions, "serve_app.bench.chaos.command")
+add_module(app, "batch", engine.BatchedOptions, "eesd_dist.bench.batched", conversions=_LOCAL)
+add_module(app, "costs", CostsOptions, "eesd_dist.bench.costs.command", conversions=_LOCAL)
+add_module(app, "control", engine.ControlOptions, "eesd_dist.bench.control", conversions=_LOCAL)
+add_module(app, "chaos", service.ChaosOptions, "serve_app.bench.chaos.command", conversions=_LOCAL)

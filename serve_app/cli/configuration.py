@@ -128,10 +128,12 @@ def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "Serv
 def _with_local_folder(config: "ServiceConfig") -> "ServiceConfig":
     from eesd_dist.model.checkpoint_folder import with_local_folder
 
+    path = config.engine.model.path
     engine = with_local_folder(config.engine)
     if engine is config.engine:
         return config
-    name = config.model_name or str(config.engine.model.path)
+    # The file's name, and of the hub the whole name.
+    name = config.model_name or (path.stem if path.exists() else str(path))
     return config.model_copy(update={"engine": engine, "model_name": name})
 
 

@@ -17,6 +17,7 @@ from eesd_dist.distill.folders import write_json
 from eesd_dist.distill.held_out import PromptChoice
 from eesd_dist.distill.refresh import REPORT_FILE, RefreshReport
 from eesd_dist.distill.train.request import TrainRequest
+from eesd_dist.model.checkpoint_folder import local_folder
 from eesd_dist.model.heads.head_config import head_digest
 from eesd_dist.model.spec import read_json
 from serve_app.config import BUNDLED_MODEL, RouterConfig
@@ -70,7 +71,12 @@ def promote_if_better(
 def step_program(name: str) -> Typer:
     """Returns the program of one step."""
     command, help_text = _STEPS[name]
-    return program_of(command, defaults={"model": BUNDLED_MODEL}, help=help_text)
+    return program_of(
+        command,
+        defaults={"model": BUNDLED_MODEL},
+        conversions={"model": local_folder},
+        help=help_text,
+    )
 
 
 def _run(

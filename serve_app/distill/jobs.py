@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -24,10 +23,10 @@ import numpy as np
 import ray
 import torch
 from ray.exceptions import RayError
-from tqdm import tqdm
 
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob, ShardWorker
 from eesd_dist.distill.features import ShardEntry
+from eesd_dist.distill.progress import progress_bar
 from eesd_dist.distill.sources import TextRows
 from eesd_dist.distill.train.loop import train_rank
 from eesd_dist.distill.train.request import TrainRequest
@@ -230,7 +229,7 @@ def _progress_bar(request: TrainRequest) -> Iterator[None]:
     log = request.run_folder / "log.jsonl"
 
     def follow() -> None:
-        with tqdm(total=request.max_steps, unit="step", file=sys.stderr, disable=None) as bar:
+        with progress_bar(title="train", total=request.max_steps, unit="step") as bar:
             while not done.wait(_LOG_POLL_S):
                 bar.update(_last_step(log) - bar.n)
 

@@ -81,6 +81,18 @@ class Row:
     def length(self) -> int:
         return int(self.tokens_T.shape[0])
 
+    def on(self, device: torch.device | None) -> "Row":
+        if device is None or device.type == "cpu":
+            return self
+        return replace(
+            self,
+            tokens_T=self.tokens_T.to(device),
+            hidden_TD=self.hidden_TD.to(device),
+            top_ids_TK=self.top_ids_TK.to(device),
+            top_logits_TK=self.top_logits_TK.to(device),
+            lse_T=self.lse_T.to(device),
+        )
+
     def copied(self) -> "Row":
         """Returns a row with memory of its own; another one keeps its whole shard in memory."""
         return replace(
@@ -162,7 +174,9 @@ class BatchReader:
         window_bytes: int,
         rank: int = 0,
         num_ranks: int = 1,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: where the rows of a window are held; None: in host memory."""
         if not only:
             raise ConfigError(f"{store.folder}: no sequence is left to train on")
         self._store = store
@@ -174,6 +188,7 @@ class BatchReader:
         self._window_bytes = window_bytes
         self._rank = rank
         self._num_ranks = num_ranks
+        self._device = device
         self._numbers = _numbers(store)
         self._num_rows = self._counted()
         if sum(self._num_rows) < num_ranks:
@@ -259,7 +274,8 @@ class BatchReader:
         self._rows_by_shard = cached
         for shard in shards - cached.keys():
             numbers = self._only.intersection(self._numbers[shard])
-            cached[shard] = read_rows(self._store, numbers, self._exit_layer, length=self._length)
+            rows = read_rows(self._store, numbers, self._exit_layer, length=self._length)
+            cached[shard] = [row.on(self._device) for row in rows]
         return [cached[shard_rows.shard][at] for shard_rows in window for at in shard_rows.rows]
 
 

@@ -2,7 +2,8 @@
 
 DeepSpeed handles gradients and optimizer state (ZeRO stages 0 to 3); only the head's own parameters
 are trained. The only module that imports DeepSpeed; the default process group must exist before a
-learner (`alone` creates one for a single process).
+learner (`alone` creates one for a single process). Where DeepSpeed is not installed, one process
+trains without it (`torch_engine`).
 """
 
 # Shapes: B rows, T positions, D hidden size, N = B x T positions, K best tokens, V vocabulary.
@@ -11,8 +12,9 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +37,7 @@ from eesd_dist.distill.train.request import (
     device_of,
     first_head,
 )
+from eesd_dist.distill.train.torch_engine import TorchEngine
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
 
@@ -45,6 +48,9 @@ _LEAST_WEIGHT = 1e-9
 @contextmanager
 def alone(options: TrainOptions) -> Iterator[None]:
     """Creates a default process group of this process, which DeepSpeed requires."""
+    if not has_deepspeed():
+        yield
+        return
     before = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = "0"
     on_cuda = device_of(options).type == "cuda"
@@ -133,20 +139,20 @@ class _HeadLoss(nn.Module):
             return loss, torch.stack([x.double() for x in sums])
 
 
-class DeepSpeedLearner:
-    """The head in DeepSpeed's engine; all ranks make the same calls."""
+class HeadLearner:
+    """The head and its optimizer; all ranks make the same calls."""
 
     def __init__(
         self, request: TrainRequest, inputs: TrainInputs, *, rank: int, world_size: int
     ) -> None:
-        deepspeed = load_deepspeed(force_cpu=inputs.device.type == "cpu")
+        deepspeed = deepspeed_for(request, device=inputs.device)
         options = request.options
         head = first_head(request, inputs).to(inputs.device)
         vocabulary = DraftVocabulary(
             head.vocab_ids, vocab_size=inputs.spec.vocab_size, device=inputs.device
         )
         module = _HeadLoss(head, vocabulary, options.loss)
-        if request.zero_stage == 3:
+        if deepspeed is not None and request.zero_stage == 3:
             deepspeed.utils.set_z3_leaf_modules(module, [_HeadLoss])
         trained = [p for p in head.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
@@ -157,12 +163,18 @@ class DeepSpeedLearner:
             fused=True,
         )
         self._deepspeed = deepspeed
-        self._engine, *_ = deepspeed.initialize(
-            model=module,
-            model_parameters=trained,
-            optimizer=optimizer,
-            config=_deepspeed_config(request),
-        )
+        self._engine: Any
+        if deepspeed is None:
+            self._engine = TorchEngine(
+                module, optimizer, accumulation=options.accumulation, clip=options.clip
+            )
+        else:
+            self._engine, *_ = deepspeed.initialize(
+                model=module,
+                model_parameters=trained,
+                optimizer=optimizer,
+                config=_deepspeed_config(request),
+            )
         self._head = head
         self._target: FrozenTarget | None = None
         if options.source == "live":
@@ -239,7 +251,12 @@ class DeepSpeedLearner:
     def save_head(self, final: Path, *, provenance: Mapping[str, object]) -> None:
         """Replaces the head at `final` by the current one."""
         parameters = list(self._head.parameters())
-        with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._is_partitioned):
+        gathered = (
+            self._deepspeed.zero.GatheredParameters(parameters)
+            if self._is_partitioned
+            else nullcontext()
+        )
+        with gathered:
             if self._rank == 0:
                 written = final.with_name(f".{final.name}.new")
                 try:
@@ -247,6 +264,11 @@ class DeepSpeedLearner:
                 except SafetensorError as error:  # for example a full disk, without the file's name
                     raise ConfigError(f"{written}: cannot be written ({error})") from error
                 put_in_place(written, final)
+
+    def finish_work(self) -> None:
+        """Waits for the device, which computes a step while the next one is prepared."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def wait_for_all(self) -> None:
         if self._world_size > 1:
@@ -306,6 +328,19 @@ def _deepspeed_config(request: TrainRequest) -> dict[str, object]:
     }
 
 
+def has_deepspeed() -> bool:
+    return find_spec("deepspeed") is not None
+
+
+def deepspeed_for(request: TrainRequest, *, device: torch.device) -> Any:
+    """Returns DeepSpeed, or None where it is not installed and one process trains alone. Raises
+    ConfigError if training needs it."""
+    is_plain = request.workers == 1 and request.zero_stage == 0 and not request.options.bfloat16
+    if is_plain and not has_deepspeed():
+        return None
+    return load_deepspeed(force_cpu=device.type == "cpu")
+
+
 def load_deepspeed(*, force_cpu: bool) -> Any:
     """Imports DeepSpeed without its shared-memory all-reduce, which needs a compiler and works on
     one host only (DeepSpeed issue 7625), and without checks for a compiler of other ops."""
@@ -316,7 +351,8 @@ def load_deepspeed(*, force_cpu: bool) -> Any:
         import deepspeed.ops
     except ImportError as error:
         raise ConfigError(
-            f"training needs DeepSpeed ({error}): pip install 'eesd-dist[distill]'"
+            "several workers, ZeRO and bfloat16 need DeepSpeed "
+            f"({error}): pip install 'eesd-dist[distill]'"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__ = {}

@@ -15,12 +15,11 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from tqdm import tqdm
-
 from eesd_dist.distill.folders import put_in_place
+from eesd_dist.distill.progress import progress_bar
 from eesd_dist.distill.train.batches import BatchReader, PlannedBatch
 from eesd_dist.distill.train.held_out_rows import held_out_batches
-from eesd_dist.distill.train.learner import DeepSpeedLearner, Figures, Progress
+from eesd_dist.distill.train.learner import Figures, HeadLearner, Progress
 from eesd_dist.distill.train.learning_rate import LearningRate, Pace
 from eesd_dist.distill.train.request import TrainInputs, TrainRequest, device_of
 from eesd_dist.distill.train.run_folder import RunFolder
@@ -29,11 +28,15 @@ from eesd_dist.provenance import collect_provenance
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+    from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
 _MEASURED = range(3, 13)
 """Steps that are timed to convert a budget to steps; the first ones are a warm-up."""
+_CHECKPOINT = 1.0
+_TIME_IS_OVER = 2.0
+"""Also means that a checkpoint is due."""
 _OTHERS_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
@@ -55,7 +58,7 @@ def train_rank(request: TrainRequest, *, rank: int, world_size: int) -> None:
     with warnings.catch_warnings():
         for message, category in _OTHERS_WARNINGS:
             warnings.filterwarnings("ignore", message=message, category=category)
-        learner = DeepSpeedLearner(request, inputs, rank=rank, world_size=world_size)
+        learner = HeadLearner(request, inputs, rank=rank, world_size=world_size)
         try:
             Run(request, inputs, folder, learner, rank=rank).to_the_end()
         finally:
@@ -70,7 +73,7 @@ class Run:
         request: TrainRequest,
         inputs: TrainInputs,
         folder: RunFolder,
-        learner: DeepSpeedLearner,
+        learner: HeadLearner,
         *,
         rank: int,
     ) -> None:
@@ -91,6 +94,7 @@ class Run:
             window_bytes=options.window_mib * 2**20,
             rank=rank,
             num_ranks=request.workers,
+            device=inputs.device,
         )
         self._held_out = held_out_batches(
             inputs.store,
@@ -109,7 +113,9 @@ class Run:
         self._saved_at = self._began
         self._folder_step: int | None = None
         """Step of the checkpoint that was last written or read."""
+        self._step_began = self._began
         self._step_s: list[float] = []
+        """Seconds of each step, with reading its rows."""
         self._evaluation_s = 0.0
 
     def to_the_end(self) -> None:
@@ -117,6 +123,7 @@ class Run:
         with self._shown() as shown:
             if self._progress.step == 0:
                 self._judge_before_training(shown)
+            self._step_began = time.monotonic()
             for planned in self._reader.batches(self._progress.position):
                 if self._progress.step == self._progress.total_steps:
                     break
@@ -127,16 +134,20 @@ class Run:
 
     def _advance(self, planned: PlannedBatch, shown: "_Shown") -> None:
         """Takes one step, and does what is due after it."""
-        began = time.monotonic()
         step = self._progress.step + 1
         judges = self._is_due(step, self._options.evaluate_every) and bool(self._held_out)
         logs = judges or self._is_due(step, self._options.log_every)
         rate = self._rate.at(self._progress.step)
-        figures, wants_saving = self._learner.learn(
-            planned, rate=rate, wants_figures=logs, flag=self._time_to_save()
+        figures, flag = self._learner.learn(
+            planned, rate=rate, wants_figures=logs, flag=self._due_by_clock()
         )
+        if self._progress.total_steps is None:
+            self._learner.finish_work()
         self._move_to(step=step, position=planned.after)
-        self._step_s.append(time.monotonic() - began)
+        self._step_s.append(time.monotonic() - self._step_began)
+        if flag >= _TIME_IS_OVER:
+            self._move_to(total_steps=step)
+            judges = bool(self._held_out)
         held_out = self._judge() if judges else None
         if figures is not None:
             shown.row(self._row(figures, rate, held_out))
@@ -144,8 +155,9 @@ class Run:
         if self._plan_is_due(step):
             self._plan()
             self._save()
-        elif wants_saving or self._is_due(step, self._options.checkpoint_every_steps):
+        elif flag or self._is_due(step, self._options.checkpoint_every_steps):
             self._save()
+        self._step_began = time.monotonic()
 
     def _resume(self) -> None:
         """Loads the last checkpoint, which the first rank determines, on all ranks."""
@@ -226,12 +238,16 @@ class Run:
             put_in_place(written, request.out)
         self._learner.wait_for_all()
 
-    def _time_to_save(self) -> float:
-        """Returns 1 on the first rank when a checkpoint is due by its clock; 0 on other ranks."""
+    def _due_by_clock(self) -> float:
+        """Returns on the first rank what its clock says is due after this step, or 0; 0 on other
+        ranks, and before the number of steps is known."""
+        if not self._is_writer or self._progress.total_steps is None:
+            return 0.0
+        minutes = self._request.minutes
+        if minutes is not None and self._seconds() >= 60.0 * minutes:
+            return _TIME_IS_OVER
         waited_s = time.monotonic() - self._saved_at
-        plans_first = self._progress.total_steps is None
-        is_time = self._is_writer and not plans_first
-        return float(is_time and waited_s >= self._options.checkpoint_every_s)
+        return _CHECKPOINT if waited_s >= self._options.checkpoint_every_s else 0.0
 
     def _is_due(self, step: int, period: int | None) -> bool:
         return period is not None and (step % period == 0 or step == self._progress.total_steps)
@@ -280,17 +296,26 @@ class Run:
         if not self._is_writer:
             yield _Hidden()
             return
-        # Imported here: serving is installed without TensorBoard.
-        from torch.utils.tensorboard import SummaryWriter
-
         progress = self._progress
         with (
-            closing(SummaryWriter(self._folder.tensorboard, purge_step=progress.step + 1)) as board,
-            tqdm(
-                initial=progress.step, total=progress.total_steps, unit="step", disable=None
+            _tensorboard(self._folder, purge_step=progress.step + 1) as board,
+            progress_bar(
+                title="train", initial=progress.step, total=progress.total_steps, unit="step"
             ) as bar,
         ):
             yield _Written(self._folder, board, bar)
+
+
+@contextmanager
+def _tensorboard(folder: RunFolder, *, purge_step: int) -> Iterator["SummaryWriter | None"]:
+    """Opens a log for TensorBoard; None where that is not installed, as for serving."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        yield None
+        return
+    with closing(SummaryWriter(folder.tensorboard, purge_step=purge_step)) as board:
+        yield board
 
 
 class _Shown(Protocol):
@@ -310,7 +335,7 @@ class _Hidden:
 class _Written:
     """Shows progress as JSON lines, in TensorBoard and as a progress bar."""
 
-    def __init__(self, folder: RunFolder, board: "SummaryWriter", bar: "tqdm[Any]") -> None:
+    def __init__(self, folder: RunFolder, board: "SummaryWriter | None", bar: "tqdm[Any]") -> None:
         self._folder = folder
         self._board = board
         self._bar = bar
@@ -318,14 +343,18 @@ class _Written:
     def row(self, row: Mapping[str, object]) -> None:
         self._folder.write_row(row)
         step = cast(int, row["step"])
-        for name, value in row.items():
-            if isinstance(value, float):
-                self._board.add_scalar(f"train/{name}", value, step)
         held_out = row.get("held_out")
+        if self._board is not None:
+            for name, value in row.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(f"train/{name}", value, step)
+            if isinstance(held_out, dict):
+                for name, value in held_out.items():
+                    self._board.add_scalar(f"held_out/{name}", value, step)
         if isinstance(held_out, dict):
-            for name, value in held_out.items():
-                self._board.add_scalar(f"held_out/{name}", value, step)
-            self._bar.set_postfix({name: f"{value:.3f}" for name, value in held_out.items()})
+            self._bar.set_postfix(
+                {name: f"{value:.3f}" for name, value in held_out.items()}, refresh=False
+            )
 
     def moved(self, progress: Progress) -> None:
         self._bar.total = progress.total_steps

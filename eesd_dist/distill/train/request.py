@@ -203,15 +203,12 @@ def draft_tokens(store: FeatureStore, only: Sequence[int], *, count: int) -> Ten
     """Returns a truncated vocabulary, ascending: the most frequent tokens in the target's text,
     and if they are too few, the most frequent ones of the prompts."""
     vocab_size = store.manifest.verifier.vocab_size
-    written_W = torch.zeros(vocab_size, dtype=torch.long)
-    prompt_W = torch.zeros(vocab_size, dtype=torch.long)
     selected = frozenset(only)
-    for number, (tokens_T, num_prompt) in enumerate(store.texts()):
-        if number not in selected:
-            continue
-        prompt_T, answer_T = tokens_T.tensor_split([num_prompt])
-        written_W += torch.bincount(answer_T, minlength=vocab_size)
-        prompt_W += torch.bincount(prompt_T, minlength=vocab_size)
+    texts = [text for number, text in enumerate(store.texts()) if number in selected]
+    prompts = torch.cat([tokens_T[:num_prompt] for tokens_T, num_prompt in texts])
+    answers = torch.cat([tokens_T[num_prompt:] for tokens_T, num_prompt in texts])
+    # Counted at once: a large vocabulary is longer than most texts.
+    prompt_W, written_W = (torch.bincount(x, minlength=vocab_size) for x in (prompts, answers))
     score_W = written_W * (prompt_W.sum() + 1) + prompt_W
     order_W = score_W.argsort(descending=True, stable=True)
     return order_W[: min(count, vocab_size)].sort().values

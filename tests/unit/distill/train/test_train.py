@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.features import FeatureStore
 from eesd_dist.distill.target import FrozenTarget
+from eesd_dist.distill.train.learner import HeadLearner
 from eesd_dist.distill.train.losses import LossOptions
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest, draft_tokens
 from eesd_dist.distill.train_head import train as train_with
@@ -225,6 +227,31 @@ def test_a_budget_in_minutes_becomes_a_number_of_steps_once(request_: TrainReque
     assert max(rates) == pytest.approx(OPTIONS.learning_rate, rel=0.05)
     train(request)
     assert [row["step"] for row in log_of(request)] == steps
+
+
+def test_a_run_that_becomes_slower_ends_with_its_minutes(
+    request_: TrainRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps after those that the number of steps was computed from take ten times as long."""
+    learn, began = HeadLearner.learn, time.monotonic()
+
+    def slower(learner: HeadLearner, *arguments: Any, **options: Any) -> Any:
+        num_steps.append(1)
+        time.sleep(0.1 if len(num_steps) > 12 else 0.01)
+        return learn(learner, *arguments, **options)
+
+    num_steps: list[int] = []
+    monkeypatch.setattr(HeadLearner, "learn", slower)
+    options = replace(OPTIONS, warmup_steps=12, evaluate_every=1000)
+    request = replace(request_, max_steps=None, minutes=0.05, options=options)
+    train(request)
+    assert time.monotonic() - began < 10.0
+    rows = log_of(request)
+    assert 12 < rows[-1]["step"] < 60
+    assert 3.0 <= rows[-1]["seconds"] < 6.0
+    assert "held_out" in rows[-1]
+    train(request)
+    assert log_of(request) == rows
 
 
 def test_the_draft_vocabulary_is_what_the_target_writes_most(store: FeatureStore) -> None:
