@@ -106,8 +106,9 @@ class GoodputRound:
         self._num_looked_up = 0
         """Rows of tokens found by prompt lookup."""
         self._level = 0
-        self._shares: dict[tuple[int, int], list[float]] = {}
-        """Results of `_shares_s`, by the requests that share and the rows before their drafts."""
+        self._shares: dict[tuple[int, int, int], list[float]] = {}
+        """Results of `_shares_s`, by the requests that share, the rows before their drafts, and
+        the length."""
         seconds = setup.costs.rounds(
             self._num_ours,
             setup.max_draft_tokens,
@@ -171,7 +172,7 @@ class GoodputRound:
     def head_gain(self, outcome: Outcome) -> float:
         """Returns the tokens of a draft of the exit head above its share of the round's price."""
         count = outcome.num_drafted
-        share_s = self._shares_s(sharing=self._num_ours)[count] if count else 0.0
+        share_s = self._shares_s(count, sharing=self._num_ours)[count] if count else 0.0
         return outcome.num_accepted - self._rate * share_s
 
     def has_rules(self, request_ids: Iterable[RequestId]) -> bool:
@@ -249,10 +250,11 @@ class GoodputRound:
 
     def _share_prices(self, sharing: int) -> Doubles:
         """Returns the price in tokens of one request's draft of 0, 1, 2, ... tokens, of so many."""
-        return self._rate * np.array(self._shares_s(sharing=sharing))
+        return self._rate * np.array(self._shares_s(0, sharing=sharing))
 
-    def _shares_s(self, *, sharing: int) -> list[float]:
-        """Returns one request's share of a round's seconds, by the length of its draft from 0.
+    def _shares_s(self, num_drafted: int, *, sharing: int) -> list[float]:
+        """Returns one request's share of a round's seconds, by the length of its draft from 0 to
+        the longest chain, and to `num_drafted` at least, which a tree may have in fewer levels.
 
         Up to the length that pays for all of them together, a level is there anyway if another of
         the `sharing` requests gets that far: a token then costs what one more in the level costs,
@@ -260,10 +262,10 @@ class GoodputRound:
         equal parts.
         """
         load, rows = self._load, self._load.num_known + self._num_looked_up
-        shares_s = self._shares.get((sharing, rows))
+        longest = max(self._setup.max_draft_tokens, num_drafted)
+        shares_s = self._shares.get((sharing, rows, longest))
         if shares_s is not None:
             return shares_s
-        longest = self._setup.max_draft_tokens
         steps_s = self._costs.steps(sharing + 1)
         verify_s = self._costs.verify_from(rows, sharing * longest + 1, load.num_requests)
         first_row = rows
@@ -275,7 +277,7 @@ class GoodputRound:
             return self._both(drafting_s + level_s, verify_s[rows - first_row + tokens])
 
         drafting_s, reached, shares_s = self._costs.known(load.num_known), 1.0, [0.0]
-        self._shares[sharing, rows] = shares_s
+        self._shares[sharing, rows, longest] = shares_s
         for level in range(longest):
             count = max(round(sharing * reached), 1)
             if level < self._common_length:
