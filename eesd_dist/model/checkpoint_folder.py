@@ -23,7 +23,7 @@ _NOT_DOWNLOADED = ("original/*", "consolidated*", "onnx/*")
 """Copies of the same weights in other formats."""
 _FOLDER = "a folder with config.json and safetensors"
 _FORMATS: Mapping[str, tuple[str, str]] = {
-    "*.gguf": ("GGUF weights", "use the checkpoint in safetensors that they were converted from"),
+    "*.gguf": ("GGUF weights", "give the file itself, which is converted"),
     "consolidated*": (
         "weights in the layout of the model's authors",
         "use the checkpoint in the layout of transformers, which has a config.json",
