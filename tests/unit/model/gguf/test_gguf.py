@@ -139,6 +139,15 @@ def test_a_changed_file_is_another_model(file: Path) -> None:
     assert checkpoint_of(file) != folder
 
 
+def test_the_downloaded_model_has_a_name(file: Path, cache: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no such file.*download it with `make model`"):
+        local_folder(Path("smollm2"))
+    (cache / "models").mkdir(parents=True)
+    downloaded = file.rename(cache / "models" / "SmolLM2-135M-Instruct.gguf")
+    assert local_folder(Path("smollm2")) == checkpoint_of(downloaded)
+    assert config_of(EngineFlags(model=Path("smollm2"))).served_model_name == "smollm2"
+
+
 def test_several_files_are_one_error(file: Path) -> None:
     write_tiny_gguf(file.with_name("other.gguf"))
     with pytest.raises(CheckpointError, match=r"2 GGUF files: other\.gguf, tiny\.gguf.*give one"):
