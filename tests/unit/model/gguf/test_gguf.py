@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from cluster.planning.checkpoint import read_shape
 from eesd_dist import LLM, SamplingParams
@@ -92,6 +93,18 @@ def test_a_file_answers_as_the_model_that_it_was_made_of(
         torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=0
     )
     assert list(text.outputs[0].token_ids) == output[0, len(prompt) :].tolist()
+
+
+def test_transformers_reads_the_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in several shards."""
+    monkeypatch.setattr("eesd_dist.model.gguf.folder._SHARD_BYTES", 1 << 20)
+    folder = checkpoint_of(file)
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = write_tiny_gguf(file.with_name("same.gguf"))
+    state = model.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    assert all(torch.equal(x, state[name]) for name, x in expected.state_dict().items())
 
 
 def test_tokenizer_and_template_are_those_of_the_file(file: Path, tmp_path: Path) -> None:
