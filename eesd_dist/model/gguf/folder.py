@@ -92,6 +92,7 @@ def write_weights(file: Path, tensors: list[NamedTensor], folder: Path) -> None:
     """Writes the tensors as safetensors, with an index; holds one shard in memory."""
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
+    total_bytes = 0
 
     def finish_shard() -> None:
         name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
@@ -108,8 +109,10 @@ def write_weights(file: Path, tensors: list[NamedTensor], folder: Path) -> None:
         if tensor.num_heads is not None:
             x = x.view(tensor.num_heads, -1, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
         shard[tensor.name] = x.contiguous()
+        total_bytes += x.nbytes
     finish_shard()
-    _write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)
 
 
 def _weights(content: np.ndarray, stored: StoredTensor) -> Tensor:

@@ -80,7 +80,11 @@ def hub_cache(folder: Path) -> None:
     ("spoil", "reason", "advice"),
     [
         (adapter, "found a LoRA adapter of example/base, expected a whole", "merge_and_unload"),
-        (only("model-Q4_K_M.gguf"), r"found GGUF weights \(model-Q4_K_M.gguf\)", "converted from"),
+        (
+            only("model-Q4_K_M.gguf"),
+            r"found (GGUF weights \(model-Q4_K_M.gguf\)|a file that begins with b'cont')",
+            "give the file itself",
+        ),
         (only("consolidated.00.pth"), r"found weights in the layout of .*\(cons", "config.json$"),
         (only("README.md"), "found no config.json", "expected a Hugging Face model folder$"),
         (hub_cache, "found no config.json", "give the snapshot in it: .*/snapshots/abc$"),
@@ -123,7 +127,7 @@ def test_every_command_names_an_adapter_before_what_the_adapter_lacks(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "reason", "advice"),
     [
-        ("model.gguf", "found GGUF weights (model.gguf)", "converted from"),
+        ("model.gguf", "found GGUF weights (model.gguf)", "give the file itself"),
         ("pytorch_model-00001-of-00002.bin", "found PyTorch's pickled weights (", "save_pretr"),
         ("README.md", "found no safetensors", "expected model.safetensors or model.safet"),
     ],

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from cluster.planning.checkpoint import read_shape
 from eesd_dist import LLM, SamplingParams
@@ -94,6 +95,18 @@ def test_a_file_answers_as_the_model_that_it_was_made_of(
     assert list(text.outputs[0].token_ids) == output[0, len(prompt) :].tolist()
 
 
+def test_transformers_reads_the_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in several shards."""
+    monkeypatch.setattr("eesd_dist.model.gguf.folder._SHARD_BYTES", 1 << 20)
+    folder = checkpoint_of(file)
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = write_tiny_gguf(file.with_name("same.gguf"))
+    state = model.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    assert all(torch.equal(x, state[name]) for name, x in expected.state_dict().items())
+
+
 def test_tokenizer_and_template_are_those_of_the_file(file: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint_of(file))
     expected = Tokenizer.load(write_byte_level(tmp_path / "tokenizer"))
@@ -137,6 +150,15 @@ def test_a_changed_file_is_another_model(file: Path) -> None:
     folder = checkpoint_of(file)
     write_tiny_gguf(file, "Q8_0")
     assert checkpoint_of(file) != folder
+
+
+def test_the_downloaded_model_has_a_name(file: Path, cache: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no such file.*download it with `make model`"):
+        local_folder(Path("smollm2"))
+    (cache / "models").mkdir(parents=True)
+    downloaded = file.rename(cache / "models" / "SmolLM2-135M-Instruct.gguf")
+    assert local_folder(Path("smollm2")) == checkpoint_of(downloaded)
+    assert config_of(EngineFlags(model=Path("smollm2"))).served_model_name == "smollm2"
 
 
 def test_several_files_are_one_error(file: Path) -> None:
