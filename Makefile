@@ -36,9 +36,10 @@ pins: install
 model: install-serving
 	@$(BIN)/python infra/fetch_model.py
 
-# With BUNDLED=1, or without a network, the small bundled model.
+# The small bundled model, or MODEL: a folder, a GGUF file, or smollm2, which is downloaded first.
 serve: install-serving
-	@model=$$($(BIN)/python infra/fetch_model.py $(if $(BUNDLED),--bundled)) && exec $(BIN)/eesd serve --model "$$model"
+	$(if $(filter smollm2,$(MODEL)),@$(BIN)/python infra/fetch_model.py > /dev/null)
+	$(BIN)/eesd serve $(if $(MODEL),--model $(MODEL))
 
 # Arithmetic without bounds on time: it runs in addition to the services, and takes what these leave of two cores.
 PATIENT := $(addprefix tests/unit/,control distill engine llm model routing sampling schedule text)

