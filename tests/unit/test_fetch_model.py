@@ -128,8 +128,9 @@ def test_an_interrupted_download_can_be_repeated(
 ) -> None:
     models = tmp_path / "cache" / "models"
     variables = {name: text for name, text in os.environ.items() if not name.startswith("PIP_")}
+    # A shell lets what it runs in the background ignore SIGINT.
     process = subprocess.Popen(
-        [sys.executable, ROOT / "infra" / "fetch_model.py"],
+        ["env", "--default-signal=INT", sys.executable, ROOT / "infra" / "fetch_model.py"],
         env={
             **variables,
             "EESD_CACHE_DIR": str(tmp_path / "cache"),
