@@ -20,6 +20,7 @@ from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.contracts import RoundHeader
 from eesd_dist.transport.group_handles import GroupHandle
+from eesd_dist.types import ChoiceParams
 from tests.support.captured_ranks import CapturedRanks, on_captured_ranks
 from tests.support.fake_cuda import Rerun
 from tests.support.tiny_checkpoints import save_tiny_model
@@ -89,8 +90,7 @@ class Rank:
             segments = [
                 replace(
                     greedy_segment(start=2 * number, num_rows=num_rows, pages=(at, 2 + at)),
-                    temperature=0.9 * at,
-                    seed=at,
+                    params=ChoiceParams(temperature=0.9 * at, seed=at),
                 )
                 for at, num_rows in enumerate(lengths)
             ]

@@ -5,6 +5,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.features import FeatureStore
 from eesd_dist.distill.target import FrozenTarget
+from eesd_dist.distill.train import loop
 from eesd_dist.distill.train.learner import HeadLearner
 from eesd_dist.distill.train.losses import LossOptions
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest, draft_tokens
@@ -216,12 +218,22 @@ def test_batches_of_prompts_that_weigh_nothing_change_nothing(
     assert all(x.isfinite().all() for x in read_head(request_).parameters())
 
 
-def test_a_budget_in_minutes_becomes_a_number_of_steps_once(request_: TrainRequest) -> None:
+def test_a_budget_in_minutes_becomes_a_number_of_steps_once(
+    request_: TrainRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn, now_s = HeadLearner.learn, [0.0]
+
+    def in_ten_ms(learner: HeadLearner, *arguments: Any, **options: Any) -> Any:
+        now_s[0] += 0.01
+        return learn(learner, *arguments, **options)
+
+    monkeypatch.setattr(HeadLearner, "learn", in_ten_ms)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     request = replace(request_, max_steps=None, minutes=0.03)
     train(request)
     steps = [row["step"] for row in log_of(request)]
     assert steps == list(range(steps[-1] + 1))
-    assert steps[-1] > 20
+    assert steps[-1] == pytest.approx(180, abs=2)
     rates = [row["lr"] for row in log_of(request)[1:]]
     assert rates[-1] < 0.1 * max(rates)  # the schedule knew the last step
     assert max(rates) == pytest.approx(OPTIONS.learning_rate, rel=0.05)
