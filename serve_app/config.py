@@ -472,22 +472,6 @@ class ServiceConfig(Section):
     recorder: RecorderConfig = RecorderConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
-    @model_validator(mode="after")
-    def _ranks_of_a_group_have_a_gpu_each(self) -> Self:
-        parallel = self.engine.parallel
-        for stage, bundle, num_ranks in (
-            ("draft", self.placement.draft, parallel.draft_tensor_parallel_size),
-            ("verify", self.placement.verify, parallel.verify_tensor_parallel_size),
-        ):
-            if num_ranks > 1 and 0 < (bundle.num_gpus or 0) < 1:
-                raise ValueError(
-                    f"placement.{stage}.num_gpus is {bundle.num_gpus:g} with "
-                    f"engine.parallel.{stage}_tensor_parallel_size {num_ranks}: NCCL refuses two "
-                    f"ranks of a group on one GPU; drop placement.{stage}.num_gpus, or lower "
-                    f"engine.parallel.{stage}_tensor_parallel_size to 1"
-                )
-        return self
-
     @property
     def served_model_name(self) -> str:
         return self.model_name or self.engine.model.path.resolve().name
@@ -553,7 +537,24 @@ def service_config(tree: dict[str, object]) -> ServiceConfig:
     except ValidationError as error:
         raise ConfigError(complaint_of(error, ServiceConfig)) from error
     entry_of(config.engine.speculation.controller)
+    _require_whole_gpus(config)
     return config
+
+
+def _require_whole_gpus(config: ServiceConfig) -> None:
+    """Raises ConfigError for a part of a GPU where a stage has several ranks."""
+    parallel, placement = config.engine.parallel, config.placement
+    for stage, bundle, num_ranks in (
+        ("draft", placement.draft, parallel.draft_tensor_parallel_size),
+        ("verify", placement.verify, parallel.verify_tensor_parallel_size),
+    ):
+        if num_ranks > 1 and 0 < (bundle.num_gpus or 0) < 1:
+            raise ConfigError(
+                f"placement.{stage}.num_gpus is {bundle.num_gpus:g} with engine.parallel."
+                f"{stage}_tensor_parallel_size {num_ranks}, and NCCL refuses two ranks of a group "
+                f"on one GPU: drop placement.{stage}.num_gpus, or lower engine.parallel."
+                f"{stage}_tensor_parallel_size to 1"
+            )
 
 
 def live_config(tree: object) -> LiveConfig:
