@@ -221,14 +221,14 @@ def test_batches_of_prompts_that_weigh_nothing_change_nothing(
 def test_a_budget_in_minutes_becomes_a_number_of_steps_once(
     request_: TrainRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learn, now_s = HeadLearner.learn, [0.0]
+    learn, clock_s = HeadLearner.learn, [0.0]
 
     def in_ten_ms(learner: HeadLearner, *arguments: Any, **options: Any) -> Any:
-        now_s[0] += 0.01
+        clock_s[0] += 0.01
         return learn(learner, *arguments, **options)
 
     monkeypatch.setattr(HeadLearner, "learn", in_ten_ms)
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
     request = replace(request_, max_steps=None, minutes=0.03)
     train(request)
     steps = [row["step"] for row in log_of(request)]
