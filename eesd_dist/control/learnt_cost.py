@@ -76,8 +76,8 @@ class Line:
         forecast = self.at(profile_s)
         gain_ratio = self._var_ratio * profile_s + self._covariance
         gain_extra = self._covariance * profile_s + self._var_extra
-        noise = (_NOISE * max(abs(forecast), 0.2 * self._floor)) ** 2
         spread = gain_ratio * profile_s + gain_extra
+        noise = (_NOISE * max(abs(forecast), 0.2 * self._floor)) ** 2
         edge = _EDGE * math.sqrt(noise + spread)
         off = min(max(seconds - forecast, -edge), edge) / (spread + noise)
         self.ratio = max(self.ratio + gain_ratio * off, 0.05)

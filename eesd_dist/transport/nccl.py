@@ -38,14 +38,9 @@ _POLL_S = 0.02
 
 
 class DeviceWork(Protocol):
-    def is_completed(self) -> bool: ...
-
-    def has_ended(self) -> bool:
-        """True once the device is past this work. Called after `is_completed`, which torch also
-        answers with true for work of a communicator in error: its kernel may wait for ever.
-
-        Raises RuntimeError for such work, which may abort the communicator.
-        """
+    def is_completed(self) -> bool:
+        """Returns True once the device is past this work. Raises RuntimeError where it may never
+        be: its communicator is in error."""
         ...
 
 
@@ -64,9 +59,8 @@ class CollectiveBackend(TransferBackend, Protocol):
 class Watchdog:
     """Calls `on_timeout(operation)` once, in its own thread, when work misses its deadline.
 
-    Work finishes in the order it was started, so only the oldest piece is polled, and the device is
-    asked for the newest of those that are completed. Work of a communicator in error is late at
-    once.
+    Work finishes in the order it was started, so only the oldest piece is polled. Work of a
+    communicator in error is late at once.
     """
 
     def __init__(
@@ -92,16 +86,14 @@ class Watchdog:
 
     def _run(self) -> None:
         while (watched := self._watched.get()) is not None:
-            if not self._is_in_time(watched, watched.work.is_completed):
-                return
-            if self._watched.empty() and not self._is_in_time(watched, watched.work.has_ended):
+            if not self._is_in_time(watched):
                 return
 
-    def _is_in_time(self, watched: "_Watched", is_done: Callable[[], bool]) -> bool:
+    def _is_in_time(self, watched: "_Watched") -> bool:
         while not self._is_stopped:
             with self.judging:
                 try:
-                    if is_done():
+                    if watched.work.is_completed():
                         return True
                     is_overdue = time.monotonic() >= watched.deadline
                 except RuntimeError:
@@ -139,13 +131,11 @@ class _QueuedWork:
     def is_completed(self) -> bool:
         if bool(self._event.query()):  # type: ignore[no-untyped-call]
             return True
-        if self._first.is_completed():  # looks for an error of the communicator
+        # torch calls work of a communicator in error completed, while its kernel waits for ever.
+        if self._first.is_completed():  # looks for such an error
             with torch.cuda.stream(self._stream):
                 self._first.wait()  # raises it
         return False
-
-    def has_ended(self) -> bool:
-        return True
 
 
 class NcclPlane:

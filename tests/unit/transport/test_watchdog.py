@@ -8,19 +8,14 @@ from eesd_dist.transport.nccl import Watchdog
 
 
 class ToyWork:
-    def __init__(self, *, done: bool, ended: bool | None = True) -> None:
-        """`ended`: None raises an error."""
+    def __init__(self, *, done: bool | None) -> None:
+        """`done`: None raises an error."""
         self.done = done
-        self.ended = ended
 
     def is_completed(self) -> bool:
-        return self.done
-
-    def has_ended(self) -> bool:
-        assert self.done, "asked for only once it is completed"
-        if self.ended is None:
+        if self.done is None:
             raise RuntimeError("NCCL error: remote process exited")
-        return self.ended
+        return self.done
 
 
 def test_work_that_never_finishes_is_reported_once_by_its_name() -> None:
@@ -39,10 +34,7 @@ def test_work_that_never_finishes_is_reported_once_by_its_name() -> None:
     assert reported == ["round 17"]
 
 
-@pytest.mark.parametrize(("ended", "timeout_s"), [(False, 0.05), (None, 60.0)])
-def test_work_of_a_communicator_in_error_is_late_although_torch_calls_it_completed(
-    ended: bool | None, timeout_s: float
-) -> None:
+def test_work_of_a_communicator_in_error_is_late_at_once() -> None:
     """A rank that died before or during a sum was never noticed: its work counted as done."""
     reported: list[str] = []
     timeout = threading.Event()
@@ -51,9 +43,9 @@ def test_work_of_a_communicator_in_error_is_late_although_torch_calls_it_complet
         reported.append(operation)
         timeout.set()
 
-    watchdog = Watchdog(timeout_s=timeout_s, on_timeout=on_timeout, poll_s=0.005)
+    watchdog = Watchdog(timeout_s=60.0, on_timeout=on_timeout, poll_s=0.005)
     watchdog.watch(ToyWork(done=True), operation="all_reduce")
-    watchdog.watch(ToyWork(done=True, ended=ended), operation="round 17")
+    watchdog.watch(ToyWork(done=None), operation="round 17")
     assert timeout.wait(5.0)
     assert reported == ["round 17"]
 
