@@ -1,13 +1,17 @@
-"""A Llama that writes and reads many texts at once on one GPU, for collecting training text.
+"""A Llama that writes and reads many texts at once on one device, for collecting training text.
 
 Plain torch with a cache of fixed size. The engine serves few requests soon; here a thousand texts
-advance together, and then each is read whole for its features. Implements `RowSource`.
+advance together, and features are kept as they are computed. Implements `RowSource`.
 """
 
 # Shapes: B texts, T positions, S positions of the cache, N rows, D hidden size, H query heads,
 # K key heads, G query heads of a key head, C channels of a head, V vocabulary.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -19,9 +23,9 @@ from eesd_dist.distill.sources import TextRows
 from eesd_dist.model.spec import read_json
 from eesd_dist.types import FeatureSpec, Request
 
-_READ_TOKENS = 1 << 16
-"""Positions that are read in one pass."""
-_LOGITS_ROWS = 1 << 13
+_READ_TOKENS = {"cuda": 1 << 16, "cpu": 1 << 12}
+"""Positions that are read in one pass, by device."""
+_LOGITS_ROWS = {"cuda": 1 << 13, "cpu": 1 << 9}
 _CHECK_STEPS = 8
 """Steps between counts of the texts that go on."""
 _LEAST_SHARE = 0.1
@@ -60,102 +64,113 @@ class LargeBatches:
 
     @torch.inference_mode()
     def rows_of(self, requests: Sequence[Request]) -> list[TextRows]:
-        texts = self.written(requests)
-        spec = requests[0].features
-        assert spec is not None
-        rows: list[TextRows | None] = [None] * len(texts)
-        order = sorted(range(len(texts)), key=lambda at: len(texts[at]))
-        while order:
-            room = max(1, _READ_TOKENS // len(texts[order[-1]]))
-            batch, order = order[-room:], order[:-room]
-            for at, text in zip(batch, self._read([texts[n] for n in batch], spec), strict=True):
-                rows[at] = text
-        return [row for row in rows if row is not None]
+        """Returns each prompt with the target's answer, and the features of its rows, in order.
 
-    @torch.inference_mode()
-    def written(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
-        """Returns the prompt of each request with the target's answer, of equal maximum length."""
-        limit = requests[0].sampling.max_tokens
-        ends = torch.tensor(requests[0].sampling.stop_token_ids, device=self._device)
-        temperatures = [request.sampling.temperature for request in requests]
-        temperature_B1 = torch.tensor(temperatures, device=self._device).unsqueeze(1)
+        An answer is chosen among the `top_k` best tokens of each row. All requests of a call have
+        the same maximum length, stop tokens and features.
+        """
+        spec, limit = requests[0].features, requests[0].sampling.max_tokens
+        assert spec is not None
         lengths = [len(request.prompt) for request in requests]
         longest = max(lengths)
         tokens_BT = torch.zeros(len(requests), longest, dtype=torch.long)
         for row, request in enumerate(requests):
             tokens_BT[row, : lengths[row]] = torch.tensor(request.prompt)
         tokens_BT = tokens_BT.to(self._device)
-        at_B = torch.tensor(lengths, device=self._device)
         cache = self._empty_cache(len(requests), longest + limit)
-        batch_B = torch.arange(len(requests), device=self._device)
-        last_BD = torch.empty(
-            len(requests), self._embedding_VD.shape[1], device=self._device, dtype=self._dtype
-        )
-        size = max(1, _READ_TOKENS // longest)
+        texts = [_Text(request.prompt) for request in requests]
+        last = []
+        size = max(1, _READ_TOKENS[self._device.type] // longest)
         for first in range(0, len(requests), size):
-            some = slice(first, first + size)
-            cache_rows = [(k[some], v[some]) for k, v in cache]
-            hidden_BTD, _ = self._forward(tokens_BT[some], (), cache=cache_rows)
-            last_BD[some] = hidden_BTD[
-                torch.arange(hidden_BTD.shape[0], device=self._device), at_B[some] - 1
-            ]
-        answer_BT = torch.zeros(len(requests), limit, dtype=torch.long, device=self._device)
-        is_over_B = torch.zeros(len(requests), dtype=torch.bool, device=self._device)
-        count_B = torch.zeros_like(at_B)
+            rows = self._read(
+                tokens_BT[first : first + size],
+                lengths[first : first + size],
+                spec,
+                [(k[first : first + size], v[first : first + size]) for k, v in cache],
+            )
+            for text, own in zip(texts[first : first + size], rows, strict=True):
+                text.rows.append(own)
+                last.append(own.changed(itemgetter(slice(-1, None))))
+        self._answer(requests, texts, _Rows.combined(last, torch.cat), cache, longest=longest)
+        return [text.finished() for text in texts]
+
+    def _answer(
+        self,
+        requests: Sequence[Request],
+        texts: "Sequence[_Text]",
+        rows: "_Rows",
+        cache: Sequence[tuple[Tensor, Tensor]],
+        *,
+        longest: int,
+    ) -> None:
+        """Appends to each text its answer, and the rows that were computed for it."""
+        spec, limit = requests[0].features, requests[0].sampling.max_tokens
+        assert spec is not None
+        ends = torch.tensor(requests[0].sampling.stop_token_ids, device=self._device)
+        temperatures = [request.sampling.temperature for request in requests]
+        temperature_B1 = torch.tensor(temperatures, device=self._device).unsqueeze(1)
+        at_B = torch.tensor([len(text.tokens) for text in texts], device=self._device)
+        is_over_B = torch.zeros(len(texts), dtype=torch.bool, device=self._device)
+        live = list(texts)
+        steps: list[tuple[Tensor, Tensor, _Rows]] = []
         torch.manual_seed(requests[0].sampling.seed or 0)
         for step in range(limit):
-            token_B = _chosen(functional.linear(last_BD, self._lm_head_VD), temperature_B1)
-            answer_BT[:, step] = token_B
-            count_B += ~is_over_B
-            is_over_B |= torch.isin(token_B, ends)
+            token_B = rows.chosen(temperature_B1)
+            steps.append((token_B, is_over_B, rows))
+            is_over_B = is_over_B | torch.isin(token_B, ends)
             if step + 1 == limit:
                 break
-            if step % _CHECK_STEPS == 0:
-                going = int((~is_over_B).sum())
-                if going <= _LEAST_SHARE * len(requests) * (step > 0):
+            if (step + 1) % _CHECK_STEPS == 0:
+                going = (~is_over_B).nonzero().squeeze(1)
+                if len(going) <= _LEAST_SHARE * len(texts):
                     break
-            last_BD = self._step(token_B, at_B, cache, batch_B, used=longest + step + 1)
+                if len(going) <= len(live) // 2:
+                    _append(live, steps)
+                    steps = []
+                    live = [live[number] for number in going.tolist()]
+                    cache = [(k[going], v[going]) for k, v in cache]
+                    token_B, at_B, is_over_B = token_B[going], at_B[going], is_over_B[going]
+                    temperature_B1 = temperature_B1[going]
+            last_BD, by_exit = self._step(token_B, at_B, spec.exits, cache, used=longest + step + 1)
+            rows = self._rows(last_BD, by_exit, spec)
             at_B = at_B + 1
-        answers, counts = answer_BT.tolist(), count_B.tolist()
-        return [
-            (*request.prompt, *answer[:count])
-            for request, answer, count in zip(requests, answers, counts, strict=True)
-        ]
+        _append(live, steps)
 
-    def _read(self, texts: Sequence[tuple[int, ...]], spec: FeatureSpec) -> list[TextRows]:
-        lengths = [len(text) - 1 for text in texts]
-        tokens_BT = torch.zeros(len(texts), max(lengths), dtype=torch.long)
-        for row, text in enumerate(texts):
-            tokens_BT[row, : lengths[row]] = torch.tensor(text[:-1])
-        is_row_BT = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    def _read(
+        self,
+        tokens_BT: Tensor,
+        lengths: Sequence[int],
+        spec: FeatureSpec,
+        cache: Sequence[tuple[Tensor, Tensor]],
+    ) -> "list[_Rows]":
+        """Returns the rows of prompts, which begin a cache."""
+        is_row_BT = torch.arange(tokens_BT.shape[1]) < torch.tensor(lengths).unsqueeze(1)
         is_row_BT = is_row_BT.to(self._device)
-        last_BTD, by_exit = self._forward(tokens_BT.to(self._device), spec.exits)
-        ids, logits, lse = [], [], []
-        for rows_ND in torch.split(last_BTD[is_row_BT], _LOGITS_ROWS):
-            logits_NV = functional.linear(rows_ND, self._lm_head_VD).float()
-            best = logits_NV.topk(spec.top_k, dim=-1)
-            ids.append(best.indices.int())
-            logits.append(best.values)
-            lse.append(logits_NV.logsumexp(dim=-1))
-        columns = [torch.cat(x).cpu().split(lengths) for x in (ids, logits, lse)]
-        hidden = {at: x_BTD[is_row_BT].cpu().split(lengths) for at, x_BTD in by_exit.items()}
-        return [
-            TextRows(
-                tokens=text,
-                hidden={at: rows[number] for at, rows in hidden.items()},
-                top_ids_TK=columns[0][number],
-                top_logits_TK=columns[1][number],
-                lse_T=columns[2][number],
-            )
-            for number, text in enumerate(texts)
+        last_BTD, by_exit = self._forward(tokens_BT, spec.exits, cache=cache)
+        hidden = {at: x_BTD[is_row_BT] for at, x_BTD in by_exit.items()}
+        logits_rows = _LOGITS_ROWS[self._device.type]
+        blocks = [
+            self._rows(rows_ND, {}, spec)
+            for rows_ND in torch.split(last_BTD[is_row_BT], logits_rows)
         ]
+        return replace(_Rows.combined(blocks, torch.cat), hidden=hidden).split(lengths)
+
+    def _rows(self, last_ND: Tensor, by_exit: dict[int, Tensor], spec: FeatureSpec) -> "_Rows":
+        logits_NV = functional.linear(last_ND, self._lm_head_VD).float()
+        best = logits_NV.topk(spec.top_k, dim=-1)
+        return _Rows(
+            ids_NK=best.indices.int(),
+            logits_NK=best.values,
+            lse_N=logits_NV.logsumexp(dim=-1),
+            hidden=by_exit,
+        )
 
     def _forward(
         self,
         tokens_BT: Tensor,
         exits: Sequence[int],
         *,
-        cache: Sequence[tuple[Tensor, Tensor]] | None = None,
+        cache: Sequence[tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Returns normalized hidden states and those after each exit; fills the cache's start."""
         hidden_BTD = self._embedding_VD[tokens_BT]
@@ -167,9 +182,8 @@ class LargeBatches:
             q = _rotated(q_BTHC.transpose(1, 2), cos_TC, sin_TC)
             k = _rotated(k_BTKC.transpose(1, 2), cos_TC, sin_TC)
             v = v_BTKC.transpose(1, 2)
-            if cache is not None:
-                cache[number][0][:, :, :num_positions] = k
-                cache[number][1][:, :, :num_positions] = v
+            cache[number][0][:, :, :num_positions] = k
+            cache[number][1][:, :, :num_positions] = v
             groups = self._heads // self._key_heads
             mixed = functional.scaled_dot_product_attention(
                 q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), is_causal=True
@@ -183,19 +197,21 @@ class LargeBatches:
         self,
         token_B: Tensor,
         at_B: Tensor,
+        exits: Sequence[int],
         cache: Sequence[tuple[Tensor, Tensor]],
-        batch_B: Tensor,
         *,
         used: int,
-    ) -> Tensor:
-        """Returns the normalized hidden states of one token per text, at its position."""
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Returns the normalized hidden states of one token per text, and those after each exit."""
         size, groups = len(token_B), self._heads // self._key_heads
-        hidden_BD = self._embedding_VD[token_B]
+        hidden_BD, by_exit = self._embedding_VD[token_B], {}
+        batch_B = torch.arange(size, device=self._device)
         cos_B1C, sin_B1C = self._cos_SC[at_B].unsqueeze(1), self._sin_SC[at_B].unsqueeze(1)
         hidden_S = torch.arange(used, device=self._device) > at_B.unsqueeze(1)
         bias_B11S = torch.zeros(size, used, dtype=self._dtype, device=self._device)
         bias_B11S = bias_B11S.masked_fill_(hidden_S, -1e9)[:, None, None]
-        for layer, (k_BKSC, v_BKSC) in zip(self._layers, cache, strict=True):
+        for number, layer in enumerate(self._layers):
+            k_BKSC, v_BKSC = cache[number]
             q_BHC, k_BKC, v_BKC = self._projected(layer, hidden_BD)
             q_BHC = _rotated(q_BHC, cos_B1C, sin_B1C) * self._channels**-0.5
             k_BKSC[batch_B, :, at_B] = _rotated(k_BKC, cos_B1C, sin_B1C)
@@ -205,7 +221,9 @@ class LargeBatches:
             shares_BKGS = (scores_BKGS + bias_B11S).softmax(dim=-1)
             mixed_BKGC = shares_BKGS @ v_BKSC[:, :, :used]
             hidden_BD = self._after_attention(layer, hidden_BD, mixed_BKGC.reshape(size, -1))
-        return self._normalized(hidden_BD, self._norm_D)
+            if number + 1 in exits:
+                by_exit[number + 1] = hidden_BD
+        return self._normalized(hidden_BD, self._norm_D), by_exit
 
     def _projected(self, layer: "_Layer", hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         projected = functional.linear(self._normalized(hidden, layer.input_norm_D), layer.qkv)
@@ -248,8 +266,74 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def _chosen(logits_BV: Tensor, temperature_B1: Tensor) -> Tensor:
-    """Returns the best token at temperature 0, and otherwise a sample."""
-    scores_BV = logits_BV.float()
-    noise_BV = -torch.empty_like(scores_BV).exponential_().clamp_(min=1e-20).log_()
-    return (scores_BV + temperature_B1 * noise_BV).argmax(dim=-1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Scores of the target after each of N tokens, and hidden states there."""
+
+    ids_NK: Tensor
+    logits_NK: Tensor
+    lse_N: Tensor
+    hidden: dict[int, Tensor]
+
+    @classmethod
+    def combined(
+        cls, blocks: "Sequence[_Rows]", combine: Callable[[list[Tensor]], Tensor]
+    ) -> "_Rows":
+        return cls(
+            ids_NK=combine([block.ids_NK for block in blocks]),
+            logits_NK=combine([block.logits_NK for block in blocks]),
+            lse_N=combine([block.lse_N for block in blocks]),
+            hidden={at: combine([block.hidden[at] for block in blocks]) for at in blocks[0].hidden},
+        )
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "_Rows":
+        return _Rows.combined([self], lambda tensors: change(tensors[0]))
+
+    def chosen(self, temperature_N1: Tensor) -> Tensor:
+        """Returns the best token at temperature 0, and otherwise a sample, for each row."""
+        noise_NK = -torch.empty_like(self.logits_NK).exponential_().clamp_(min=1e-20).log_()
+        best_N1 = (self.logits_NK + temperature_N1 * noise_NK).argmax(dim=-1, keepdim=True)
+        return self.ids_NK.gather(1, best_N1).squeeze(1).long()
+
+    def split(self, lengths: Sequence[int]) -> "list[_Rows]":
+        ends = list(accumulate(lengths))
+        return [
+            self.changed(itemgetter(slice(end - length, end)))
+            for length, end in zip(lengths, ends, strict=True)
+        ]
+
+
+class _Text:
+    """A prompt, its answer so far, and the rows of both."""
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self.tokens = list(prompt)
+        self.rows: list[_Rows] = []
+
+    def finished(self) -> TextRows:
+        rows = _Rows.combined([rows.changed(Tensor.cpu) for rows in self.rows], torch.cat)
+        assert len(rows.lse_N) == len(self.tokens) - 1
+        return TextRows(
+            tokens=tuple(self.tokens),
+            hidden=rows.hidden,
+            top_ids_TK=rows.ids_NK,
+            top_logits_TK=rows.logits_NK,
+            lse_T=rows.lse_N,
+        )
+
+
+def _append(texts: Sequence[_Text], steps: Sequence[tuple[Tensor, Tensor, _Rows]]) -> None:
+    """Appends the tokens of these steps and the rows between them to the texts that go on.
+
+    The row before the first token of a prompt's answer is the last of the prompt, so each step
+    brings the row that chose its token; a text has it already when it is the prompt's own.
+    """
+    tokens_BS = torch.stack([token_B for token_B, _, _ in steps], dim=1).cpu()
+    num_steps_B = (~torch.stack([is_over_B for _, is_over_B, _ in steps], dim=1)).sum(dim=1)
+    rows = _Rows.combined([rows for _, _, rows in steps], partial(torch.stack, dim=1))
+    rows = rows.changed(Tensor.cpu)
+    for number, (text, count) in enumerate(zip(texts, num_steps_B.tolist(), strict=True)):
+        is_first = len(text.rows) == 1 and len(text.rows[0].lse_N) == len(text.tokens)
+        first = 1 if is_first else 0
+        text.rows.append(rows.changed(lambda x, at=number, to=slice(first, count): x[at, to]))
+        text.tokens += tokens_BS[number, :count].tolist()

@@ -1,4 +1,4 @@
-"""Trains exit heads of SmolLM2 on one GPU in minutes: collects text, then trains a head per layer.
+"""Trains exit heads of SmolLM2 in minutes on a GPU: collects text, then trains a head per layer.
 
     python infra/smollm2/train_heads.py prepare --model FOLDER --prompts FILE --out TOKENS.npz
     python infra/smollm2/train_heads.py train --model FOLDER --tokens TOKENS.npz --out OUT
@@ -72,6 +72,7 @@ def main() -> None:
     train_options.add_argument("--exits", type=int, nargs="+", default=[2, 3, 4])
     train_options.add_argument("--batch", type=int, default=1024)
     train_options.add_argument("--max-tokens", type=int, default=256)
+    train_options.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     head_options.add_argument("--features", type=Path, required=True)
     head_options.add_argument("--exit", type=int, required=True)
     for options in (train_options, head_options):
@@ -125,7 +126,7 @@ def collect(options: argparse.Namespace) -> Collected:
     """Collects until the time is spent; the target answers one chunk while others are written."""
     began = time.monotonic()
     device = torch.device(options.device)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
     target = LargeBatches(options.model, device=device, dtype=dtype)
     settings = CollectOptions(
         model=options.model,
