@@ -126,8 +126,8 @@ class CostModel:
     def _scaled(self, row_s: float, points: Points, count: int) -> float:
         """Scales to `count` rows; without measurements like a verify pass, which has the same
         kernels."""
-        if count <= 0:
-            return 0.0
+        if count <= 1:
+            return row_s if count == 1 else 0.0
         if points and points[-1][0] > 1:
             return interpolated([(1, row_s), *(p for p in points if p[0] > 1)], count)
         return row_s * self.verify_batch(count) / self.verify_s[0]
