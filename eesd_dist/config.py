@@ -61,7 +61,8 @@ class ModelConfig(Section):
     download a name of the Hugging Face hub."""
 
     head: HomePath | None = None
-    """Folder of the exit head. None: `<path>/exit_head` if it exists, else plain decoding."""
+    """Folder of the exit head. None: `<path>/exit_head`, else the head that comes with this package
+    for the model (SmolLM2), else plain decoding."""
 
     dtype: DTypeSetting = "auto"
     """Type of the weights. `auto`: that of config.json, else of the stored weights. CPUs compute in

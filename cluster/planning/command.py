@@ -21,6 +21,7 @@ from eesd_dist.bench.costs.form import StageCosts, read_costs
 from eesd_dist.command_line import run_command
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.checkpoint_folder import local_folder
+from eesd_dist.model.heads.head_config import head_folder
 
 
 def main(options: PlanOptions) -> None:
@@ -100,7 +101,7 @@ def _measured_head(options: PlanOptions, costs: StageCosts | None) -> MeasuredHe
         return head_of_costs(costs)
     if options.model is None:
         return None
-    folder = options.head or options.model / "exit_head"
+    folder = head_folder(options.model, options.head) or options.model / "exit_head"
     is_required = options.head is not None or options.temperature is not None
     if not is_required and not (folder / EVALUATION_FILE).exists():
         return None

@@ -12,7 +12,7 @@ from eesd_dist.config import DType, EngineConfig
 from eesd_dist.control.registry import entry_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.dtype import resolve_dtype
-from eesd_dist.model.heads.head_config import HeadConfig
+from eesd_dist.model.heads.head_config import HeadConfig, head_folder
 from eesd_dist.model.max_len import within
 from eesd_dist.model.spec import ModelSpec
 
@@ -41,8 +41,7 @@ def layout_of(config: EngineConfig) -> Layout:
     entry_of(config.speculation.controller)
     model = config.model
     spec = ModelSpec.from_folder(model.path, ignored_keys=model.ignore_config_keys)
-    bundled = model.path / "exit_head"
-    folder = model.head if model.head is not None else (bundled if bundled.is_dir() else None)
+    folder = head_folder(model.path, model.head)
     split = _split_of(spec, model.path, folder)
     return Layout(
         spec=spec,

@@ -15,6 +15,7 @@ from pathlib import Path
 from eesd_dist.compiled import can_compile, kernels_folder
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.compiled.ahead import compile_lock
+from eesd_dist.model.heads.head_config import head_folder
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ def _kept_file(config: EngineConfig) -> Path:
     model = config.model
     digest = sha256(f"{version('numba')} {sys.implementation.cache_tag} {__file__}".encode())
     digest.update(f"{model.dtype} {model.device}".encode())
-    for folder in (model.path, model.head or model.path / "exit_head"):
-        digest.update(_shape_in(folder))
+    digest.update(_shape_in(model.path))
+    if (head := head_folder(model.path, model.head)) is not None:
+        digest.update(_shape_in(head))
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     return kernels_folder() / f"kept-{digest.hexdigest()[:16]}"

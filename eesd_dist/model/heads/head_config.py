@@ -8,6 +8,7 @@ states of another model or layer its drafts would be useless and cost as much.
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal, Self, get_args
 
@@ -24,6 +25,8 @@ _EMBEDDING = "reads_embedding"
 """A removed key: true in the configuration of a head that cannot draft any more."""
 LAYOUT_VERSION = "0.3.0"
 """Version of the speculators layout in files written here."""
+_PACKAGED_HEADS = Path(__file__).parents[3] / "serve_app" / "heads"
+"""Folder with the heads that come with this package, for models that are downloaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +43,13 @@ class VerifierIdentity:
 
     @classmethod
     def of(cls, path: Path, spec: ModelSpec) -> Self:
-        digest = hashlib.sha256()
-        for name in ("config.json", "tokenizer.json"):
-            file = path / name
-            if file.exists():
-                digest.update(file.read_bytes())
         return cls(
             name_or_path=path.resolve().name,
             architectures=(spec.architecture,),
             num_hidden_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             vocab_size=spec.vocab_size,
-            sha256=digest.hexdigest(),
+            sha256=_target_digest(path),
         )
 
 
@@ -190,6 +188,37 @@ def _require_same(file: Path, verifier: Mapping[str, object], expected: Verifier
             "tokenizer.json differ",
             advice="train a head for this target with `eesd distill`, or configure the right one",
         )
+
+
+def head_folder(
+    path: Path, configured: Path | None = None, *, packaged: Path = _PACKAGED_HEADS
+) -> Path | None:
+    """Returns the folder of the exit head of the target in `path`: the configured one, that in the
+    target's folder, or the one in `packaged` that was made for this target. None: no head."""
+    if configured is not None:
+        return configured
+    if (folder := path / "exit_head").is_dir():
+        return folder
+    return _packaged_head(path, packaged)
+
+
+@cache
+def _packaged_head(path: Path, packaged: Path) -> Path | None:
+    digest = _target_digest(path)
+    for file in sorted(packaged.glob("*/config.json")):
+        config = _object(read_json(file).get("speculators_config"), file, "speculators_config")
+        if _object(config.get("verifier"), file, "verifier").get("sha256") == digest:
+            return file.parent
+    return None
+
+
+def _target_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json"):
+        file = path / name
+        if file.exists():
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def head_digest(folder: Path) -> str:

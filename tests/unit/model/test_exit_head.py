@@ -13,7 +13,7 @@ from torch import Tensor
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
-from eesd_dist.model.heads.head_config import HeadKind
+from eesd_dist.model.heads.head_config import HeadKind, head_folder
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
@@ -231,6 +231,23 @@ def test_a_head_that_does_not_fit_is_refused(
     with pytest.raises(CheckpointError, match=says) as refusal:
         load_head(head, target)
     assert str(head) in str(refusal.value)
+
+
+def test_a_packaged_head_is_taken_by_the_target_it_was_made_for(tmp_path: Path) -> None:
+    target, other, packaged = tmp_path / "target", tmp_path / "other", tmp_path / "heads"
+    save_tiny_model(target)
+    save_tiny_model(other, num_hidden_layers=4)
+    make_head(target, "truncated").save(packaged / "small")
+    make_head(other, "shared").save(packaged / "deep")
+
+    assert head_folder(target, packaged=packaged) == packaged / "small"
+    assert head_folder(other, packaged=packaged) == packaged / "deep"
+    save_tiny_model(tmp_path / "third", num_hidden_layers=5)
+    assert head_folder(tmp_path / "third", packaged=packaged) is None
+    assert head_folder(target, packaged / "deep", packaged=packaged) == packaged / "deep"
+
+    make_head(target, "shared").save(target / "exit_head")
+    assert head_folder(target, packaged=packaged) == target / "exit_head"
 
 
 def test_a_head_must_leave_layers_to_verify(tmp_path: Path) -> None:
