@@ -35,7 +35,7 @@ class PromptTimes:
     """Seconds for the same text."""
 
     ours_s: float
-    best_fixed_s: float
+    other_s: float
 
 
 def against_others_choice(
@@ -47,19 +47,19 @@ def against_others_choice(
     for at, seconds in enumerate(ours_s):
         others = {name: total - fixed_s[name][at] for name, total in totals.items()}
         best = min(others, key=lambda name: others[name])
-        times.append(PromptTimes(ours_s=seconds, best_fixed_s=fixed_s[best][at]))
+        times.append(PromptTimes(ours_s=seconds, other_s=fixed_s[best][at]))
     return times
 
 
-def over_best_fixed(times: Sequence[PromptTimes]) -> Ratio:
-    """Returns the speed of ours over that of the best fixed length."""
-    return mean_over_best_fixed([times])
+def over_other(times: Sequence[PromptTimes]) -> Ratio:
+    """Returns the speed of ours over that of the other."""
+    return mean_over_other([times])
 
 
-def mean_over_best_fixed(classes: Sequence[Sequence[PromptTimes]]) -> Ratio:
+def mean_over_other(classes: Sequence[Sequence[PromptTimes]]) -> Ratio:
     """Returns the mean over classes; prompts are drawn within their class."""
     ours_s = [np.array([times.ours_s for times in prompts]) for prompts in classes]
-    fixed_s = [np.array([times.best_fixed_s for times in prompts]) for prompts in classes]
+    fixed_s = [np.array([times.other_s for times in prompts]) for prompts in classes]
 
     def mean_speed_up(rows_of: Sequence[Rows]) -> NDArray[np.float64]:
         ratios = [

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from eesd_dist.bench.best_fixed import (
     PromptTimes,
     against_others_choice,
-    mean_over_best_fixed,
-    over_best_fixed,
+    mean_over_other,
+    over_other,
 )
 from eesd_dist.bench.options import OfflineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
@@ -31,6 +31,7 @@ from eesd_dist.control.regret import hindsight, position_rates
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.layout import layout_of
+from eesd_dist.errors import ConfigError
 from eesd_dist.model.cpu.calls import kernel_clock
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.prompts import Prompt, load_prompts
@@ -45,6 +46,7 @@ from eesd_dist.types import (
 )
 
 THOMPSON = ("beta", "calibration", "goodput")
+_MAX_LENGTH = 8
 Decode = Callable[[Prompt, int], list[int]]
 
 
@@ -147,9 +149,9 @@ def transformers_decoders(
 
 
 def our_decoders(
-    engine: EngineCore, *, max_draft_tokens: int, stop_token_ids: tuple[int, ...]
+    engine: EngineCore, *, lengths: Sequence[int], stop_token_ids: tuple[int, ...]
 ) -> dict[str, Decode]:
-    """Returns plain decoding, every fixed length and every controller, on one engine."""
+    """Returns plain decoding, the fixed lengths and every controller, on one engine."""
 
     def ours(name: str, speculation: SpeculationParams) -> OurDecoder:
         return OurDecoder(
@@ -157,7 +159,7 @@ def our_decoders(
         )
 
     decoders: dict[str, Decode] = {"plain": ours("plain", SpeculationParams(mode="off"))}
-    for length in range(1, max_draft_tokens + 1):
+    for length in lengths:
         decoders[f"fixed {length}"] = ours(
             f"fixed {length}", SpeculationParams(controller="fixed", max_draft_tokens=length)
         )
@@ -276,11 +278,21 @@ def summarise(scores: dict[str, dict[str, Score]]) -> dict[str, Any]:
             seconds[best_thompson], {name: seconds[name] for name in fixed}
         )
         against.append(times)
+        over_plain = {
+            name: over_other(
+                [
+                    PromptTimes(ours_s=ours_s, other_s=plain_s)
+                    for ours_s, plain_s in zip(seconds[name], seconds["plain"], strict=True)
+                ]
+            ).as_json()
+            for name in (*fixed, *THOMPSON)
+        }
         by_class[workload] = {
+            "over_plain": over_plain,
             "best_fixed": champion,
             "best_fixed_over_plain": round(rate[champion] / rate["plain"], 3),
             "thompson_over_plain": round(rate[best_thompson] / rate["plain"], 3),
-            "thompson_over_best_fixed": over_best_fixed(times).as_json(),
+            "thompson_over_best_fixed": over_other(times).as_json(),
         }
     summary: dict[str, Any] = {
         "best_thompson": best_thompson,
@@ -290,7 +302,7 @@ def summarise(scores: dict[str, dict[str, Score]]) -> dict[str, Any]:
             total[best_thompson].tokens_per_s / total[best_fixed].tokens_per_s, 3
         ),
         "worst_class_over_plain": min(c["thompson_over_plain"] for c in by_class.values()),
-        "thompson_over_best_fixed_mean": mean_over_best_fixed(against).as_json(),
+        "thompson_over_best_fixed_mean": mean_over_other(against).as_json(),
         "by_class": by_class,
         "texts_unlike_plain": sum(
             total[name].different for name in scores if not name.startswith("transformers")
@@ -302,6 +314,10 @@ def summarise(scores: dict[str, dict[str, Score]]) -> dict[str, Any]:
 
 
 def main(options: OfflineOptions) -> None:
+    if not options.fixed or not set(options.fixed) <= set(range(1, _MAX_LENGTH + 1)):
+        raise ConfigError(
+            f"--fixed: found {list(options.fixed)}, expected draft lengths from 1 to {_MAX_LENGTH}"
+        )
     say = say_unless(options.json)
     max_tokens, repeats = options.max_tokens, options.repeats
     if options.quick:
@@ -316,7 +332,9 @@ def main(options: OfflineOptions) -> None:
         ),
         cache=CacheConfig(num_pages=128, prefix_caching=False),
         speculation=SpeculationConfig(
-            max_draft_tokens=8, fixed_length=8, stop_rule=options.stop_rule
+            max_draft_tokens=_MAX_LENGTH,
+            fixed_length=_MAX_LENGTH,
+            stop_rule=options.stop_rule,
         ),
         parallel=ParallelConfig(num_threads=options.threads),
     )
@@ -325,13 +343,15 @@ def main(options: OfflineOptions) -> None:
     layout = layout_of(config)
     stops = layout.spec.eos_token_ids
     engine = build_local_engine(config, book=BeliefBook())
-    decoders = transformers_decoders(
-        options.model,
-        dtype=layout.dtype,
-        exit_layer=layout.split,
-        stop_token_ids=stops,
-        device=layout.device,
-    ) | our_decoders(engine, max_draft_tokens=8, stop_token_ids=stops)
+    decoders = our_decoders(engine, lengths=options.fixed, stop_token_ids=stops)
+    if not options.skip_transformers:
+        decoders |= transformers_decoders(
+            options.model,
+            dtype=layout.dtype,
+            exit_layer=layout.split,
+            stop_token_ids=stops,
+            device=layout.device,
+        )
     scores = run(decoders, prompts, max_tokens=max_tokens, repeats=repeats, say=say)
     plain = merged(scores["plain"])
     rows = {name: row_of(merged(s), plain, engine.cost) for name, s in scores.items()}

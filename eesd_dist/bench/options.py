@@ -63,6 +63,8 @@ class OfflineOptions:
     stop_rule: Annotated[StopRule, "when the goodput controller stops drafting"] = "auto"
     threads: Annotated[int, "CPU threads"] = 1
     device: Annotated[Device, "where to compute, transformers too"] = "auto"
+    fixed: Annotated[tuple[int, ...], "fixed draft lengths"] = (1, 2, 3, 4, 5, 6, 7, 8)
+    skip_transformers: Annotated[bool, "time this engine alone"] = False
     quick: Annotated[bool, "under three minutes"] = False
     json: Json = False
 

