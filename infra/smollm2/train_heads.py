@@ -69,6 +69,7 @@ def main() -> None:
     train_options.add_argument("--work", type=Path, default=Path("build/smollm2-work"))
     train_options.add_argument("--collect-seconds", type=float, default=80.0)
     train_options.add_argument("--max-rows", type=int, default=8_000_000)
+    train_options.add_argument("--resume", action="store_true", help="collect in addition to WORK")
     train_options.add_argument("--exits", type=int, nargs="+", default=[2, 3, 4])
     train_options.add_argument("--batch", type=int, default=1024)
     train_options.add_argument("--max-tokens", type=int, default=256)
@@ -140,16 +141,28 @@ def collect(options: argparse.Namespace) -> Collected:
     request = CollectRequest(options=settings, out=options.work, exits=exits)
     recipe = request.recipe()
     folders = {layer: options.work / f"features_{layer}" for layer in exits}
-    for folder in folders.values():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
     chunks = alike(plan(read_tokens(options.tokens), [], settings, recipe), size=options.batch)
-    say(f"collect: ready after {time.monotonic() - began:.0f} s, {len(chunks)} chunks planned")
+    kept: dict[int, list[tuple[ShardEntry, str]]] = {layer: [] for layer in exits}
+    for layer, folder in folders.items():
+        if options.resume:
+            shards = FeatureManifest.read(folder).shards
+            own = replace(recipe, exits=(layer,))
+            kept[layer] = [
+                (shard, chunk.stamp(own)) for shard, chunk in zip(shards, chunks, strict=False)
+            ]
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+    num_kept = min(map(len, kept.values()))
+    say(
+        f"collect: ready after {time.monotonic() - began:.0f} s, {len(chunks)} chunks planned, "
+        f"{num_kept} kept"
+    )
     began = time.monotonic()
     written: list[tuple[Chunk, dict[int, Future[tuple[ShardEntry, str]]]]] = []
     num_rows = num_answered = 0
     with ThreadPoolExecutor(2 * len(exits)) as pool:
-        for chunk in chunks:
+        for chunk in chunks[num_kept:]:
             spent = time.monotonic() - began
             if written and (spent > options.collect_seconds or num_rows >= options.max_rows):
                 break
@@ -179,7 +192,8 @@ def collect(options: argparse.Namespace) -> Collected:
                 f"{num_rows / spent:,.0f} rows/s"
             )
         for layer, folder in folders.items():
-            results = [shards[layer].result() for _, shards in written]
+            results = kept[layer][:num_kept]
+            results += [shards[layer].result() for _, shards in written]
             manifest(replace(recipe, exits=(layer,)), results).write(folder)
     return Collected(
         folders=folders,
