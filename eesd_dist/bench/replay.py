@@ -263,7 +263,7 @@ def _draft(
     )
     active = [reader for reader in active if reader.request_id in drafting_ids]
     rules = policy.chain_rules({reader.request_id: reader.temperature for reader in active})
-    if rules is not None:
+    if len(rules) == len(active):
         return _draft_by_rules(active, rules, policy)
     while active:
         worth = policy.worth_a_guess([reader.request_id for reader in active])

@@ -174,20 +174,18 @@ class DraftPolicy:
         (round_,) = (round_ for owner, round_ in self._rounds if owner is group)
         return round_.lookup_length(request_id, find)
 
-    def chain_rules(
-        self, temperatures: Mapping[RequestId, float]
-    ) -> Mapping[RequestId, ChainRule] | None:
-        """Returns the decisions on the chains of these requests of the round in advance, if their
-        controllers can make them. A drafter that uses them calls `report` once, and asks nothing
-        else in this round. `temperatures`: of each request's choices, 0 if they are greedy."""
-        by_round = [
-            (round_, {i: t for i, t in temperatures.items() if self._requests[i].group is group})
-            for group, round_ in self._rounds
-        ]
-        if not all(round_.has_rules(group_temperatures) for round_, group_temperatures in by_round):
-            return None
+    def chain_rules(self, temperatures: Mapping[RequestId, float]) -> Mapping[RequestId, ChainRule]:
+        """Returns the decisions on the chains of these requests of the round in advance, of those
+        whose controllers can make them. A drafter that uses them calls `report` once, and asks
+        nothing else about these requests in this round. `temperatures`: of each request's choices,
+        0 if they are greedy."""
         rules: dict[RequestId, ChainRule] = {}
-        for round_, group_temperatures in by_round:
+        for group, round_ in self._rounds:
+            group_temperatures = {
+                i: temperature
+                for i, temperature in temperatures.items()
+                if self._requests[i].group is group and round_.has_rules((i,))
+            }
             if group_temperatures:
                 rules.update(round_.chain_rules(group_temperatures))
         return rules

@@ -66,11 +66,10 @@ class LevelDrafter:
             )
             guesses = self._level(fresh, active, policy)
 
-    def fits_one_call(self, runs: Sequence[DraftRun]) -> bool:
-        """Returns whether there is a call that can run rows of these requests, and draft
-        chains after them."""
-        has_call = self._compute.drafter is not None and not self._guesser.rejection
-        return has_call and not any(run.is_tree or run.item.live.request.features for run in runs)
+    @property
+    def has_call(self) -> bool:
+        """True if there is a call that runs rows, and drafts chains after them."""
+        return self._compute.drafter is not None and not self._guesser.rejection
 
     def catch_up(self, runs: Sequence[DraftRun]) -> None:
         """Runs the exit head over the rows it has not seen; keeps its output at the frontier."""
@@ -121,7 +120,8 @@ class LevelDrafter:
         has_masks = drafter is not None and drafter.has_masks
         return (
             not with_probs
-            and self.fits_one_call([row.run for row in fresh])
+            and self.has_call
+            and all(fits_one_call(row.run) for row in fresh)
             and all(
                 chooses_plainly(run)
                 and id(run) in have_rows
@@ -189,6 +189,11 @@ class LevelDrafter:
         if lagging:
             self.catch_up(lagging)
         return self._guesser.guess(runs, with_probs=with_probs) if runs else []
+
+
+def fits_one_call(run: DraftRun) -> bool:
+    """Returns whether a call can run rows of this request, and draft a chain after them."""
+    return not run.is_tree and not run.item.live.request.features
 
 
 def chain_start(

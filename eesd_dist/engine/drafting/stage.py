@@ -1,8 +1,8 @@
 """The draft stage: embedding, layers [0, N) and the exit head of one pipeline.
 
 Every token of every request, drafted or known, runs through these layers; the verify stage
-continues from their hidden states. Where there is a compiled call, it drafts every round of which
-the controllers can say in advance how they decide; all others are drafted level by level
+continues from their hidden states. Where there is a compiled call, it drafts for every request of
+which the controller can say in advance how it decides; the others are drafted level by level
 (`levels`). Does not depend on queues, replies, channels or the number of ranks.
 """
 
@@ -23,6 +23,7 @@ from eesd_dist.engine.drafting.levels import (
     CATCH_UP_ROWS,
     LevelDrafter,
     chain_start,
+    fits_one_call,
     known_rows,
 )
 from eesd_dist.engine.drafting.ngrams import Match
@@ -152,10 +153,18 @@ class DraftStage:
                 if not run.rests:
                     self._look_up(run, policy)
             drafting = [run for run in drafting if not (run.is_lookup or run.rests)]
-        rules = self._rules_for(runs, drafting, policy)
-        if rules is not None:
-            return self._draft_in_one_call(runs, rules, policy)
-        self._levels.draft(runs, drafting if self.head is not None else [], policy)
+        at_once, rules = self._drafted_at_once(runs, drafting, policy)
+        if len(at_once) == len(runs):
+            hidden_TD = self._draft_in_one_call(runs, rules, policy)
+            return DraftedRound(runs=tuple(runs), hidden_TD=hidden_TD, draft_probs_KV=None)
+        if at_once:
+            self._draft_in_one_call(at_once, rules, policy)
+        done = {run.request_id for run in at_once}
+        self._levels.draft(
+            [run for run in runs if run.request_id not in done],
+            [run for run in drafting if run.request_id not in done] if self.head else [],
+            policy,
+        )
         slices = [row_slice for run in runs for row_slice in run.rows_TD]
         probs = [row for run in runs for row in run.probs_V]
         return DraftedRound(
@@ -164,21 +173,32 @@ class DraftStage:
             draft_probs_KV=torch.stack(probs) if probs else None,
         )
 
-    def _rules_for(
+    def _drafted_at_once(
         self, runs: Sequence[DraftRun], drafting: Sequence[DraftRun], policy: DraftPolicy
-    ) -> Mapping[RequestId, ChainRule] | None:
-        """Returns the rule of each drafting request; None if one call cannot draft this round."""
-        if self._log_evidence or not self._levels.fits_one_call(runs):
-            return None
-        if not all(map(chooses_plainly, drafting)):
-            return None
-        if any(run.constraint is not None for run in drafting):
-            return None  # it has to read each token before the next one is guessed
-        return policy.chain_rules({run.request_id: noise_of(run) for run in drafting})
+    ) -> tuple[Sequence[DraftRun], Mapping[RequestId, ChainRule]]:
+        """Returns the requests that one call drafts, with their rules: those with plain choices
+        that their controllers decide in advance. A tree, a grammar or a penalty is drafted level by
+        level, and does not slow the others. Empty if no drafting request is among them."""
+        if self._log_evidence or not self._levels.has_call:
+            return (), {}
+        rules = policy.chain_rules(
+            {
+                run.request_id: noise_of(run)
+                for run in drafting
+                # A constraint reads each token before the next one is guessed.
+                if chooses_plainly(run) and run.constraint is None and fits_one_call(run)
+            }
+        )
+        if drafting and not rules:
+            return (), {}
+        by_level = {run.request_id for run in drafting if run.request_id not in rules}
+        at_once = [run for run in runs if run.request_id not in by_level and fits_one_call(run)]
+        return at_once, rules
 
     def _draft_in_one_call(
         self, runs: Sequence[DraftRun], rules: Mapping[RequestId, ChainRule], policy: DraftPolicy
-    ) -> DraftedRound:
+    ) -> Tensor:
+        """Returns the rows [T, D] of these requests after the layers."""
         drafter = self._compute.drafter
         assert drafter is not None
         hidden_TD, chains = drafter.draft(
@@ -205,7 +225,7 @@ class DraftStage:
                 if run.request_id in rules
             }
         )
-        return DraftedRound(runs=tuple(runs), hidden_TD=hidden_TD, draft_probs_KV=None)
+        return hidden_TD
 
     def _take(self, run: DraftRun, chain: DraftedChain) -> None:
         """Takes over one request's rows and draft."""

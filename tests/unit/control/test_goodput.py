@@ -373,7 +373,6 @@ def _prices(cost: CostModel) -> tuple[list[float], float]:
         policy.admit(name, None, Belief())
     policy.begin_round(names)
     rules = policy.chain_rules(dict.fromkeys(names, 0.0))
-    assert rules is not None
     assert {rule.guess_price for rule in rules.values()} == {0.0}
     return np.diff(rules[names[0]].prices).tolist(), rules[names[0]].mean
 
@@ -417,17 +416,15 @@ def test_what_draws_have_cost_is_paid_once() -> None:
     for _ in range(400):  # until the budget is full
         policy.begin_round(names)
     rules = policy.chain_rules(dict.fromkeys(names, 0.0))
-    assert rules is not None
     budget = sum(rule.optimism for rule in rules.values())
     assert budget > 0.0
     spent = ChainReport((), 0, 0, 0.0, budget / 3, probed=False)
     policy.report({names[0]: spent, names[1]: spent})
     after = policy.chain_rules(dict.fromkeys(names, 0.0))
-    assert after is not None
     assert sum(rule.optimism for rule in after.values()) == pytest.approx(budget / 3)
 
 
-def test_a_policy_without_rules_for_all_leaves_its_controllers_as_they_were() -> None:
+def test_a_policy_has_rules_of_the_controllers_that_decide_in_advance() -> None:
     policy = DraftPolicy(
         speculation=SpeculationConfig(fixed_length=2), cost=CHEAP, calibrator=calibrator()
     )
@@ -435,8 +432,10 @@ def test_a_policy_without_rules_for_all_leaves_its_controllers_as_they_were() ->
     policy.admit(fixed, "fixed", Belief())
     policy.admit(by_evidence, "calibration", Belief())
     policy.begin_round([fixed, by_evidence])
-    assert policy.chain_rules({fixed: 0.0, by_evidence: 0.0}) is None
-    assert fixed in policy.worth_a_guess([fixed, by_evidence])
+    rules = policy.chain_rules({fixed: 0.0, by_evidence: 0.0})
+    assert set(rules) == {fixed}
+    assert follow(rules[fixed], [9.0] * 4).num_drafted == 2
+    assert policy.worth_a_guess([by_evidence]) == {by_evidence}
 
 
 def test_many_rejections_at_once_move_the_forecast_as_far_by_rules_as_by_evidence() -> None:
@@ -452,12 +451,10 @@ def test_many_rejections_at_once_move_the_forecast_as_far_by_rules_as_by_evidenc
         seen = Evidence(depth=0, temperature=0.0, gap=5.0)
         if by_rules:
             rules = policy.chain_rules(dict.fromkeys(names, 0.0))
-            assert rules is not None
             policy.report({name: follow(rule, [seen.gap]) for name, rule in rules.items()})
         policy.observe(replace(outcome(1, 0, [seen]), request_id=name) for name in names)
         policy.begin_round(names)
         after = policy.chain_rules(dict.fromkeys(names, 0.0))
-        assert after is not None
         means.append(acceptance(after[names[0]], 0, seen.gap)[1])
     assert means[0] == pytest.approx(means[1], abs=1e-9)
     assert means[0] < 0.8

@@ -113,7 +113,6 @@ def runs(batch: int, theta: float, *, length: int | None = None, seed: int = 1) 
 def _round(policy: DraftPolicy, device: Device, names: list[RequestId], run: Run) -> None:
     active = policy.begin_round(names)
     rules = policy.chain_rules({name: 0.0 for name in names if name in active})
-    assert rules is not None
     gaps = {name: [device.gap() for _ in range(LONGEST)] for name in rules}
     reports = {name: follow(rule, gaps[name]) for name, rule in rules.items()}
     policy.report(reports)

@@ -194,7 +194,6 @@ def _draft_by_rules(
     policy: DraftPolicy, drafts: _Drafts, live: _Live, ceiling: int
 ) -> Iterator[tuple[int, int]]:
     rules = policy.chain_rules(dict.fromkeys(live, 0.0))
-    assert rules is not None
     reports: dict[RequestId, ChainReport] = {}
     for request_id, (tokens, at) in live.items():
         upcoming = enumerate(tokens[at : at + ceiling])

@@ -299,17 +299,20 @@ def test_where_products_are_not_compiled_there_is_no_compiled_chain(
     assert shard.drafter is None
 
 
-def serve(engine: EngineCore, requests: Sequence[Request]) -> tuple[list[TokenId], list[Outcome]]:
-    """Serves all requests; returns their tokens and the outcomes of all rounds."""
-    tokens: list[TokenId] = []
+def serve(
+    engine: EngineCore, requests: Sequence[Request]
+) -> tuple[dict[RequestId, list[TokenId]], list[Outcome]]:
+    """Serves all requests; returns their texts and the outcomes of all rounds."""
+    texts: dict[RequestId, list[TokenId]] = {request.request_id: [] for request in requests}
     outcomes: list[Outcome] = []
     for request in requests:
         engine.add(request)
     while engine.has_work:
         result = engine.step(wait_s=0.0)
-        tokens += [token for emission in result.emissions for token in emission.tokens]
+        for emission in result.emissions:
+            texts[emission.request_id] += emission.tokens
         outcomes += result.outcomes
-    return tokens, outcomes
+    return texts, outcomes
 
 
 def one_by_one(
@@ -326,8 +329,8 @@ def one_by_one(
             sampling=SamplingParams(temperature=temperature, max_tokens=40, seed=number),
             speculation=SpeculationParams(**speculation),  # type: ignore[arg-type]
         )
-        new_tokens, judged = serve(engine, [request])
-        tokens += new_tokens
+        texts, judged = serve(engine, [request])
+        tokens += texts[request.request_id]
         outcomes += judged
     return tokens, outcomes
 
@@ -424,12 +427,18 @@ def _a_batch(mode: str) -> list[Request]:
     ]
 
 
+@pytest.mark.parametrize("controller", ["fixed", "goodput"])
 @pytest.mark.parametrize("with_grammars", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batches_are_verified_as_they_are_step_by_step(
-    dtype: DType, with_grammars: bool, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    dtype: DType,
+    with_grammars: bool,
+    controller: str,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chains, trees and prefill chunks, greedy, with noise and filtered, in one batch."""
+    """Chains, trees and prefill chunks, greedy, with noise and filtered, in one batch. In advance,
+    `goodput` may decide otherwise than level by level."""
     pattern = regular_expression("([a-z]{1,3}[,.] ?){3,9}")
     config = make_config(
         dtype=dtype,
@@ -447,14 +456,58 @@ def test_batches_are_verified_as_they_are_step_by_step(
                 stop_token_ids=(2,),
                 grammar=pattern if with_grammars and number % 3 else None,
             ),
-            speculation=SpeculationParams(tree="static" if number % 4 == 3 else "none"),
+            speculation=SpeculationParams(
+                controller=controller, tree="static" if number % 4 == 3 else "none"
+            ),
         )
         for number in range(7)
     ]
-    tokens, outcomes = serve(engine_of(config), requests)
+    texts, outcomes = serve(engine_of(config), requests)
     monkeypatch.setattr(ranks, "drafter_of", lambda *_, **__: LazyCompiled.without())
     monkeypatch.setattr(verify, "verifier_of", lambda *_, **__: LazyCompiled.without())
-    assert serve(engine_of(config), requests) == (tokens, outcomes)
+    texts_by_steps, outcomes_by_steps = serve(engine_of(config), requests)
+    assert texts == texts_by_steps
+    if controller == "fixed":
+        assert outcomes == outcomes_by_steps
+
+
+def test_a_grammar_a_tree_and_a_penalty_leave_the_others_their_one_call(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(
+        speculation=SpeculationConfig(max_draft_tokens=5, learn_costs=False, prompt_lookup=False)
+    )
+    pattern = regular_expression("([a-z]{1,3}[,.] ?){3,9}")
+    odd = {
+        0: SamplingParams(max_tokens=24, grammar=pattern, stop_token_ids=(2,)),
+        1: SamplingParams(max_tokens=24, repetition_penalty=1.3),
+    }
+    requests = [
+        Request(
+            request_id=RequestId(f"{number}"),
+            prompt=tuple(TokenId(3 + (number * 7 + i) % 90) for i in range(6)),
+            sampling=odd.get(number, SamplingParams(max_tokens=24)),
+            speculation=SpeculationParams(
+                controller="fixed", tree="static" if number == 2 else "none"
+            ),
+        )
+        for number in range(6)
+    ]
+    lengths: list[list[int]] = []
+    draft = RoundDrafter.draft
+
+    def noted(drafter: RoundDrafter, chains: Sequence[ChainStart]) -> object:
+        lengths.append([chain.max_draft for chain in chains])
+        return draft(drafter, chains)
+
+    monkeypatch.setattr(RoundDrafter, "draft", noted)
+    together, _ = serve(engine_of(config), requests)
+    in_one_call = [chains for chains in lengths if max(chains, default=0) > 1]
+    assert sum(map(len, in_one_call)) > 2 * len(in_one_call)  # three of six, to the end
+    assert max(map(len, in_one_call)) == 3
+    for request in requests:
+        alone = serve(engine_of(config), [request])[0]
+        assert alone[request.request_id] == together[request.request_id]
 
 
 def test_work_goes_on_while_the_calls_are_compiled(
@@ -530,6 +583,6 @@ def test_choices_that_are_filtered_or_reported_go_step_by_step(make_config: Make
                 sampling=sampling,
                 speculation=SpeculationParams(mode=mode),  # type: ignore[arg-type]
             )
-            texts.append(serve(engine, [request])[0])
+            texts.append(serve(engine, [request])[0][request.request_id])
     assert texts[:4] == texts[4:]
     assert len({tuple(text) for text in texts}) > 1
