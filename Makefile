@@ -36,10 +36,16 @@ pins: install
 model: install-serving
 	@$(BIN)/python infra/fetch_model.py
 
-# The small bundled model, or MODEL: a folder, a GGUF file, or smollm2, which is downloaded first.
+# SmolLM2-135M-Instruct, or MODEL: a folder, a GGUF file, or `bundled`, the small model, which also serves without network.
 serve: install-serving
-	$(if $(filter smollm2,$(MODEL)),@$(BIN)/python infra/fetch_model.py > /dev/null)
-	$(BIN)/eesd serve $(if $(MODEL),--model $(MODEL))
+	@model='$(MODEL)'; \
+	case "$$model" in ''|smollm2) \
+	    $(BIN)/python infra/fetch_model.py > /dev/null; \
+	    case $$?$$model in 0*) model=smollm2 ;; 1) model=bundled ;; *) exit 1 ;; esac ;; \
+	esac; \
+	if [ "$$model" = bundled ]; then set --; else set -- --model "$$model"; fi; \
+	echo eesd serve "$$@"; \
+	exec $(BIN)/eesd serve "$$@"
 
 # Arithmetic without bounds on time: it runs in addition to the services, and takes what these leave of two cores.
 PATIENT := $(addprefix tests/unit/,control distill engine llm model routing sampling schedule text)

@@ -4,6 +4,7 @@ import atexit
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -71,6 +72,9 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     """Compiles for the configuration in the argument, which is JSON."""
     config = EngineConfig.model_validate_json(sys.argv[1])
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the terminal's is for the parent, which ends this
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     try:
         with compile_lock() as has_lock:
