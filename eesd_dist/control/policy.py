@@ -175,8 +175,8 @@ class DraftPolicy:
         return round_.lookup_length(request_id, find)
 
     def chain_rules(self, temperatures: Mapping[RequestId, float]) -> Mapping[RequestId, ChainRule]:
-        """Returns the decisions on the chains of these requests of the round in advance, of those
-        whose controllers can make them. A drafter that uses them calls `report` once, and asks
+        """Returns the decisions on the chains of these requests of the round in advance, as far as
+        their controllers can make them. A drafter that uses them calls `report` once, and asks
         nothing else about these requests in this round. `temperatures`: of each request's choices,
         0 if they are greedy."""
         rules: dict[RequestId, ChainRule] = {}

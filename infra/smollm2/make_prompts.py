@@ -2,8 +2,8 @@
 
     python infra/smollm2/make_prompts.py --data DATA --out build/smollm2
 
-DATA holds the files of these sets, whose sources and licences the head's card names
-(serve_app/heads/smollm2/README.md). `prompts.jsonl` is what the head is trained on, and
+DATA holds the files of these sets; the head's card (serve_app/heads/smollm2/README.md) names their
+sources and licences. `prompts.jsonl` is what the head is trained on, and
 `judged/*.jsonl` are the sets by which it is judged; no training prompt shares 13 words in a row
 with one of those. Answers of the data sets are never read: the target writes every text itself.
 """

@@ -142,27 +142,27 @@ def collect(options: argparse.Namespace) -> Collected:
     recipe = request.recipe()
     folders = {layer: options.work / f"features_{layer}" for layer in exits}
     chunks = alike(plan(read_tokens(options.tokens), [], settings, recipe), size=options.batch)
-    kept: dict[int, list[tuple[ShardEntry, str]]] = {layer: [] for layer in exits}
+    old_shards: dict[int, list[tuple[ShardEntry, str]]] = {layer: [] for layer in exits}
     for layer, folder in folders.items():
         if options.resume:
             shards = FeatureManifest.read(folder).shards
             own = replace(recipe, exits=(layer,))
-            kept[layer] = [
+            old_shards[layer] = [
                 (shard, chunk.stamp(own)) for shard, chunk in zip(shards, chunks, strict=False)
             ]
         else:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-    num_kept = min(map(len, kept.values()))
+    num_old_chunks = min(map(len, old_shards.values()))
     say(
         f"collect: ready after {time.monotonic() - began:.0f} s, {len(chunks)} chunks planned, "
-        f"{num_kept} kept"
+        f"{num_old_chunks} kept"
     )
     began = time.monotonic()
     written: list[tuple[Chunk, dict[int, Future[tuple[ShardEntry, str]]]]] = []
     num_rows = num_answered = 0
     with ThreadPoolExecutor(2 * len(exits)) as pool:
-        for chunk in chunks[num_kept:]:
+        for chunk in chunks[num_old_chunks:]:
             spent = time.monotonic() - began
             if written and (spent > options.collect_seconds or num_rows >= options.max_rows):
                 break
@@ -192,7 +192,7 @@ def collect(options: argparse.Namespace) -> Collected:
                 f"{num_rows / spent:,.0f} rows/s"
             )
         for layer, folder in folders.items():
-            results = kept[layer][:num_kept]
+            results = old_shards[layer][:num_old_chunks]
             results += [shards[layer].result() for _, shards in written]
             manifest(replace(recipe, exits=(layer,)), results).write(folder)
     return Collected(

@@ -139,7 +139,7 @@ def start(max_draft: int, temperature: float, **changes: object) -> ChainStart:
     return chain._replace(**changes)
 
 
-def in_one_call(config: EngineConfig, length: int, temperature: float, *, num_read: int) -> Chain:
+def chain_calls(config: EngineConfig, length: int, temperature: float, *, num_read: int) -> Chain:
     shard, lagging = shard_with_prompt(config, num_read=num_read)
     assert shard.drafter is not None
     unread = () if lagging is None else (lagging,)
@@ -165,7 +165,7 @@ def test_a_chain_is_what_its_steps_draft(
     config = make_config(head, dtype=dtype)
     for length in (0, 1, 6):
         expected = by_steps(config, length, temperature, num_read=num_read)
-        assert_equal(in_one_call(config, length, temperature, num_read=num_read), expected)
+        assert_equal(chain_calls(config, length, temperature, num_read=num_read), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -173,18 +173,18 @@ def test_threads_change_no_bit_of_a_chain(
     dtype: DType, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(dtype=dtype)
-    expected = in_one_call(config, 5, 0.8, num_read=9)
+    expected = chain_calls(config, 5, 0.8, num_read=9)
     monkeypatch.setattr(calls, "_WORTH_A_THREAD", 1)
     for num_threads in (2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
-        assert_equal(in_one_call(config, 5, 0.8, num_read=9), expected)
+        assert_equal(chain_calls(config, 5, 0.8, num_read=9), expected)
 
 
 def test_tokens_that_are_given_get_the_rows_of_tokens_that_were_drafted(
     make_config: MakeConfig,
 ) -> None:
     config = make_config()
-    drafted = in_one_call(config, 5, 0.8, num_read=AT)
+    drafted = chain_calls(config, 5, 0.8, num_read=AT)
     shard, _ = shard_with_prompt(config, num_read=AT)
     assert shard.drafter is not None
     tokens = [TOKEN, *drafted.tokens]
@@ -501,13 +501,13 @@ def test_a_grammar_a_tree_and_a_penalty_leave_the_others_their_one_call(
         return draft(drafter, chains)
 
     monkeypatch.setattr(RoundDrafter, "draft", noted)
-    together, _ = serve(engine_of(config), requests)
-    in_one_call = [chains for chains in lengths if max(chains, default=0) > 1]
-    assert sum(map(len, in_one_call)) > 2 * len(in_one_call)  # three of six, to the end
-    assert max(map(len, in_one_call)) == 3
+    batch_texts, _ = serve(engine_of(config), requests)
+    chain_calls = [chains for chains in lengths if max(chains, default=0) > 1]
+    assert sum(map(len, chain_calls)) > 2 * len(chain_calls)  # three of six, to the end
+    assert max(map(len, chain_calls)) == 3
     for request in requests:
-        alone = serve(engine_of(config), [request])[0]
-        assert alone[request.request_id] == together[request.request_id]
+        texts, _ = serve(engine_of(config), [request])
+        assert texts[request.request_id] == batch_texts[request.request_id]
 
 
 def test_work_goes_on_while_the_calls_are_compiled(
