@@ -51,10 +51,11 @@ def promote(
         text=True,
         check=False,
     )
-    answer = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    if done.returncode == 0 and answer:
+    # The answer counts, not the status: Ray may end a process that disconnects with one of its own.
+    if answer := done.stdout.strip().splitlines():
         return [HeadReport(**report) for report in json.loads(answer[-1])]
-    reason = answer[-1] if answer else f"exit status {done.returncode}"
+    errors = done.stderr.strip().splitlines()
+    reason = errors[-1] if errors else f"exit status {done.returncode}"
     raise ConfigError(reason) if done.returncode == _REFUSED else EngineError(reason)
 
 
@@ -66,23 +67,25 @@ def _load_head(
     app_name: str,
     router: dict[str, str],
     instead_of: Collection[str],
-) -> list[HeadReport]:
+) -> None:
+    """Prints the reports, before it disconnects."""
     address = prepare_to_connect(address, port=port)
     # Ray reads the environment when it is imported.
     from serve_app.service.connect import service_connection
 
     at = RouterConfig.model_validate(router)
     with service_connection(address, router=at, app_name=app_name) as service:
-        return service.load_head(folder, instead_of=instead_of)
+        reports = service.load_head(folder, instead_of=instead_of)
+        sys.stdout.write(json.dumps([asdict(report) for report in reports]) + "\n")
+        sys.stdout.flush()
 
 
 def _main(request: str) -> int:
     try:
-        reports = _load_head(**json.loads(request))
+        _load_head(**json.loads(request))
     except EesdError as error:
         sys.stderr.write(f"{error}\n")
         return _REFUSED if isinstance(error, ConfigError) else 1
-    sys.stdout.write(json.dumps([asdict(report) for report in reports]) + "\n")
     return 0
 
 
