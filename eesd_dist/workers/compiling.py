@@ -72,9 +72,8 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     """Compiles for the configuration in the argument, which is JSON."""
     config = EngineConfig.model_validate_json(sys.argv[1])
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the terminal's is for the parent, which ends this
+    # That of a terminal is for the parent, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     try:
         with compile_lock() as has_lock:

@@ -17,6 +17,8 @@ from serve_app.config import RouterConfig
 from serve_app.service.connection_file import prepare_to_connect
 
 _REFUSED = 2
+_ANSWER = "reports: "
+"""Start of the line with the answer: Ray may print others."""
 
 
 def promote(
@@ -52,8 +54,9 @@ def promote(
         check=False,
     )
     # The answer counts, not the status: Ray may end a process that disconnects with one of its own.
-    if answer := done.stdout.strip().splitlines():
-        return [HeadReport(**report) for report in json.loads(answer[-1])]
+    for line in done.stdout.splitlines():
+        if line.startswith(_ANSWER):
+            return [HeadReport(**report) for report in json.loads(line.removeprefix(_ANSWER))]
     errors = done.stderr.strip().splitlines()
     reason = errors[-1] if errors else f"exit status {done.returncode}"
     raise ConfigError(reason) if done.returncode == _REFUSED else EngineError(reason)
@@ -76,7 +79,7 @@ def _load_head(
     at = RouterConfig.model_validate(router)
     with service_connection(address, router=at, app_name=app_name) as service:
         reports = service.load_head(folder, instead_of=instead_of)
-        sys.stdout.write(json.dumps([asdict(report) for report in reports]) + "\n")
+        sys.stdout.write(f"{_ANSWER}{json.dumps([asdict(report) for report in reports])}\n")
         sys.stdout.flush()
 
 

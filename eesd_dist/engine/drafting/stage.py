@@ -160,9 +160,10 @@ class DraftStage:
         if at_once:
             self._draft_in_one_call(at_once, rules, policy)
         done = {run.request_id for run in at_once}
+        by_level = [run for run in drafting if run.request_id not in done]
         self._levels.draft(
             [run for run in runs if run.request_id not in done],
-            [run for run in drafting if run.request_id not in done] if self.head else [],
+            by_level if self.head is not None else [],
             policy,
         )
         slices = [row_slice for run in runs for row_slice in run.rows_TD]
@@ -178,7 +179,7 @@ class DraftStage:
     ) -> tuple[Sequence[DraftRun], Mapping[RequestId, ChainRule]]:
         """Returns the requests that one call drafts, with their rules: those with plain choices
         that their controllers decide in advance. A tree, a grammar or a penalty is drafted level by
-        level, and does not slow the others. Empty if no drafting request is among them."""
+        level, and does not slow the others. Empty if some draft, and none of them in one call."""
         if self._log_evidence or not self._levels.has_call:
             return (), {}
         rules = policy.chain_rules(
