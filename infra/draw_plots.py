@@ -65,8 +65,9 @@ def pictures() -> Mapping[str, Sequence[Panel]]:
 def smollm2_panels() -> Sequence[Panel]:
     record = _record("2026-11-28-smollm2-2cpu")
     by_class = {
-        **record["five_sets"]["summary"]["by_class"],
-        **record["gsm8k"]["summary"]["by_class"],
+        name: row
+        for run in ("four_sets", "gsm8k", "humaneval")
+        for name, row in record[run]["summary"]["by_class"].items()
     }
     batches = record["batch"]["batches"]
     return (
