@@ -11,8 +11,9 @@ from cluster.planning.heads import MeasuredHead
 from cluster.planning.shapes import Acceptance, ModelShape
 from eesd_dist.bench.costs.form import StageCosts
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.config_fields import read_json
 from eesd_dist.model.heads.head_config import HeadConfig
-from eesd_dist.model.spec import ModelSpec, read_json
+from eesd_dist.model.spec import ModelSpec
 
 EVALUATION_FILE = "evaluation.json"
 

@@ -21,7 +21,7 @@ from eesd_dist.bench.costs.form import StageCosts, read_costs
 from eesd_dist.command_line import run_command
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.checkpoint_folder import local_folder
-from eesd_dist.model.heads.head_config import head_folder
+from eesd_dist.model.heads.head_files import head_folder
 
 
 def main(options: PlanOptions) -> None:

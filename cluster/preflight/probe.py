@@ -177,7 +177,7 @@ class WeightsFacts:
 
 def read_weights(model: Path, *, head: Path | None = None) -> WeightsFacts:
     """Digests config and safetensors files by sampled blocks, and the exit head as a whole."""
-    from eesd_dist.model.heads.head_config import head_digest
+    from eesd_dist.model.heads.head_files import head_digest
     from eesd_dist.model.weights import weights_digest
 
     folder = model.expanduser()

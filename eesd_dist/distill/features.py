@@ -26,8 +26,9 @@ from torch import Tensor
 
 from eesd_dist.distill.folders import write_whole
 from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.model.config_fields import read_json
 from eesd_dist.model.heads.head_config import VerifierIdentity
-from eesd_dist.model.spec import ModelSpec, read_json
+from eesd_dist.model.spec import ModelSpec
 from eesd_dist.model.weights import INDEX_FILE
 
 MANIFEST_FILE = "manifest.json"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.spec import read_json
+from eesd_dist.model.config_fields import read_json
 
 _LOCK_FILE = ".lock"
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 from eesd_dist.checks import require_positive
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureManifest
 from eesd_dist.errors import ConfigError, RequestError
-from eesd_dist.model.spec import ModelSpec, read_json
+from eesd_dist.model.config_fields import read_json
+from eesd_dist.model.spec import ModelSpec
 from eesd_dist.text.prompts import Prompt, json_lines, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 

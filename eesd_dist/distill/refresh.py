@@ -35,9 +35,10 @@ from eesd_dist.distill.folders import only_one, put_in_place, require_same, writ
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.distill.train_head import train
 from eesd_dist.errors import CheckpointError, ConfigError
+from eesd_dist.model.config_fields import read_json
 from eesd_dist.model.heads.head_config import HeadConfig
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
-from eesd_dist.model.spec import ModelSpec, read_json
+from eesd_dist.model.spec import ModelSpec
 from eesd_dist.provenance import collect_provenance
 
 REPORT_FILE = "refresh.json"

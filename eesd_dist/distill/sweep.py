@@ -30,8 +30,8 @@ from eesd_dist.distill.folders import claim, only_one, write_json
 from eesd_dist.distill.run import HeadRequest, make_head
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.config_fields import read_json
 from eesd_dist.model.heads.head_config import HeadKind
-from eesd_dist.model.spec import read_json
 from eesd_dist.provenance import collect_provenance
 from eesd_dist.text.prompts import Prompt
 

@@ -12,7 +12,8 @@ from eesd_dist.config import DType, EngineConfig
 from eesd_dist.control.registry import entry_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.dtype import resolve_dtype
-from eesd_dist.model.heads.head_config import HeadConfig, head_folder
+from eesd_dist.model.heads.head_config import HeadConfig
+from eesd_dist.model.heads.head_files import head_folder
 from eesd_dist.model.max_len import within
 from eesd_dist.model.spec import ModelSpec
 

@@ -1,5 +1,6 @@
-"""Reads typed values from a config.json; every error names file, key and value."""
+"""Reads a JSON object and typed values of a config.json; each error names file, key and value."""
 
+import json
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
@@ -67,3 +68,16 @@ class ConfigFields:
     def _value(self, key: str, default: object) -> object:
         value = self._config.get(key)
         return self._defaults.get(key, default) if value is None else value
+
+
+def read_json(file: Path) -> dict[str, object]:
+    """Returns one JSON object. Raises CheckpointError with the file if there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(file=file, found="no such file", expected="a JSON object") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(file=file, found=str(error), expected="a JSON object") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(file=file, found=type(content).__name__, expected="a JSON object")
+    return content

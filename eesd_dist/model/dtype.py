@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import get_args
 
 from eesd_dist.config import DType, DTypeSetting
+from eesd_dist.model.config_fields import read_json
 from eesd_dist.model.span import EMBEDDING, LM_HEAD
-from eesd_dist.model.spec import read_json
 from eesd_dist.model.weights import Checkpoint
 
 _STORED: Mapping[str, DType] = {

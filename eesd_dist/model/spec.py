@@ -4,14 +4,13 @@ Refuses models that would be computed wrongly, with file, found and expected. Di
 architectures are in `families`. Reads no weights and does not depend on ranks.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.checkpoint_folder import quantized, require_checkpoint
-from eesd_dist.model.config_fields import ConfigFields
+from eesd_dist.model.config_fields import ConfigFields, read_json
 from eesd_dist.model.config_keys import refuse_unread_keys
 from eesd_dist.model.families import family_of
 from eesd_dist.model.families.family import Traits
@@ -130,19 +129,6 @@ class ModelSpec:
             eos_token_ids=_token_ids((generation or {}).get("eos_token_id"), below=vocab_size)
             or _token_ids(config.get("eos_token_id"), below=vocab_size),
         )
-
-
-def read_json(file: Path) -> dict[str, object]:
-    """Returns one JSON object. Raises CheckpointError with the file if there is none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(file=file, found="no such file", expected="a JSON object") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(file=file, found=str(error), expected="a JSON object") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(file=file, found=type(content).__name__, expected="a JSON object")
-    return content
 
 
 def _refuse_what_we_do_not_compute(fields: ConfigFields, traits: Traits) -> None:

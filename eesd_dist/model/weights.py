@@ -34,7 +34,7 @@ from torch import Tensor
 
 from eesd_dist.errors import CheckpointError, listed
 from eesd_dist.model.checkpoint_folder import no_safetensors, require_plain_tensors
-from eesd_dist.model.spec import read_json
+from eesd_dist.model.config_fields import read_json
 
 logger = logging.getLogger(__name__)
 

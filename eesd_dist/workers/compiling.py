@@ -16,7 +16,7 @@ from pathlib import Path
 from eesd_dist.compiled import can_compile, kernels_folder
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.compiled.ahead import compile_lock
-from eesd_dist.model.heads.head_config import head_folder
+from eesd_dist.model.heads.head_files import head_folder
 
 logger = logging.getLogger(__name__)
 

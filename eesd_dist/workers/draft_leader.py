@@ -29,7 +29,8 @@ from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.recording.recorder import RecorderSink
 from eesd_dist.engine.requests import EngineLoad
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError
-from eesd_dist.model.heads.head_config import HeadConfig, head_digest
+from eesd_dist.model.heads.head_config import HeadConfig
+from eesd_dist.model.heads.head_files import head_digest
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
 from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.telemetry.tracing import Tracing

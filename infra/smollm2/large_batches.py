@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eesd_dist.distill.sources import TextRows
-from eesd_dist.model.spec import read_json
+from eesd_dist.model.config_fields import read_json
 from eesd_dist.types import FeatureSpec, Request
 
 _READ_TOKENS = {"cuda": 1 << 16, "cpu": 1 << 12}

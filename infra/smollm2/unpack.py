@@ -10,10 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from eesd_dist.model.config_fields import read_json
 from eesd_dist.model.gguf.config import named_tensors
 from eesd_dist.model.gguf.folder import write_weights
 from eesd_dist.model.gguf.header import read_header
-from eesd_dist.model.spec import read_json
 
 
 def main() -> None:

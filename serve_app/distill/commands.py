@@ -18,8 +18,8 @@ from eesd_dist.distill.held_out import PromptChoice
 from eesd_dist.distill.refresh import REPORT_FILE, RefreshReport
 from eesd_dist.distill.train.request import TrainRequest
 from eesd_dist.model.checkpoint_folder import local_folder
-from eesd_dist.model.heads.head_config import head_digest
-from eesd_dist.model.spec import read_json
+from eesd_dist.model.config_fields import read_json
+from eesd_dist.model.heads.head_files import head_digest
 from serve_app.config import BUNDLED_MODEL, RouterConfig
 from serve_app.distill.executors import RayExecutor, ServiceChoice, executor_for
 from serve_app.service.promotion import promote

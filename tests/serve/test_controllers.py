@@ -19,7 +19,7 @@ from ray import serve
 from eesd_dist.distill.features import FeatureStore, identity_of
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.heads.head_config import head_digest
+from eesd_dist.model.heads.head_files import head_digest
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.types import Emission, Request, RequestId, SamplingParams, SpeculationParams, TokenId

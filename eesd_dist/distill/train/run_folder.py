@@ -19,7 +19,7 @@ from pathlib import Path
 
 from eesd_dist.distill.folders import claim, require_same
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.spec import read_json
+from eesd_dist.model.config_fields import read_json
 
 _KEPT = 2
 

@@ -5,16 +5,15 @@ tools recognise the parts they support. Refuses a head that does not fit the tar
 states of another model or layer its drafts would be useless and cost as much.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal, Self, get_args
 
-from eesd_dist.control.calibrator import CALIBRATION_FILE
 from eesd_dist.errors import CheckpointError
-from eesd_dist.model.spec import ModelSpec, read_json
+from eesd_dist.model.config_fields import read_json
+from eesd_dist.model.heads.head_files import head_digest, target_digest
+from eesd_dist.model.spec import ModelSpec
 from eesd_dist.removed import replacement_of
 
 HeadKind = Literal["shared", "own", "truncated"]
@@ -25,8 +24,6 @@ _EMBEDDING = "reads_embedding"
 """A removed key: true in the configuration of a head that cannot draft any more."""
 LAYOUT_VERSION = "0.3.0"
 """Version of the speculators layout in files written here."""
-_PACKAGED_HEADS = Path(__file__).parents[3] / "serve_app" / "heads"
-"""Folder with the heads that come with this package, for models that are downloaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +46,7 @@ class VerifierIdentity:
             num_hidden_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             vocab_size=spec.vocab_size,
-            sha256=_target_digest(path),
+            sha256=target_digest(path),
         )
 
 
@@ -188,48 +185,6 @@ def _require_same(file: Path, verifier: Mapping[str, object], expected: Verifier
             "tokenizer.json differ",
             advice="train a head for this target with `eesd distill`, or configure the right one",
         )
-
-
-def head_folder(
-    path: Path, configured: Path | None = None, *, packaged: Path = _PACKAGED_HEADS
-) -> Path | None:
-    """Returns the folder of the exit head of the target in `path`: the configured one, that in the
-    target's folder, or the one in `packaged` that was made for this target. None: no head."""
-    if configured is not None:
-        return configured
-    if (folder := path / "exit_head").is_dir():
-        return folder
-    return _packaged_head(path, packaged)
-
-
-@cache
-def _packaged_head(path: Path, packaged: Path) -> Path | None:
-    digest = _target_digest(path)
-    for file in sorted(packaged.glob("*/config.json")):
-        config = _object(read_json(file).get("speculators_config"), file, "speculators_config")
-        if _object(config.get("verifier"), file, "verifier").get("sha256") == digest:
-            return file.parent
-    return None
-
-
-def _target_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    for name in ("config.json", "tokenizer.json"):
-        file = path / name
-        if file.exists():
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def head_digest(folder: Path) -> str:
-    """Returns a digest of all files of a head's folder that affect drafting."""
-    names = ["config.json", *sorted(f.name for f in folder.glob("*.safetensors")), CALIBRATION_FILE]
-    digest = hashlib.sha256()
-    for name in names:
-        if (folder / name).exists():
-            with (folder / name).open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

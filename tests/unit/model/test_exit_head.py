@@ -13,7 +13,8 @@ from torch import Tensor
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
-from eesd_dist.model.heads.head_config import HeadKind, head_folder
+from eesd_dist.model.heads.head_config import HeadKind
+from eesd_dist.model.heads.head_files import head_folder
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
