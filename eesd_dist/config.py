@@ -165,8 +165,8 @@ class SpeculationConfig(Section):
 
     controller: str = "goodput"
     """Controller of draft lengths, by its name in `control.registry`: `goodput`, `smartspec`,
-    `beta`, `calibration`, `fixed` (docs/control.md) or a registered one. A request may override
-    it."""
+    `beta`, `calibration`, `ngram`, `fixed` (docs/control.md) or a registered one. A request may
+    override it."""
 
     max_draft_tokens: NonNegativeInt = 8
     """Maximum tokens of one draft; the controller usually stops earlier. 0 is plain decoding."""
@@ -186,7 +186,7 @@ class SpeculationConfig(Section):
     """Alternatives to the exit head's first choices."""
 
     fixed_length: NonNegativeInt = 4
-    """Draft length of the `fixed` controller."""
+    """Draft length of `fixed`, the longest of `ngram`."""
 
     redraw: Literal["token", "round"] = "round"
     """Draws of theta in Thompson sampling: once a round or for every token."""

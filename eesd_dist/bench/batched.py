@@ -1,18 +1,21 @@
 """`eesd bench batch`: tokens per second of many requests at once, in one process.
 
 Requests of one batch start together and end after the same number of tokens. Plain decoding,
-speculation and transformers' batched generation take turns on the same weights and prompts.
+speculation, prompt lookup alone and transformers' batched generation take turns on the same weights
+and prompts.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from eesd_dist.bench.best_fixed import PromptTimes, over_other
 from eesd_dist.bench.options import BatchedOptions
 from eesd_dist.bench.output import print_report, say_unless
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -34,30 +37,62 @@ def main(options: BatchedOptions) -> None:
     torch.set_num_threads(1)
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     variants = _variants(options, longest=max(len(prompt.tokens) for prompt in prompts))
-    by_batch: dict[str, dict[str, dict[str, float]]] = {}
+    by_batch: dict[str, dict[str, dict[str, object]]] = {}
     say(f"{'requests':>9}" + "".join(f"{name:>16}" for name in variants) + "   tokens/s")
     for batch in options.batches:
-        batch_prompts = list(islice(cycle(prompts), batch))
-        seconds: dict[str, list[float]] = {name: [] for name in variants}
-        texts: dict[str, list[list[int]]] = {}
-        for repeat in range(options.repeats + 1):
-            for name, generate in variants.items():
-                started = time.perf_counter()
-                texts[name] = generate(batch_prompts)
-                if repeat:  # in the first one a GPU's graphs of a new size are captured
-                    seconds[name].append(time.perf_counter() - started)
+        _run(variants, prompts, batch=batch, first=0)  # compiles, and captures graphs
+        runs = [
+            _run(variants, prompts, batch=batch, first=repeat * batch)
+            for repeat in range(options.repeats)
+        ]
         by_batch[str(batch)] = {
-            name: {
-                "tokens_per_s": round(batch * options.max_tokens / statistics.median(took), 1),
-                "texts_unlike_plain": sum(
-                    text != plain for text, plain in zip(texts[name], texts["plain"], strict=True)
-                ),
-            }
-            for name, took in seconds.items()
+            name: _row([run[name] for run in runs], [run["plain"] for run in runs], options)
+            for name in variants
         }
         rates = (by_batch[str(batch)][name]["tokens_per_s"] for name in variants)
         say(f"{batch:>9}" + "".join(f"{rate:>16.1f}" for rate in rates))
     print_report({"batches": by_batch})
+
+
+def _run(
+    variants: Mapping[str, Generate], prompts: Sequence[Prompt], *, batch: int, first: int
+) -> dict[str, "_Run"]:
+    """Returns the run of each variant on `batch` prompts from `first` on."""
+    own_prompts = list(islice(cycle(prompts), first, first + batch))
+    runs: dict[str, _Run] = {}
+    for name, generate in variants.items():
+        started = time.perf_counter()
+        texts = generate(own_prompts)
+        runs[name] = _Run(seconds=time.perf_counter() - started, texts=texts)
+    return runs
+
+
+def _row(
+    runs: "Sequence[_Run]", plain: "Sequence[_Run]", options: BatchedOptions
+) -> dict[str, object]:
+    num_tokens = len(runs[0].texts) * options.max_tokens
+    return {
+        "tokens_per_s": round(num_tokens / statistics.median(run.seconds for run in runs), 1),
+        "over_plain": over_other(
+            [
+                PromptTimes(ours_s=own.seconds, other_s=other.seconds)
+                for own, other in zip(runs, plain, strict=True)
+            ]
+        ).as_json(),
+        "texts_unlike_plain": sum(
+            text != plain_text
+            for own, other in zip(runs, plain, strict=True)
+            for text, plain_text in zip(own.texts, other.texts, strict=True)
+        ),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Time and texts of one batch."""
+
+    seconds: float
+    texts: list[list[int]]
 
 
 def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate]:
@@ -65,7 +100,7 @@ def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate
     pages_per_request = -(-(longest + options.max_tokens + 16) // _PAGE_SIZE)
     engine = LocalEngine(
         EngineConfig(
-            model=ModelConfig(path=options.model, device=options.device),
+            model=ModelConfig(path=options.model, dtype=options.dtype, device=options.device),
             cache=CacheConfig(
                 page_size=_PAGE_SIZE,
                 num_pages=max_running * pages_per_request,
@@ -75,11 +110,14 @@ def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate
         )
     )
     ours = partial(_ours, engine, options.max_tokens)
-    return {
+    variants: dict[str, Generate] = {
         "plain": partial(ours, SpeculationParams(mode="off")),
         "speculation": partial(ours, SpeculationParams()),
-        "transformers": _transformers(options),
+        "ngram": partial(ours, SpeculationParams(controller="ngram")),
     }
+    if not options.skip_transformers:
+        variants["transformers"] = _transformers(options)
+    return variants
 
 
 def _ours(
@@ -99,7 +137,9 @@ def _ours(
 
 def _transformers(options: BatchedOptions) -> Generate:
     device = device_named(options.device)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto", local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=options.dtype, local_files_only=True
+    )
     model = model.eval().to(device)
 
     def generate(prompts: Sequence[Prompt]) -> list[list[int]]:

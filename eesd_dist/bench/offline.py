@@ -18,7 +18,7 @@ from eesd_dist.bench.best_fixed import (
 )
 from eesd_dist.bench.options import OfflineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
-from eesd_dist.bench.round_breakdown import ms_per_round, without_prefill
+from eesd_dist.bench.round_breakdown import ms_per_round, round_s, without_prefill
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,
@@ -46,6 +46,7 @@ from eesd_dist.types import (
 )
 
 THOMPSON = ("beta", "calibration", "goodput")
+LOOKUP = "ngram"
 _MAX_LENGTH = 8
 Decode = Callable[[Prompt, int], list[int]]
 
@@ -163,7 +164,7 @@ def our_decoders(
         decoders[f"fixed {length}"] = ours(
             f"fixed {length}", SpeculationParams(controller="fixed", max_draft_tokens=length)
         )
-    for controller in THOMPSON:
+    for controller in (*THOMPSON, LOOKUP):
         decoders[controller] = ours(controller, SpeculationParams(controller=controller))
     return decoders
 
@@ -179,7 +180,7 @@ def run(
     """Returns scores by variant and class. Each prompt runs on all variants before the next one."""
     scores: dict[str, dict[str, Score]] = {name: defaultdict(Score) for name in decoders}
     for decode in decoders.values():
-        decode(prompts[0], 4)  # warm-up: compiles and allocates
+        decode(prompts[0], max_tokens)  # warm-up: compiles and allocates
         if isinstance(decode, OurDecoder):
             decode.take_logs()
     for repeat in range(repeats):
@@ -221,6 +222,12 @@ def merged(scores: dict[str, Score]) -> Score:
     return total
 
 
+def decoding_rate(rounds: Sequence[RoundStats]) -> float:
+    """Returns the tokens per second of the rounds without prefill."""
+    decoding = without_prefill(rounds)
+    return sum(r.num_emitted for r in decoding) / sum(round_s(r) for r in decoding)
+
+
 def row_of(score: Score, plain: Score, cost: CostModel | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "tokens_per_s": round(score.tokens_per_s, 1),
@@ -232,6 +239,9 @@ def row_of(score: Score, plain: Score, cost: CostModel | None) -> dict[str, Any]
     if rounds:
         row["tokens_per_round"] = round(sum(r.num_emitted for r in rounds) / len(rounds), 3)
         row["ms_per_round"] = ms_per_round(rounds)
+        row["over_plain_without_prefill"] = round(
+            decoding_rate(score.rounds) / decoding_rate(plain.rounds), 3
+        )
     if score.kernels_s:
         count = len(score.rounds)
         row["ms_per_round_with_prefill"] = {
@@ -260,9 +270,10 @@ def row_of(score: Score, plain: Score, cost: CostModel | None) -> dict[str, Any]
     return row
 
 
-def summarise(scores: dict[str, dict[str, Score]]) -> dict[str, Any]:
+def summarise(scores: dict[str, dict[str, Score]], cost: CostModel | None) -> dict[str, Any]:
     """Returns the summary's ratios; the best fixed length of a class that a controller is compared
-    with was chosen on other prompts, for each prompt."""
+    with was chosen on other prompts, for each prompt. In the row of a class, `hindsight` has the
+    bound that its acceptance and the measured costs allow."""
     total = {name: merged(by_class) for name, by_class in scores.items()}
     plain = total["plain"].tokens_per_s
     fixed = [name for name in scores if name.startswith("fixed")]
@@ -285,10 +296,13 @@ def summarise(scores: dict[str, dict[str, Score]]) -> dict[str, Any]:
                     for ours_s, plain_s in zip(seconds[name], seconds["plain"], strict=True)
                 ]
             ).as_json()
-            for name in (*fixed, *THOMPSON)
+            for name in (*fixed, *THOMPSON, LOOKUP)
         }
         by_class[workload] = {
             "over_plain": over_plain,
+            "best_thompson": row_of(
+                scores[best_thompson][workload], scores["plain"][workload], cost
+            ),
             "best_fixed": champion,
             "best_fixed_over_plain": round(rate[champion] / rate["plain"], 3),
             "thompson_over_plain": round(rate[best_thompson] / rate["plain"], 3),
@@ -358,7 +372,7 @@ def main(options: OfflineOptions) -> None:
     for name, row in rows.items():
         say(f"{name:26} {row['tokens_per_s']:8.1f} tok/s  {row['over_plain']:6.3f}x plain")
     report = {
-        "summary": summarise(scores),
+        "summary": summarise(scores, engine.cost),
         "variants": rows,
         "cost_model": engine.cost.to_json() if engine.cost is not None else None,
         "settings": {

@@ -110,13 +110,16 @@ class BatchedOptions:
     """Tokens per second of many requests at once.
 
     Requests of a batch start together and have the same number of tokens. Plain decoding,
-    speculation and transformers' batched generation take turns, greedy, on the same weights.
+    speculation, prompt lookup alone and transformers' batched generation take turns, greedy, on
+    the same weights. Every run has the prompts that follow those of the run before.
     """
 
     model: Model = BUNDLED_MODEL
     prompts: Prompts = SHIPPED_PROMPTS
     batches: Annotated[tuple[int, ...], "requests at once"] = (1, 8, 32, 64)
+    dtype: Annotated[DTypeSetting, "type of the weights, of transformers too"] = "auto"
     device: Annotated[Device, "where to compute, transformers too"] = "auto"
+    skip_transformers: Annotated[bool, "time this engine alone"] = False
     max_tokens: Annotated[int, "length of each text"] = 64
     repeats: Annotated[int, "runs of every variant"] = 3
     json: Json = False

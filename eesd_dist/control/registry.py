@@ -7,6 +7,7 @@ from eesd_dist.control import thompson
 from eesd_dist.control.base import BatchController, ControlSetup
 from eesd_dist.control.fixed import fixed
 from eesd_dist.control.goodput import Goodput
+from eesd_dist.control.ngram import NGram
 from eesd_dist.control.one_by_one import ControllerBuilder, OneByOne
 from eesd_dist.control.smartspec import SmartSpec
 from eesd_dist.errors import ConfigError
@@ -38,6 +39,7 @@ CONTROLLERS: Mapping[str, Entry] = {
     "calibration": PerRequest(thompson.calibration),
     "goodput": BatchWide(Goodput),
     "smartspec": BatchWide(SmartSpec),
+    "ngram": BatchWide(NGram),
 }
 CONTROLLER_NAMES = tuple(CONTROLLERS)
 

@@ -59,12 +59,26 @@ def test_offline_times_the_lengths_that_are_wanted_on_this_engine_alone(
     words += ["--repeats", "1", "--device", "cpu", "--json", "--skip-transformers"]
     assert main(["bench", "offline", *words, "--fixed", "2", "--fixed", "5"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    controllers = {"beta", "calibration", "goodput"}
+    controllers = {"beta", "calibration", "goodput", "ngram"}
     assert set(report["variants"]) == {"plain", "fixed 2", "fixed 5", *controllers}
+    assert report["variants"]["plain"]["over_plain_without_prefill"] == 1.0
+    assert report["summary"]["by_class"]["a"]["best_thompson"]["tokens"] > 0
     for ratio in report["summary"]["by_class"]["a"]["over_plain"].values():
         assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
     assert main(["bench", "offline", *words, "--fixed", "9"]) == 2
     assert "expected draft lengths from 1 to 8" in capsys.readouterr().err
+
+
+def test_a_batch_is_timed_on_every_variant_with_an_interval(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(model), "--batches", "3", "--max-tokens", "6", "--repeats", "2"]
+    assert main(["bench", "batch", *words, "--dtype", "float32", "--device", "cpu", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"]["3"]
+    assert set(rows) == {"plain", "speculation", "ngram", "transformers"}
+    for row in rows.values():
+        assert row["texts_unlike_plain"] == 0
+        assert 0 < row["over_plain"]["low"] <= row["over_plain"]["value"]
 
 
 class Forgetful:

@@ -104,13 +104,21 @@ def test_goodput_learns_whether_lookups_pay(accepts: bool) -> None:
     assert (sum(last_counts) / len(last_counts) > 7) if accepts else (last_counts.count(0) > 45)
 
 
+def test_ngram_drafts_what_is_found_up_to_its_length_and_nothing_of_the_head() -> None:
+    policy = _policy(controller="ngram", fixed_length=3)
+    policy.begin_round([ONE])
+    assert [policy.lookup_length(ONE, lambda n=n: (5, n)) for n in (0, 2, 8)] == [0, 2, 3]
+    assert policy.worth_a_guess([ONE]) == frozenset()
+    assert len(policy.chain_rules({ONE: 0.0})[ONE].prices) == 1
+
+
 def test_no_other_controller_drafts_lookups_and_they_can_be_switched_off() -> None:
     assert rounds(_policy(prompt_lookup=False), 10, accepts=True) == [0] * 10
     for controller in ("fixed", "smartspec", "calibration"):
         assert rounds(_policy(controller=controller), 10, accepts=True) == [0] * 10
 
 
-def test_only_goodput_has_the_text_searched() -> None:
+def test_the_others_do_not_search_the_text() -> None:
     def find() -> tuple[int, int]:
         raise AssertionError("searched in vain")
 
