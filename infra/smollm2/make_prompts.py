@@ -3,9 +3,10 @@
     python infra/smollm2/make_prompts.py --data DATA --out build/smollm2
 
 DATA holds the files of these sets; the head's card (serve_app/heads/smollm2/README.md) names their
-sources and licences. `prompts.jsonl` is what the head is trained on, and
-`judged/*.jsonl` are the sets by which it is judged; no training prompt shares 13 words in a row
-with one of those. Answers of the data sets are never read: the target writes every text itself.
+sources and licences. `prompts.jsonl` is what the head is trained on, `judged/*.jsonl` are the sets
+by which it is judged, and `six.jsonl` has a sample of each for the benchmarks; no training prompt
+shares 13 words in a row with one of those. Answers of the data sets are never read: the target
+writes every text itself.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from pathlib import Path
 NGRAM = 13
 MAX_CHARACTERS = 2_400
 """Longest training prompt in characters, about 600 tokens."""
+SAMPLE = 20
+"""Prompts of each judged set in `six.jsonl`."""
 PER_TEMPLATE = 100
 """Prompts of each template of P3, of about 188 there."""
 ONE_WORD_ANSWERS = re.compile(
@@ -71,6 +74,12 @@ def main() -> None:
     (options.out / "judged").mkdir(parents=True, exist_ok=True)
     for name, prompts in judged.items():
         write(options.out / "judged" / f"{name}.jsonl", name, prompts)
+    sample = [
+        row(name, text)
+        for name, prompts in judged.items()
+        for text in random.Random(0).sample(prompts, SAMPLE)
+    ]
+    (options.out / "six.jsonl").write_text("".join(sample), encoding="utf-8")
     forbidden = {ngram for prompts in judged.values() for text in prompts for ngram in ngrams(text)}
 
     lines = []

@@ -36,6 +36,7 @@ from eesd_dist.distill.held_out import PromptChoice
 from eesd_dist.distill.train.losses import LossOptions
 from eesd_dist.distill.train.request import TrainOptions, TrainRequest
 from eesd_dist.distill.train_head import train as train_head
+from eesd_dist.text.prompts import Prompt
 
 HELD_OUT = 160
 _POOL = 4
@@ -65,6 +66,8 @@ def main() -> None:
         options.add_argument("--model", type=Path, required=True)
         options.add_argument("--out", type=Path, required=True)
     prepare_options.add_argument("--prompts", type=Path, required=True)
+    prepare_options.add_argument("--short", type=int, default=160, help="tokens; longer are rarer")
+    prepare_options.add_argument("--longest", type=int, default=400)
     train_options.add_argument("--tokens", type=Path, required=True)
     train_options.add_argument("--work", type=Path, default=Path("build/smollm2-work"))
     train_options.add_argument("--collect-seconds", type=float, default=80.0)
@@ -91,7 +94,7 @@ def main() -> None:
 
 def prepare(options: argparse.Namespace) -> None:
     choice = PromptChoice(prompts=options.prompts, held_out=HELD_OUT)
-    prompts = choice.read(options.model).learnt
+    prompts = affordable(choice.read(options.model).learnt, options.short, options.longest)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(
         options.out,
@@ -100,6 +103,17 @@ def prepare(options: argparse.Namespace) -> None:
         classes=np.asarray([prompt.workload for prompt in prompts]),
     )
     say(f"{len(prompts)} prompts of {sum(len(p.tokens) for p in prompts)} tokens")
+
+
+def affordable(prompts: Sequence[Prompt], short: int, longest: int) -> list[Prompt]:
+    """Returns the prompts of up to `short` tokens and a quarter of those of up to `longest`: a long
+    prompt costs as much as its answer and teaches less."""
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    return [
+        prompt
+        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        if length <= short or (length <= longest and number % 4 == 0)
+    ]
 
 
 def train(options: argparse.Namespace) -> None:
