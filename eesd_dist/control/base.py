@@ -10,7 +10,7 @@ affect speed only: every token is the verifier's.
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
@@ -66,6 +66,19 @@ class Controller(Protocol):
 
     def observe(self, outcome: Outcome) -> None:
         """Learns from the verdict of one round."""
+        ...
+
+
+@runtime_checkable
+class RuleController(Controller, Protocol):
+    """A controller that reads evidence and may state its decisions on a round in advance."""
+
+    @property
+    def has_rule(self) -> bool: ...
+
+    def chain_rule(self, temperature: float) -> ChainRule:
+        """Returns its decisions on this round, where it `has_rule` and needs evidence.
+        `temperature`: of the request's choices, 0 if they are greedy."""
         ...
 
 

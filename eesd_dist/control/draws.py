@@ -13,6 +13,10 @@ needs this; `random.betavariate` would break it.
 import math
 from random import Random
 
+import numpy as np
+
+from eesd_dist.control.chain_rule import Doubles
+
 
 class Deviate:
     """A draw of randomness for many distributions."""
@@ -28,6 +32,12 @@ class Deviate:
         odds_log = self._bad.log_gamma_draw(b) - self._good.log_gamma_draw(a)
         return 1.0 / (1.0 + math.exp(min(odds_log, 700.0)))
 
+    def betas(self, a: Doubles, b: Doubles) -> Doubles:
+        """Returns `beta` of each pair, which are at least 1."""
+        odds_log = self._bad.log_gamma_draws(b) - self._good.log_gamma_draws(a)
+        betas: Doubles = 1.0 / (1.0 + np.exp(odds_log))
+        return betas
+
 
 class _GammaChance:
     """Stream of random numbers of one gamma variable, stored so that it can be replayed."""
@@ -41,6 +51,17 @@ class _GammaChance:
         if shape < 1.0:  # Gamma(a) = Gamma(a + 1) * U^(1/a)
             return self._log_draw(shape + 1.0) + self._boost_log / max(shape, 1e-12)
         return self._log_draw(shape)
+
+    def log_gamma_draws(self, shapes: Doubles) -> Doubles:
+        """Returns `log_gamma_draw` of each shape, which are at least 1."""
+        x, log_u = self._try(0)
+        d = shapes - 1.0 / 3.0
+        v = np.maximum(1.0 + x / np.sqrt(9.0 * d), 1e-9) ** 3
+        log_v = np.log(v)
+        draws: Doubles = np.log(d) + log_v
+        for at in np.flatnonzero(log_u >= 0.5 * x * x + d * (1.0 - v + log_v)):
+            draws[at] = self._log_draw(float(shapes[at]))
+        return draws
 
     def _log_draw(self, shape: float) -> float:
         d = shape - 1.0 / 3.0

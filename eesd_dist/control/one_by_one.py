@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from random import Random
 
-from eesd_dist.control.base import Controller, ControlSetup, RoundLoad
+from eesd_dist.control.base import Controller, ControlSetup, RoundLoad, RuleController
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.chain_rule import ChainReport, ChainRule, of_length
@@ -90,17 +90,27 @@ class _Round:
         return 0
 
     def has_rules(self, request_ids: Iterable[RequestId]) -> bool:
-        return not any(self._controllers[request_id].needs_evidence for request_id in request_ids)
+        controllers = [self._controllers[request_id] for request_id in request_ids]
+        return all(
+            not controller.needs_evidence
+            or (isinstance(controller, RuleController) and controller.has_rule)
+            for controller in controllers
+        )
 
     def chain_rules(self, temperatures: Mapping[RequestId, float]) -> Mapping[RequestId, ChainRule]:
-        """Returns the lengths of controllers that need no evidence."""
         return {
-            request_id: of_length(self._length(self._controllers[request_id]))
-            for request_id in temperatures
+            request_id: self._rule(self._controllers[request_id], temperature)
+            for request_id, temperature in temperatures.items()
         }
 
     def report(self, reports: Mapping[RequestId, ChainReport]) -> None:
         """Does nothing: such a controller learns from verdicts."""
+
+    def _rule(self, controller: Controller, temperature: float) -> ChainRule:
+        """Returns a controller's rule, or its length if it needs no evidence."""
+        if controller.needs_evidence and isinstance(controller, RuleController):
+            return controller.chain_rule(temperature)
+        return of_length(self._length(controller))
 
     def _length(self, controller: Controller) -> int:
         length = 0

@@ -7,11 +7,22 @@ depend on probabilities and seconds, not on counts, evidence or tokens.
 from random import Random
 from typing import Protocol
 
+import numpy as np
+
+from eesd_dist.control.chain_rule import NO, ChainRule, of_length, takes, wants_guess
 from eesd_dist.control.cost import CostModel
 
 
 class StopRule(Protocol):
-    def begin_round(self) -> None: ...
+    def begin_round(self, expected: float, hopeful: float) -> None:
+        """`expected`: acceptance of a token of which nothing is known; `hopeful`: of the best
+        guess that there may be."""
+        ...
+
+    def wants_guess(self) -> bool:
+        """Returns whether some guess would be drafted."""
+        ...
+
     def goes_on(self, theta: float) -> bool:
         """Returns whether to draft one more token, with theta = P(accepted | all before it are)."""
         ...
@@ -26,47 +37,54 @@ class BernoulliStop:
     def __init__(self, *, rng: Random) -> None:
         self._rng = rng
 
-    def begin_round(self) -> None:
+    def begin_round(self, expected: float, hopeful: float) -> None:
         return
+
+    def wants_guess(self) -> bool:
+        return True
 
     def goes_on(self, theta: float) -> bool:
         return self._rng.random() < theta
 
 
 class OptimalStop:
-    """Drafts on while some longer draft has a higher rate than the best so far.
+    """Drafts on while some longer draft is worth more than its price, by a `ChainRule`.
 
-    For one more token this is S_{k+1} / (c + v(k+1) - v(k)) > best rate so far. It looks ahead up
-    to the maximum length, with the next token's theta for later ones, since measured verify times
-    rise in steps: the token that crosses a step does not pay, but the ones after it may.
+    The price of a second is the highest rate of tokens that a round of one length has at the
+    expected acceptance; with every theta equal to that, the draft gets this length. It looks ahead
+    up to the maximum length, since measured verify times rise in steps: the token that crosses a
+    step does not pay, but the ones after it may.
     """
 
     def __init__(self, *, cost: CostModel, max_draft_tokens: int) -> None:
-        self._cost = cost
-        self._ceiling = max_draft_tokens
-        self.begin_round()
+        lengths = range(max_draft_tokens + 1)
+        self._seconds = np.array([cost.seconds(length) for length in lengths])
+        self._guess_s = cost.guess_s if max_draft_tokens else 0.0
+        self.begin_round(0.5, 0.5)
 
-    def begin_round(self) -> None:
-        self._drafted = 0
-        self._survival = 1.0
-        self._tokens = 1.0
-        self._best_rate = 1.0 / self._cost.seconds(0)
+    def begin_round(self, expected: float, hopeful: float) -> None:
+        survival = expected ** np.arange(len(self._seconds))
+        rate = float((survival.cumsum() / self._seconds).max())
+        self._prices = rate * (self._seconds - self._seconds[0])
+        self._rule = of_length(0)._replace(
+            prices=self._prices.tolist(),  # a list is read several times as fast as an array
+            guess_price=rate * self._guess_s,
+            mean=expected,
+            hopeful=hopeful,
+            looks=hopeful > expected,
+        )
+        self._num_drafted, self._survival = 0, 1.0
+
+    def wants_guess(self) -> bool:
+        return wants_guess(self._rule, self._num_drafted, self._survival) != NO
 
     def goes_on(self, theta: float) -> bool:
-        if not self._some_longer_draft_pays(theta):
-            return False
-        self._drafted += 1
         self._survival *= theta
-        self._tokens += self._survival
-        rate = self._tokens / self._cost.seconds(self._drafted)
-        self._best_rate = max(self._best_rate, rate)
-        return True
+        is_drafted, _, _ = takes(self._rule, self._num_drafted, self._survival, self._survival, 0.0)
+        self._num_drafted += is_drafted
+        return bool(is_drafted)
 
-    def _some_longer_draft_pays(self, theta: float) -> bool:
-        survival, tokens = self._survival, self._tokens
-        for length in range(self._drafted + 1, self._ceiling + 1):
-            survival *= theta
-            tokens += survival
-            if tokens > self._best_rate * self._cost.seconds(length):
-                return True
-        return False
+    @property
+    def rule(self) -> ChainRule:
+        """The decisions of this round, for any theta."""
+        return self._rule._replace(prices=self._prices)

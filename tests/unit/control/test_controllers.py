@@ -2,6 +2,7 @@
 rates."""
 
 import math
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,11 +12,24 @@ from hypothesis import strategies as st
 
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control import Belief, Calibrator, CostModel
+from eesd_dist.control.chain_rule import acceptance, of_length
+from eesd_dist.control.draws import Deviate
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.control.regret import hindsight
+from eesd_dist.control.thompson import CalibratedPosterior
 from eesd_dist.errors import ConfigError
-from tests.unit.control.worlds import ONE, Alone, decode, draft_length, evidence, outcome, text
+from eesd_dist.types import Evidence
+from tests.unit.control.worlds import (
+    ONE,
+    Alone,
+    decode,
+    draft_length,
+    evidence,
+    outcome,
+    serve,
+    text,
+)
 
 CHEAP = CostModel(draft_step_s=0.15, verify_s=tuple(1 + 0.03 * i for i in range(9)), round_s=0.1)
 
@@ -142,6 +156,46 @@ def test_cost_aware_thompson_sampling_keeps_up_with_the_best_fixed_length() -> N
         for name in min_share:
             rounds = decode(controller(name, cost=CHEAP), tokens, ceiling=8)
             assert hindsight(rounds, cost=CHEAP, max_length=8).rate > min_share[name] * best_fixed
+
+
+CALIBRATED = Calibrator(
+    logit_top1=0.0,
+    log_gap=0.5,
+    log_gap_squared=0.3,
+    greedy_log_gap=1.0,
+    bias=-1.0,
+    curve=((0.1, 0.05), (0.4, 0.5), (0.9, 0.97)),
+)
+
+
+@pytest.mark.parametrize("calibrator", [CALIBRATED, replace(CALIBRATED, curve=())])
+@pytest.mark.parametrize("guess_s", [0.0, 0.06])
+def test_calibration_decides_by_its_rules_as_token_by_token(
+    calibrator: Calibrator, guess_s: float
+) -> None:
+    cost = replace(CHEAP, guess_s=guess_s)
+    served = []
+    for by_rules in (True, False):
+        config = SpeculationConfig(controller="calibration")
+        policy = DraftPolicy(speculation=config, cost=cost, calibrator=calibrator)
+        texts = [text(Random(n), ease=1.0, spread=1.5, num_tokens=600) for n in range(2)]
+        served.append(serve(policy, texts, cost=cost, max_running=2, by_rules=by_rules))
+    assert served[0].lengths == served[1].lengths
+    assert served[0].num_guesses == served[1].num_guesses
+    assert len(set(served[0].lengths)) > 4
+
+
+def test_the_rule_of_calibration_is_its_published_draw() -> None:
+    """Theta of the compiled draft is a draw of Beta(kappa m + r, kappa (1 - m) + f)."""
+    posterior = CalibratedPosterior(calibrator=CALIBRATED, strength=64.0)
+    belief, chance = Belief(alpha=9.0, beta=4.0), Deviate(Random(3))
+    curve = posterior.curve(belief, chance)
+    assert curve is not None
+    rule = of_length(1)._replace(odds=CALIBRATED.at_temperature(0.0)._replace(curve=curve))
+    for gap in (0.1, 0.5, 1.0, 2.0, 5.0):
+        guess = Evidence(depth=0, gap=gap)
+        theta, _ = acceptance(rule, 0, gap)
+        assert theta == pytest.approx(posterior.theta(belief, guess, chance), abs=0.01)
 
 
 def test_a_cost_aware_rule_without_costs_is_refused_with_advice() -> None:

@@ -23,8 +23,8 @@ def _linear(draft_step_s: float, slope: float) -> CostModel:
 
 
 def _length(stop: OptimalStop, theta: float) -> int:
-    stop.begin_round()
-    return next((k for k in range(8) if not stop.goes_on(theta)), 8)
+    stop.begin_round(theta, theta)
+    return next((k for k in range(8) if not (stop.wants_guess() and stop.goes_on(theta))), 8)
 
 
 @given(thetas, drafts, slopes)

@@ -2,6 +2,7 @@
 
 from random import Random
 
+import numpy as np
 import pytest
 
 from eesd_dist.control.draws import Deviate
@@ -44,3 +45,12 @@ def test_the_same_question_has_the_same_answer() -> None:
 def test_extreme_parameters_stay_within_zero_and_one(a: float, b: float) -> None:
     rng = Random(2)
     assert all(0.0 <= Deviate(rng).beta(a, b) <= 1.0 for _ in range(200))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_answers_at_once_are_the_same(seed: int) -> None:
+    a = np.array([1.0, 1.5, 4.0, 80.0, 257.0])
+    b = np.array([257.0, 1.0, 4.0, 3.0, 1.2])
+    chance = Deviate(Random(seed))
+    one_by_one = [chance.beta(float(x), float(y)) for x, y in zip(a, b, strict=True)]
+    assert chance.betas(a, b).tolist() == pytest.approx(one_by_one, rel=1e-12)

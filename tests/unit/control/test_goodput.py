@@ -424,13 +424,14 @@ def test_what_draws_have_cost_is_paid_once() -> None:
     assert sum(rule.optimism for rule in after.values()) == pytest.approx(budget / 3)
 
 
+@pytest.mark.usefixtures("documented_controller")
 def test_a_policy_has_rules_of_the_controllers_that_decide_in_advance() -> None:
     policy = DraftPolicy(
         speculation=SpeculationConfig(fixed_length=2), cost=CHEAP, calibrator=calibrator()
     )
     fixed, by_evidence = RequestId("fixed"), RequestId("by evidence")
     policy.admit(fixed, "fixed", Belief())
-    policy.admit(by_evidence, "calibration", Belief())
+    policy.admit(by_evidence, "threshold", Belief())
     policy.begin_round([fixed, by_evidence])
     rules = policy.chain_rules({fixed: 0.0, by_evidence: 0.0})
     assert set(rules) == {fixed}
