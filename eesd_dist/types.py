@@ -6,7 +6,7 @@ and HTTP.
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Literal, NewType
+from typing import Annotated, Literal, NamedTuple, NewType
 
 from msgspec import Meta, Struct
 
@@ -373,6 +373,15 @@ class RoundTrace:
 NO_TRACE = RoundTrace()
 
 
+class DrafterUse(NamedTuple):
+    """Names the drafter that used the exit head for a request."""
+
+    drafter: str
+    """`compiled`: one call on CPUs; `graph`: on a GPU; `levels`: level by level."""
+    reason: str
+    """Reason for drafting level by level (`engine.drafting.choose.LevelReason`), or empty."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStats:
     """Times and results of one round, in seconds and counts."""
@@ -422,6 +431,8 @@ class RoundStats:
     """Entry i: number of drafts with more than i tokens, or levels of a tree."""
     accepted_by_position: tuple[int, ...] = field(default=())
     """Entry i: number of those with more than i tokens accepted."""
+    drafters: tuple[tuple[DrafterUse, int], ...] = ()
+    """Number of requests that each drafter drafted for."""
 
     @property
     def collective_s(self) -> float:

@@ -49,6 +49,8 @@ class DraftedChain(NamedTuple):
 class ChainDrafter(Protocol):
     """Layers [0, N) and the exit head of one rank. One call at a time."""
 
+    name: str
+    """Name in the statistics of rounds."""
     has_masks: bool
     """True if guesses may have a mask."""
 

@@ -146,4 +146,5 @@ class RoundMeter:
             accepted_by_position=tuple(
                 sum(o.num_accepted > j for o in outcomes) for j in range(longest)
             ),
+            drafters=tuple(waiting.drafted.drafters.items()),
         )

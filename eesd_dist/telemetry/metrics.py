@@ -208,6 +208,12 @@ class _RoundMetrics:
         self._looked_up_accepted = page.counter(
             "spec_decode_num_lookup_accepted_tokens", "Of prompt lookup, accepted."
         )
+        self._requests_of = page.labelled_counter(
+            "spec_decode_num_requests_by_drafter",
+            "Requests of rounds with drafts, by what drafted and why not in one call.",
+            "drafter",
+            "reason",
+        )
         self._drafted_at = page.labelled_counter(
             "spec_decode_num_draft_tokens_per_pos", "Drafted, by draft position.", "position"
         )
@@ -234,6 +240,8 @@ class _RoundMetrics:
         self._accepted.inc(stats.num_accepted)
         self._looked_up.inc(stats.num_lookup_drafted)
         self._looked_up_accepted.inc(stats.num_lookup_accepted)
+        for use, count in stats.drafters:
+            self._requests_of.labels(self._model_name, use.drafter, use.reason).inc(count)
         for position, count in enumerate(stats.drafted_by_position):
             self._drafted_at.labels(self._model_name, str(position)).inc(count)
         for position, count in enumerate(stats.accepted_by_position):

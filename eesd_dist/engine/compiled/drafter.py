@@ -36,6 +36,7 @@ from eesd_dist.sampling.noise import mixed_seed
 class RoundDrafter:
     """Layers [0, N) and the exit head of one rank as one kernel. One call at a time."""
 
+    name = "compiled"
     has_masks = True
 
     def __init__(self, span: LlamaSpan, head: ExitHead) -> None:

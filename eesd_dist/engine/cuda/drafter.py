@@ -27,6 +27,7 @@ from eesd_dist.sampling.rule import score_gaps
 class GraphDrafter:
     """Layers [0, N) and the exit head of one rank, as steps. One call at a time."""
 
+    name = "graph"
     has_masks = False
 
     def __init__(self, steps: DraftSteps) -> None:

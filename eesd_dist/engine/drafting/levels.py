@@ -14,6 +14,7 @@ from typing import NamedTuple
 from eesd_dist.control.chain_rule import REFUSAL, ChainRule
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.chains import ChainStart
+from eesd_dist.engine.drafting.choose import fits_one_call
 from eesd_dist.engine.drafting.guesses import Guess, Guesser, chooses_plainly, noise_of, offer_of
 from eesd_dist.engine.drafting.ranks import DraftCompute
 from eesd_dist.engine.drafting.run import Candidate, DraftRun
@@ -66,11 +67,6 @@ class LevelDrafter:
             )
             guesses = self._level(fresh, active, policy)
 
-    @property
-    def has_call(self) -> bool:
-        """True if there is a call that runs rows, and drafts chains after them."""
-        return self._compute.drafter is not None and not self._guesser.rejection
-
     def catch_up(self, runs: Sequence[DraftRun]) -> None:
         """Runs the exit head over the rows it has not seen; keeps its output at the frontier."""
         slices: list[RowSlice] = []
@@ -117,17 +113,13 @@ class LevelDrafter:
         self, fresh: Sequence[FreshRows], active: Sequence[DraftRun], with_probs: bool
     ) -> bool:
         drafter, have_rows = self._compute.drafter, {id(row.run) for row in fresh}
-        has_masks = drafter is not None and drafter.has_masks
-        return (
-            not with_probs
-            and self.has_call
-            and all(fits_one_call(row.run) for row in fresh)
-            and all(
-                chooses_plainly(run)
-                and id(run) in have_rows
-                and (has_masks or run.constraint is None)
-                for run in active
-            )
+        if drafter is None or with_probs or self._guesser.rejection:
+            return False
+        return all(fits_one_call(row.run) for row in fresh) and all(
+            chooses_plainly(run)
+            and id(run) in have_rows
+            and (drafter.has_masks or run.constraint is None)
+            for run in active
         )
 
     def _in_one_call(
@@ -189,11 +181,6 @@ class LevelDrafter:
         if lagging:
             self.catch_up(lagging)
         return self._guesser.guess(runs, with_probs=with_probs) if runs else []
-
-
-def fits_one_call(run: DraftRun) -> bool:
-    """Returns whether a call can run rows of this request, and draft a chain after them."""
-    return not run.is_tree and not run.item.live.request.features
 
 
 def chain_start(

@@ -1,13 +1,13 @@
 """The draft stage: embedding, layers [0, N) and the exit head of one pipeline.
 
 Every token of every request, drafted or known, runs through these layers; the verify stage
-continues from their hidden states. Where there is a compiled call, it drafts for every request of
-which the controller can say in advance how it decides; the others are drafted level by level
-(`levels`). Does not depend on queues, replies, channels or the number of ranks.
+continues from their hidden states. `choose` says what drafts for which request: one call, or
+`levels`. Does not depend on queues, replies, channels or the number of ranks.
 """
 
 # Shapes: T rows, K drafted tokens, D hidden size, V vocabulary.
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,14 +18,9 @@ from eesd_dist.config import TreeConfig
 from eesd_dist.control.chain_rule import ChainRule, of_length
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.engine.chains import ChainDrafter, DraftedChain
-from eesd_dist.engine.drafting.guesses import Guesser, chooses_plainly, noise_of
-from eesd_dist.engine.drafting.levels import (
-    CATCH_UP_ROWS,
-    LevelDrafter,
-    chain_start,
-    fits_one_call,
-    known_rows,
-)
+from eesd_dist.engine.drafting.choose import LevelReason, choose_drafters, fits_one_call
+from eesd_dist.engine.drafting.guesses import Guesser, noise_of
+from eesd_dist.engine.drafting.levels import CATCH_UP_ROWS, LevelDrafter, chain_start, known_rows
 from eesd_dist.engine.drafting.ngrams import Match
 from eesd_dist.engine.drafting.ranks import DraftCompute
 from eesd_dist.engine.drafting.run import (
@@ -41,7 +36,7 @@ from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.schedule.plans import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.types import Evidence, RequestId
+from eesd_dist.types import DrafterUse, Evidence, RequestId
 
 _NO_DRAFT = of_length(0)
 
@@ -53,6 +48,8 @@ class DraftedRound:
     runs: tuple[DraftRun, ...]
     hidden_TD: Tensor
     draft_probs_KV: Tensor | None
+    drafters: Mapping[DrafterUse, int]
+    """Number of the requests that each drafter drafted for, by the reason."""
 
     @property
     def guesses_by_depth(self) -> list[int]:
@@ -79,7 +76,7 @@ class DraftStage:
         self.page_size = page_size
         self.device = device
         self._log_evidence = log_evidence
-        self._may_look_up = not rejection
+        self._rejection = rejection
         self._levels = LevelDrafter(
             compute,
             Guesser(compute, tree=tree or TreeConfig(), rejection=rejection),
@@ -153,17 +150,29 @@ class DraftStage:
                 if not run.rests:
                     self._look_up(run, policy)
             drafting = [run for run in drafting if not (run.is_lookup or run.rests)]
-        at_once, rules = self._drafted_at_once(runs, drafting, policy)
+        else:
+            drafting = []
+        rules, reasons = choose_drafters(
+            drafting,
+            policy,
+            drafter=self.drafter,
+            logs_evidence=self._log_evidence,
+            rejection=self._rejection,
+        )
+        drafters = self._uses(rules, reasons)
+        at_once = self._run_at_once(runs, rules, reasons)
         if len(at_once) == len(runs):
             hidden_TD = self._draft_in_one_call(runs, rules, policy)
-            return DraftedRound(runs=tuple(runs), hidden_TD=hidden_TD, draft_probs_KV=None)
+            return DraftedRound(
+                runs=tuple(runs), hidden_TD=hidden_TD, draft_probs_KV=None, drafters=drafters
+            )
         if at_once:
             self._draft_in_one_call(at_once, rules, policy)
         done = {run.request_id for run in at_once}
         by_level = [run for run in drafting if run.request_id not in done]
         self._levels.draft(
             [run for run in runs if run.request_id not in done],
-            by_level if self.head is not None else [],
+            by_level,
             policy,
         )
         slices = [row_slice for run in runs for row_slice in run.rows_TD]
@@ -172,29 +181,29 @@ class DraftStage:
             runs=tuple(runs),
             hidden_TD=joined(slices),
             draft_probs_KV=torch.stack(probs) if probs else None,
+            drafters=drafters,
         )
 
-    def _drafted_at_once(
-        self, runs: Sequence[DraftRun], drafting: Sequence[DraftRun], policy: DraftPolicy
-    ) -> tuple[Sequence[DraftRun], Mapping[RequestId, ChainRule]]:
-        """Returns the requests that one call drafts, with their rules: those with plain choices
-        that their controllers decide in advance. A tree, a grammar or a penalty is drafted level by
-        level, and does not slow the others. Empty if some draft, and none of them in one call."""
-        if self._log_evidence or not self._levels.has_call:
-            return (), {}
-        rules = policy.chain_rules(
-            {
-                run.request_id: noise_of(run)
-                for run in drafting
-                # A constraint reads each token before the next one is guessed.
-                if chooses_plainly(run) and run.constraint is None and fits_one_call(run)
-            }
-        )
-        if drafting and not rules:
-            return (), {}
-        by_level = {run.request_id for run in drafting if run.request_id not in rules}
-        at_once = [run for run in runs if run.request_id not in by_level and fits_one_call(run)]
-        return at_once, rules
+    def _run_at_once(
+        self,
+        runs: Sequence[DraftRun],
+        rules: Mapping[RequestId, ChainRule],
+        reasons: Mapping[RequestId, LevelReason],
+    ) -> list[DraftRun]:
+        """Returns the requests with rows in one call: those with rules, and with them those that
+        draft nothing. Empty if some draft, and none of them in one call."""
+        if self.drafter is None or self._log_evidence or self._rejection or (reasons and not rules):
+            return []
+        return [run for run in runs if run.request_id not in reasons and fits_one_call(run)]
+
+    def _uses(
+        self, rules: Mapping[RequestId, ChainRule], reasons: Mapping[RequestId, LevelReason]
+    ) -> Counter[DrafterUse]:
+        drafters = Counter(DrafterUse("levels", reason) for reason in reasons.values())
+        if rules:
+            assert self.drafter is not None
+            drafters[DrafterUse(self.drafter.name, "")] = len(rules)
+        return drafters
 
     def _draft_in_one_call(
         self, runs: Sequence[DraftRun], rules: Mapping[RequestId, ChainRule], policy: DraftPolicy
@@ -243,7 +252,7 @@ class DraftStage:
 
     def _look_up(self, run: DraftRun, policy: DraftPolicy) -> None:
         """Drafts what followed the text's last tokens before, where that promises more."""
-        if run.is_tree or not self._may_look_up:
+        if run.is_tree or self._rejection:
             return
         matches: list[Match] = []
 

@@ -52,5 +52,5 @@ def test_many_answers_at_once_are_the_same(seed: int) -> None:
     a = np.array([1.0, 1.5, 4.0, 80.0, 257.0])
     b = np.array([257.0, 1.0, 4.0, 3.0, 1.2])
     chance = Deviate(Random(seed))
-    one_by_one = [chance.beta(float(x), float(y)) for x, y in zip(a, b, strict=True)]
-    assert chance.betas(a, b).tolist() == pytest.approx(one_by_one, rel=1e-12)
+    expected = [chance.beta(float(x), float(y)) for x, y in zip(a, b, strict=True)]
+    assert chance.betas(a, b).tolist() == pytest.approx(expected, rel=1e-12)

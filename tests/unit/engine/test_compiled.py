@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 
@@ -43,9 +44,11 @@ from eesd_dist.text.grammars import regular_expression
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import (
+    DrafterUse,
     Outcome,
     Request,
     RequestId,
+    RoundStats,
     SamplingParams,
     SpeculationParams,
     TokenId,
@@ -300,9 +303,10 @@ def test_where_products_are_not_compiled_there_is_no_compiled_chain(
 
 
 def serve(
-    engine: EngineCore, requests: Sequence[Request]
+    engine: EngineCore, requests: Sequence[Request], rounds: list[RoundStats] | None = None
 ) -> tuple[dict[RequestId, list[TokenId]], list[Outcome]]:
-    """Serves all requests; returns their texts and the outcomes of all rounds."""
+    """Serves all requests; returns their texts and the outcomes of all rounds. `rounds`: where to
+    add their statistics."""
     texts: dict[RequestId, list[TokenId]] = {request.request_id: [] for request in requests}
     outcomes: list[Outcome] = []
     for request in requests:
@@ -312,6 +316,8 @@ def serve(
         for emission in result.emissions:
             texts[emission.request_id] += emission.tokens
         outcomes += result.outcomes
+        if rounds is not None:
+            rounds += result.rounds
     return texts, outcomes
 
 
@@ -501,7 +507,14 @@ def test_a_grammar_a_tree_and_a_penalty_leave_the_others_their_one_call(
         return draft(drafter, chains)
 
     monkeypatch.setattr(RoundDrafter, "draft", noted)
-    batch_texts, _ = serve(engine_of(config), requests)
+    rounds: list[RoundStats] = []
+    batch_texts, _ = serve(engine_of(config), requests, rounds)
+    uses: Counter[DrafterUse] = Counter()
+    for stats in rounds:
+        uses.update(dict(stats.drafters))
+    by_level = {use.reason for use in uses if use.drafter == "levels"}
+    assert by_level == {"grammar", "sampling", "tree"}
+    assert uses[DrafterUse("compiled", "")] > 15
     chain_calls = [chains for chains in lengths if max(chains, default=0) > 1]
     assert sum(map(len, chain_calls)) > 2 * len(chain_calls)  # three of six, to the end
     assert max(map(len, chain_calls)) == 3

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from eesd_dist.types import RequestId, RoundStats, Traffic
+from eesd_dist.types import DrafterUse, RequestId, RoundStats, Traffic
 
 _ROUND = RoundStats(
     round_id=7,
@@ -30,6 +30,7 @@ _ROUND = RoundStats(
     request_ids=(RequestId("a"), RequestId("b")),
     drafted_by_position=(2, 2, 2, 1),
     accepted_by_position=(2, 1, 1, 0),
+    drafters=((DrafterUse("compiled", ""), 3), (DrafterUse("levels", "grammar"), 1)),
 )
 
 

@@ -22,6 +22,7 @@ NAMES = {
     "eesd_spec_decode_num_accepted_tokens_total",
     "eesd_spec_decode_num_lookup_draft_tokens_total",
     "eesd_spec_decode_num_lookup_accepted_tokens_total",
+    "eesd_spec_decode_num_requests_by_drafter_total",
     "eesd_spec_decode_num_accepted_tokens_per_pos_total",
     "eesd_spec_decode_num_draft_tokens_per_pos_total",
     "eesd_num_preemptions_total",
@@ -78,6 +79,9 @@ def test_rounds_add_up() -> None:
     assert value(page, "eesd_spec_decode_num_accepted_tokens_total") == 8
     assert value(page, "eesd_spec_decode_num_lookup_draft_tokens_total") == 6
     assert value(page, "eesd_spec_decode_num_lookup_accepted_tokens_total") == 2
+    of = "eesd_spec_decode_num_requests_by_drafter_total"
+    assert value(page, of, drafter="compiled", reason="") == 6
+    assert value(page, of, drafter="levels", reason="grammar") == 2
     by_position = [
         value(page, "eesd_spec_decode_num_accepted_tokens_per_pos_total", position=str(i))
         for i in range(4)

@@ -1,0 +1,70 @@
+"""Chooses what drafts for a request: one call for a whole chain, or level by level, and says why.
+
+The call is compiled on a CPU and made of graphs on a GPU (`chains.ChainDrafter`). It makes plain
+choices by rules that controllers state in advance; everything else is drafted level by level, and
+does not slow the other requests.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from eesd_dist.control.chain_rule import ChainRule
+from eesd_dist.control.policy import DraftPolicy
+from eesd_dist.engine.chains import ChainDrafter
+from eesd_dist.engine.drafting.guesses import chooses_plainly, noise_of
+from eesd_dist.engine.drafting.run import DraftRun
+from eesd_dist.types import RequestId
+
+LevelReason = Literal[
+    "evidence", "rejection", "no_call", "tree", "features", "grammar", "sampling", "controller"
+]
+"""Reasons for drafting level by level: evidence is logged; rejection sampling; no call for this
+stage (several ranks, no kernels, or they are still being compiled); a tree; features are returned;
+a grammar; penalties or tight filters; the controller decides on every token."""
+
+
+def choose_drafters(
+    runs: Sequence[DraftRun],
+    policy: DraftPolicy,
+    *,
+    drafter: ChainDrafter | None,
+    logs_evidence: bool = False,
+    rejection: bool = False,
+) -> tuple[Mapping[RequestId, ChainRule], Mapping[RequestId, LevelReason]]:
+    """Returns the rules of the requests that one call drafts, and why the others are drafted level
+    by level. `runs`: those that draft in this round."""
+    reasons: dict[RequestId, LevelReason] = {}
+    for run in runs:
+        reason: LevelReason | None
+        if logs_evidence:
+            reason = "evidence"
+        elif rejection:
+            reason = "rejection"
+        elif drafter is None:
+            reason = "no_call"
+        else:
+            reason = _own_reason(run)
+        if reason is not None:
+            reasons[run.request_id] = reason
+    rules = policy.chain_rules(
+        {run.request_id: noise_of(run) for run in runs if run.request_id not in reasons}
+    )
+    for run in runs:
+        if run.request_id not in rules:
+            reasons.setdefault(run.request_id, "controller")
+    return rules, reasons
+
+
+def fits_one_call(run: DraftRun) -> bool:
+    """Returns whether a call can run rows of this request, and draft a chain after them."""
+    return not run.is_tree and not run.item.live.request.features
+
+
+def _own_reason(run: DraftRun) -> LevelReason | None:
+    if run.is_tree:
+        return "tree"
+    if run.item.live.request.features:
+        return "features"
+    if run.constraint is not None:  # it reads each token before the next one is guessed
+        return "grammar"
+    return None if chooses_plainly(run) else "sampling"
