@@ -38,6 +38,13 @@ settings.register_profile("search", deadline=None, max_examples=300)
 settings.load_profile("same")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.support import interpreted_dot
+
+        interpreted_dot.install()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.support.scheduling import FoldersAndFiles
