@@ -6,8 +6,6 @@ assumed one, which rises with the exit layer. Reads no files.
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from cluster.planning.shapes import Acceptance, Split
 from eesd_dist.errors import ConfigError
 
@@ -125,4 +123,6 @@ class Heads:
     def _interpolated(self, exit_layer: int) -> float:
         points = sorted(self.assumed, key=lambda at: at.exit_layer)
         layers, shares = zip(*((at.exit_layer, at.acceptance) for at in points), strict=True)
+        import numpy as np  # `eesd --help` reads the defaults of this module
+
         return float(np.interp(exit_layer, layers, shares))

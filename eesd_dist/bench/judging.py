@@ -49,8 +49,9 @@ def fixed_variants(max_draft_tokens: int) -> list[Variant]:
 
 
 def adaptive_variants() -> list[Variant]:
-    """Returns every controller with the service's settings."""
-    return [Variant(label=name, controller=name) for name in CONTROLLER_NAMES if name != "fixed"]
+    """Returns every controller of the exit head with the service's settings."""
+    names = [name for name in CONTROLLER_NAMES if name not in ("fixed", "ngram")]
+    return [Variant(label=name, controller=name) for name in names]
 
 
 def other_forms() -> list[Variant]:

@@ -6,7 +6,6 @@ Imports neither torch nor pydantic: the planner uses the same arithmetic as the 
 from collections.abc import Sequence
 
 from eesd_dist.model.degrees import kv_heads_of
-from eesd_dist.model.kv_layout import count_kv_numbers
 
 CPU_BUDGET_BYTES = 512 * 2**20
 """Budget of a rank on a CPU where none is configured."""
@@ -40,6 +39,8 @@ def kv_page_bytes(
 ) -> int:
     """Returns the bytes of one page in so many layers of one rank. That is more than its positions
     take where a head or a page is narrower than a vector."""
+    from eesd_dist.model.kv_layout import count_kv_numbers  # imports numpy
+
     own = len(kv_heads_of(0, num_ranks, num_kv_heads=num_kv_heads))
     kv_numbers = count_kv_numbers(head_dim=head_dim, page_size=page_size)
     return num_layers * own * kv_numbers * bytes_per_value

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eesd_dist.control import Belief
+from eesd_dist.control.belief import Belief
 from eesd_dist.errors import ConfigError
 from tests.unit.control.worlds import outcome
 

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eesd_dist.config import SpeculationConfig
-from eesd_dist.control import Belief, Calibrator, CostModel
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.chain_rule import acceptance, of_length
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.draws import Deviate
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.registry import CONTROLLER_NAMES

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eesd_dist.control import CostModel
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.stopping import OptimalStop
 from eesd_dist.errors import ConfigError
 

@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from eesd_dist.config import SpeculationConfig
-from eesd_dist.control import Belief, Calibrator, CostModel
-from eesd_dist.control.calibrator import UNFITTED
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.calibrator import UNFITTED, Calibrator
 from eesd_dist.control.chain_rule import ChainReport, acceptance, follow
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.fitting import fit_calibrator
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.tree_growth import Offer

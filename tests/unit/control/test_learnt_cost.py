@@ -6,7 +6,9 @@ from random import Random
 import pytest
 
 from eesd_dist.config import SpeculationConfig
-from eesd_dist.control import Belief, Calibrator, CostModel
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.learnt_cost import LearntCost, RoundCost
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.types import RequestId

@@ -13,10 +13,10 @@ from random import Random
 import pytest
 
 from eesd_dist.config import SpeculationConfig
-from eesd_dist.control import Belief, CostModel
+from eesd_dist.control.belief import Belief
 from eesd_dist.control.calibrator import UNFITTED
 from eesd_dist.control.chain_rule import follow
-from eesd_dist.control.cost import interpolated
+from eesd_dist.control.cost import CostModel, interpolated
 from eesd_dist.control.learnt_cost import RoundCost
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.types import Evidence, Outcome, RequestId

@@ -3,7 +3,9 @@
 import pytest
 
 from eesd_dist.config import SpeculationConfig
-from eesd_dist.control import Belief, Calibrator, CostModel
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.control.tree_growth import Offer

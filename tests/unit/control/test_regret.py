@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from eesd_dist.control import CostModel
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight, oracle_length, position_rates
 from eesd_dist.types import Branch, Outcome
 from tests.unit.control.worlds import ONE, evidence, outcome

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eesd_dist.config import SpeculationConfig
-from eesd_dist.control import Belief, Calibrator, CostModel
 from eesd_dist.control.base import ControlSetup, RoundLoad
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.smartspec import SmartSpec
 from eesd_dist.control.tree_growth import Offer, TreeGrowth

@@ -5,7 +5,9 @@ from random import Random
 import pytest
 
 from eesd_dist.config import SpeculationConfig
-from eesd_dist.control import Belief, Calibrator, CostModel
+from eesd_dist.control.belief import Belief
+from eesd_dist.control.calibrator import Calibrator
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.goodput.lookup import RequestSources, Sources, class_of
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.types import Outcome, RequestId

@@ -7,9 +7,10 @@ from random import Random
 from typing import Any
 
 from eesd_dist.config import SpeculationConfig
-from eesd_dist.control import Belief, CostModel
 from eesd_dist.control.base import Controller
+from eesd_dist.control.belief import Belief
 from eesd_dist.control.chain_rule import ChainReport, follow
+from eesd_dist.control.cost import CostModel
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.tree_growth import Offer
 from eesd_dist.types import Evidence, Outcome, RequestId

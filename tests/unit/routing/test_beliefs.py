@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eesd_dist.control import Belief
+from eesd_dist.control.belief import Belief
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.routing import BeliefBook
 from eesd_dist.routing.beliefs import (
