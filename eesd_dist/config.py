@@ -179,8 +179,8 @@ class SpeculationConfig(Section):
     corrected."""
 
     prompt_lookup: bool = True
-    """Lets `goodput` draft what followed the text's last tokens where they stood before, in the
-    prompt or the text, instead of the exit head's tokens."""
+    """Lets `goodput` and `ngram` draft what followed the text's last tokens where they stood
+    before, in the prompt or the text, instead of the exit head's tokens."""
 
     tree: TreeConfig = TreeConfig()
     """Alternatives to the exit head's first choices."""

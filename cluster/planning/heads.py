@@ -121,8 +121,8 @@ class Heads:
         return 1.0 - rejected
 
     def _interpolated(self, exit_layer: int) -> float:
-        points = sorted(self.assumed, key=lambda at: at.exit_layer)
-        layers, shares = zip(*((at.exit_layer, at.acceptance) for at in points), strict=True)
         import numpy as np  # `eesd --help` reads the defaults of this module
 
+        points = sorted(self.assumed, key=lambda at: at.exit_layer)
+        layers, shares = zip(*((at.exit_layer, at.acceptance) for at in points), strict=True)
         return float(np.interp(exit_layer, layers, shares))

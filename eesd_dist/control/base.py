@@ -74,10 +74,12 @@ class RuleController(Controller, Protocol):
     """A controller that reads evidence and may state its decisions on a round in advance."""
 
     @property
-    def has_rule(self) -> bool: ...
+    def has_rule(self) -> bool:
+        """True if `chain_rule` may be asked in every round."""
+        ...
 
     def chain_rule(self, temperature: float) -> ChainRule:
-        """Returns its decisions on this round, where it `has_rule` and needs evidence.
+        """Returns its decisions on this round.
         `temperature`: of the request's choices, 0 if they are greedy."""
         ...
 

@@ -16,7 +16,7 @@ from eesd_dist.types import Outcome, RequestId
 
 
 class NGram:
-    """Batch controller and its every round: decisions depend on no state."""
+    """Batch controller, and each of its rounds: decisions depend on no state."""
 
     needs_probs = False
     weighs_costs = False

@@ -28,14 +28,21 @@ class OneByOne:
         self._build = build
         self._setup = setup
         self._controllers: dict[RequestId, Controller] = {}
+        self._by_rule: dict[RequestId, RuleController] = {}
+        """The controllers with a rule."""
         self.needs_probs = build(setup, Belief(), Random()).needs_probs
 
     def admit(self, request_id: RequestId, belief: Belief) -> None:
         rng = self._setup.rng(request_id)
-        self._controllers[request_id] = self._build(self._setup, belief, rng)
+        controller = self._build(self._setup, belief, rng)
+        self._controllers[request_id] = controller
+        self._by_rule.pop(request_id, None)
+        if isinstance(controller, RuleController) and controller.has_rule:
+            self._by_rule[request_id] = controller
 
     def end(self, request_id: RequestId) -> None:
         self._controllers.pop(request_id, None)
+        self._by_rule.pop(request_id, None)
 
     def rests(self, request_id: RequestId) -> bool:
         return False
@@ -45,7 +52,7 @@ class OneByOne:
         for controller in controllers.values():
             controller.begin_round()
         longest = self._setup.speculation.max_draft_tokens
-        return _Round(controllers, self._setup.trees, longest=longest)
+        return _Round(controllers, self._by_rule, self._setup.trees, longest=longest)
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
         for outcome in outcomes:
@@ -67,9 +74,15 @@ class _Round:
     """Asks each controller once per level, about the likeliest next token."""
 
     def __init__(
-        self, controllers: Mapping[RequestId, Controller], trees: TreeGrowth, *, longest: int
+        self,
+        controllers: Mapping[RequestId, Controller],
+        by_rule: Mapping[RequestId, RuleController],
+        trees: TreeGrowth,
+        *,
+        longest: int,
     ) -> None:
         self._controllers = controllers
+        self._by_rule = by_rule
         self._max_length = longest
         self._trees = trees
         self._answers: dict[RequestId, bool] = {}
@@ -90,27 +103,26 @@ class _Round:
         return 0
 
     def has_rules(self, request_ids: Iterable[RequestId]) -> bool:
-        controllers = [self._controllers[request_id] for request_id in request_ids]
         return all(
-            not controller.needs_evidence
-            or (isinstance(controller, RuleController) and controller.has_rule)
-            for controller in controllers
+            request_id in self._by_rule or not self._controllers[request_id].needs_evidence
+            for request_id in request_ids
         )
 
     def chain_rules(self, temperatures: Mapping[RequestId, float]) -> Mapping[RequestId, ChainRule]:
         return {
-            request_id: self._rule(self._controllers[request_id], temperature)
+            request_id: self._rule(request_id, temperature)
             for request_id, temperature in temperatures.items()
         }
 
     def report(self, reports: Mapping[RequestId, ChainReport]) -> None:
         """Does nothing: such a controller learns from verdicts."""
 
-    def _rule(self, controller: Controller, temperature: float) -> ChainRule:
+    def _rule(self, request_id: RequestId, temperature: float) -> ChainRule:
         """Returns a controller's rule, or its length if it needs no evidence."""
-        if controller.needs_evidence and isinstance(controller, RuleController):
+        controller = self._by_rule.get(request_id)
+        if controller is not None:
             return controller.chain_rule(temperature)
-        return of_length(self._length(controller))
+        return of_length(self._length(self._controllers[request_id]))
 
     def _length(self, controller: Controller) -> int:
         length = 0

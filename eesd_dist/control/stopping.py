@@ -57,14 +57,16 @@ class OptimalStop:
     """
 
     def __init__(self, *, cost: CostModel, max_draft_tokens: int) -> None:
-        lengths = range(max_draft_tokens + 1)
-        self._seconds = np.array([cost.seconds(length) for length in lengths])
+        self._lengths = np.arange(max_draft_tokens + 1)
+        self._seconds = np.array([cost.seconds(length) for length in range(max_draft_tokens + 1)])
         self._guess_s = cost.guess_s if max_draft_tokens else 0.0
         self.begin_round(0.5, 0.5)
 
     def begin_round(self, expected: float, hopeful: float) -> None:
-        survival = expected ** np.arange(len(self._seconds))
-        rate = float((survival.cumsum() / self._seconds).max())
+        rates = (expected**self._lengths).cumsum() / self._seconds
+        self.best_length = int(rates.argmax())
+        """Draft length of the highest rate at the expected acceptance."""
+        rate = float(rates[self.best_length])
         self._prices = rate * (self._seconds - self._seconds[0])
         self._rule = of_length(0)._replace(
             prices=self._prices.tolist(),  # a list is read several times as fast as an array

@@ -83,7 +83,7 @@ class ThompsonController:
         self.has_rule = (
             redraw == "round" and isinstance(stop, OptimalStop) and not posterior.needs_probs
         )
-        """True if its decisions on a round can be stated in advance."""
+        """True if `chain_rule` may be asked in every round."""
 
     @property
     def needs_evidence(self) -> bool:
@@ -113,8 +113,10 @@ class ThompsonController:
         return self._stop.goes_on(theta)
 
     def chain_rule(self, temperature: float) -> ChainRule:
-        """Returns its decisions on this round, where it `has_rule` and needs evidence."""
+        """Returns its decisions on this round, where it `has_rule`."""
         assert isinstance(self._stop, OptimalStop)
+        if self._curve is None:
+            return of_length(self._stop.best_length)
         return self._stop.rule._replace(odds=self._odds(temperature))
 
     def observe(self, outcome: Outcome) -> None:

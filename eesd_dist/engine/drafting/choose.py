@@ -10,7 +10,6 @@ from typing import Literal
 
 from eesd_dist.control.chain_rule import ChainRule
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.engine.chains import ChainDrafter
 from eesd_dist.engine.drafting.guesses import chooses_plainly, noise_of
 from eesd_dist.engine.drafting.run import DraftRun
 from eesd_dist.types import RequestId
@@ -27,24 +26,14 @@ def choose_drafters(
     runs: Sequence[DraftRun],
     policy: DraftPolicy,
     *,
-    drafter: ChainDrafter | None,
-    logs_evidence: bool = False,
-    rejection: bool = False,
+    no_call: LevelReason | None,
 ) -> tuple[Mapping[RequestId, ChainRule], Mapping[RequestId, LevelReason]]:
     """Returns the rules of the requests that one call drafts, and why the others are drafted level
-    by level. `runs`: those that draft in this round."""
+    by level. `runs`: those that draft in this round; `no_call`: the reason where this stage has no
+    call."""
     reasons: dict[RequestId, LevelReason] = {}
     for run in runs:
-        reason: LevelReason | None
-        if logs_evidence:
-            reason = "evidence"
-        elif rejection:
-            reason = "rejection"
-        elif drafter is None:
-            reason = "no_call"
-        else:
-            reason = _own_reason(run)
-        if reason is not None:
+        if (reason := no_call or _own_reason(run)) is not None:
             reasons[run.request_id] = reason
     rules = policy.chain_rules(
         {run.request_id: noise_of(run) for run in runs if run.request_id not in reasons}

@@ -152,15 +152,12 @@ class DraftStage:
             drafting = [run for run in drafting if not (run.is_lookup or run.rests)]
         else:
             drafting = []
-        rules, reasons = choose_drafters(
-            drafting,
-            policy,
-            drafter=self.drafter,
-            logs_evidence=self._log_evidence,
-            rejection=self._rejection,
-        )
+        no_call = self._no_call
+        rules, reasons = choose_drafters(drafting, policy, no_call=no_call)
         drafters = self._uses(rules, reasons)
-        at_once = self._run_at_once(runs, rules, reasons)
+        at_once: list[DraftRun] = []
+        if no_call is None and (rules or not reasons):  # those that draft nothing go with the rules
+            at_once = [run for run in runs if run.request_id not in reasons and fits_one_call(run)]
         if len(at_once) == len(runs):
             hidden_TD = self._draft_in_one_call(runs, rules, policy)
             return DraftedRound(
@@ -184,17 +181,14 @@ class DraftStage:
             drafters=drafters,
         )
 
-    def _run_at_once(
-        self,
-        runs: Sequence[DraftRun],
-        rules: Mapping[RequestId, ChainRule],
-        reasons: Mapping[RequestId, LevelReason],
-    ) -> list[DraftRun]:
-        """Returns the requests with rows in one call: those with rules, and with them those that
-        draft nothing. Empty if some draft, and none of them in one call."""
-        if self.drafter is None or self._log_evidence or self._rejection or (reasons and not rules):
-            return []
-        return [run for run in runs if run.request_id not in reasons and fits_one_call(run)]
+    @property
+    def _no_call(self) -> LevelReason | None:
+        """Reason why no round of this stage is drafted in one call; None if one may be."""
+        if self._log_evidence:
+            return "evidence"
+        if self._rejection:
+            return "rejection"
+        return "no_call" if self.drafter is None else None
 
     def _uses(
         self, rules: Mapping[RequestId, ChainRule], reasons: Mapping[RequestId, LevelReason]

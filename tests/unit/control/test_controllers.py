@@ -172,13 +172,14 @@ CALIBRATED = Calibrator(
 
 @pytest.mark.parametrize("calibrator", [CALIBRATED, replace(CALIBRATED, curve=())])
 @pytest.mark.parametrize("guess_s", [0.0, 0.06])
-def test_calibration_decides_by_its_rules_as_token_by_token(
-    calibrator: Calibrator, guess_s: float
+@pytest.mark.parametrize("name", ["beta", "calibration"])
+def test_a_thompson_controller_decides_by_its_rules_as_token_by_token(
+    name: str, calibrator: Calibrator, guess_s: float
 ) -> None:
     cost = replace(CHEAP, guess_s=guess_s)
     served = []
     for by_rules in (True, False):
-        config = SpeculationConfig(controller="calibration")
+        config = SpeculationConfig(controller=name)
         policy = DraftPolicy(speculation=config, cost=cost, calibrator=calibrator)
         texts = [text(Random(n), ease=1.0, spread=1.5, num_tokens=600) for n in range(2)]
         served.append(serve(policy, texts, cost=cost, max_running=2, by_rules=by_rules))
