@@ -22,9 +22,10 @@ from eesd_dist.bench.live import PLAIN, Pass, Race
 from eesd_dist.bench.options import ControlOptions
 from eesd_dist.bench.replay import ReplaySetting, Variant, replay
 from eesd_dist.bench.traces import Guess, Trace, TraceSet
-from eesd_dist.config import SpeculationConfig
+from eesd_dist.config import EngineConfig, ModelConfig, SpeculationConfig
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.registry import CONTROLLER_NAMES
+from eesd_dist.engine.build import build_local_engine
 from eesd_dist.errors import ConfigError
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Evidence, TokenId
@@ -69,6 +70,7 @@ def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     COST.save(folder / "cost.json")  # drafts must not depend on the load
     words += ["--cost", str(folder / "cost.json")]
     recording = ["--record", str(folder / "traces.json")]
+    compile_kernels(model)
     started = time.process_time()
     report = report_of([*words, *recording])
     return Ran(
@@ -77,6 +79,12 @@ def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
         traces=folder / "traces.json",
         cpu_seconds=time.process_time() - started,
     )
+
+
+def compile_kernels(model: Path) -> None:
+    """Compiles what an engine calls, so that a run's time is that of the benchmark."""
+    config = EngineConfig(model=ModelConfig(path=model, dtype="float32", numerics="invariant"))
+    build_local_engine(config, cost=COST).close()
 
 
 def report_of(words: Sequence[str]) -> dict[str, Any]:
@@ -100,7 +108,7 @@ def test_a_quick_run_reports_all_that_is_promised_of_it(ran: Ran) -> None:
         assert summary[name]["over_best_single_fixed_mixed"] > 0
         assert summary[name]["worst_load_over_plain"] > 0
     assert ran.report["provenance"]["command"]
-    assert ran.cpu_seconds < 60.0  # caches are cold on a busy machine
+    assert ran.cpu_seconds < 40.0
 
 
 def test_live_crowds_are_as_large_as_they_are_called(ran: Ran) -> None:
