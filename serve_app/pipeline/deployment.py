@@ -227,13 +227,14 @@ class Pipeline:
 
     async def state(self) -> PipelineState:
         supervisor = self._supervisor
+        num_live = await self._num_live()  # before the rest, which is of one moment
         group, leader = supervisor.require_group(), self._leader()
         return PipelineState(
             pipeline=self._name,
             pid=os.getpid(),
             epoch=group.epoch,
             is_ready=supervisor.is_ready,
-            num_live=await self._num_live(),
+            num_live=num_live,
             unavailable=self._why_unavailable(),
             num_interruptions=supervisor.interruptions.number,
             last_trouble=supervisor.interruptions.last,
