@@ -226,8 +226,11 @@ class Pipeline:
                 logger.warning("spans not sent: %s error=%r", worker.label, error)
 
     async def state(self) -> PipelineState:
+        return self._state(num_live=await self._num_live())
+
+    def _state(self, *, num_live: int) -> PipelineState:
+        """Returns the state of one moment: nothing is waited for in between."""
         supervisor = self._supervisor
-        num_live = await self._num_live()  # before the rest, which is of one moment
         group, leader = supervisor.require_group(), self._leader()
         return PipelineState(
             pipeline=self._name,
