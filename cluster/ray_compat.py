@@ -7,7 +7,7 @@ environment when it is imported, so the imports are inside the functions.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,23 @@ def job_with_installed_code() -> "JobConfig":
             return True
 
     return InstalledCode()
+
+
+@contextmanager
+def rays_signal_handlers_unused() -> Iterator[None]:
+    """Within the block `ray.init` leaves the handler of SIGTERM as it is.
+
+    Its own handlers end the process from within the handler, after up to 30 seconds of draining, by
+    a SystemExit that is raised wherever this process happens to be.
+    """
+    from ray._private import utils
+
+    install = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = install
 
 
 def available_resources() -> Mapping[str, Mapping[str, float]]:

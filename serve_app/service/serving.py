@@ -9,11 +9,11 @@ import logging
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from types import FrameType
 
 import ray
@@ -22,7 +22,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatus
 
-from cluster.ray_compat import is_serve_running
+from cluster.ray_compat import is_serve_running, rays_signal_handlers_unused
 from eesd_dist.engine.compiled.ahead import is_compiling
 from eesd_dist.errors import ConfigError, EesdError, EngineError
 from eesd_dist.model.checkpoint_folder import require_checkpoint
@@ -58,27 +58,36 @@ _MAX_MISSED_LOOKS = 20
 
 
 class Stopping:
-    """Set by the first Ctrl-C or SIGTERM; a second Ctrl-C then has its default effect."""
+    """Set by the first Ctrl-C or SIGTERM; a second Ctrl-C then has its default effect.
+
+    A handler of signals runs between any two steps of this thread, so it may take no lock that the
+    thread can hold, which `threading.Event.set` does; `SimpleQueue.put` is made for it.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
-        self._before: dict[int, object] = {}
+        self._signals: SimpleQueue[int] = SimpleQueue()
+        self._is_set = False
 
-    @property
     def is_set(self) -> bool:
-        return self._event.is_set()
+        return self._is_set
 
     def wait(self, timeout_s: float) -> bool:
-        return self._event.wait(timeout_s)
+        """Returns whether it is set, after `timeout_s` seconds at the latest."""
+        if not self._is_set:
+            with suppress(Empty):
+                self._signals.get(timeout=timeout_s)
+        return self._is_set
 
     def listen(self) -> None:
-        """Installs the handlers; call it again after Ray has started, which installs its own."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
+        """Installs the handlers; call it again after Ray has started: its core brings its own."""
+        signal.signal(signal.SIGTERM, self._stop)
+        if not self._is_set:
+            signal.signal(signal.SIGINT, self._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self._event.set()
+        del frame
+        self._is_set = True
+        self._signals.put(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -101,14 +110,10 @@ def run_service(
         check.finish()
     stopping = Stopping()
     stopping.listen()
-    try:
-        with ray_errors_in_a_line(), _hidden_key(config) as api_key:
-            serve_ = (
-                _serve_locally if address is None else partial(_serve_on_cluster, address=address)
-            )
-            serve_(config, stopping, api_key=api_key, shows_logs=shows_logs, line=line)
-    except SystemExit:  # Ray's own handler answers a signal while Ray starts
-        logger.info("stopped while starting")
+    # Ray's handler would raise SystemExit within whatever Ray is doing, after minutes at worst.
+    with ray_errors_in_a_line(), rays_signal_handlers_unused(), _hidden_key(config) as api_key:
+        serve_ = _serve_locally if address is None else partial(_serve_on_cluster, address=address)
+        serve_(config, stopping, api_key=api_key, shows_logs=shows_logs, line=line)
     if address is None:
         line.say("stopped: no process is left")
 
@@ -163,15 +168,18 @@ def _serve_locally(
     start_compiling(config.engine)  # while Ray starts
     with service_ray(config, shows_logs=shows_logs, logs=logs):
         stopping.listen()
+        if stopping.is_set():
+            return
         line.stage("starting Serve")
         require_local_room(config)
         router_handle(config)  # starts while Serve does, instead of when a pipeline asks for it
         url = start_serve(config, updates=False)
         watch = _ray_watch(say, patience_s=config.recovery.drain_s)
         try:
-            _bring_up(config, stopping, api_key=api_key, line=line)
+            if not stopping.is_set():
+                _bring_up(config, stopping, api_key=api_key, line=line)
             line.end()
-            if not stopping.is_set:
+            if not stopping.is_set():
                 end = "Ctrl-C stops them"
                 has_key = api_key is not None
                 say(_welcome(config, where=url, url=url, has_key=has_key, began_s=began_s, end=end))
@@ -198,6 +206,8 @@ def _serve_on_cluster(
     line.stage("connecting to Ray")
     with connected_ray(address, shows_logs=shows_logs):
         stopping.listen()
+        if stopping.is_set():
+            return
         line.stage("starting Serve")
         is_update = config.app_name in serve.status().applications
         url = start_serve(config, updates=True)
@@ -211,12 +221,12 @@ def _serve_on_cluster(
             raise
         line.end()
         stop = _stop_command(config, address)
-        if not stopping.is_set:
+        if not stopping.is_set():
             where = f"{url} of the cluster's head"
             end, has_key = f"{stop} stops them", api_key is not None
             say(_welcome(config, where=where, url=url, has_key=has_key, began_s=began_s, end=end))
             _stay(config, stopping, watch=_ray_watch(say), say=say)
-        if stopping.is_set:
+        if stopping.is_set():
             say(f"the service stays: {stop} stops it")
 
 

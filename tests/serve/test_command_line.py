@@ -240,16 +240,23 @@ def _operate(port: int, head: Path, folder: Path) -> None:
     assert json.loads(promoted.stdout)[0]["sha256"][:12] in shown
 
 
+@pytest.mark.parametrize(
+    "log", ["gcs_server.out", "python-core-driver-*"], ids=["Ray starts", "Serve starts"]
+)
 def test_a_signal_while_it_starts_leaves_nothing_behind_either(
-    tiny_service: Path, folder: Path
+    log: str, tiny_service: Path, folder: Path
 ) -> None:
     words = ("serve", "--model", str(tiny_service), "--port", str(free_port()))
     with command(*words, env=_within(folder)) as (process, lines):
         wait_for_line(lines, "starting", process)
-        time.sleep(3.0)
+        deadline = time.monotonic() + 60.0
+        while not list(folder.glob(f"*/r/session_latest/logs/{log}")):
+            assert time.monotonic() < deadline, "Ray writes no such log"
+            time.sleep(0.02)
+        time.sleep(0.5)  # Ray's core, which writes this log, installs a handler for a moment
         family = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0
+        assert process.wait(120) == 0, "".join(lines)
     assert not running_after(family, wait_s=1.0)
     assert not list(folder.iterdir())
     assert "Traceback" not in "".join(lines)

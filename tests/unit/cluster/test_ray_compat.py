@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jsonschema
@@ -69,3 +70,28 @@ def test_serves_proxy_takes_both_where_the_environment_names_them(
         [sys.executable, "-c", _IN_A_PROXY], env=os.environ, capture_output=True, check=True
     )
     assert run.stdout.decode().split("\n")[-3:-1] == ["['HeadGate']", "BoundedConnection"]
+
+
+_HANDLERS = """
+import signal, sys
+import ray
+from cluster.ray_compat import rays_signal_handlers_unused
+ours = lambda number, frame: None
+signal.signal(signal.SIGTERM, ours)
+def start():
+    options = {"include_dashboard": False, "logging_level": "error"}
+    ray.init("local", num_cpus=1, _temp_dir=sys.argv[1], **options)
+    print(signal.getsignal(signal.SIGTERM) is ours)
+    ray.shutdown()
+with rays_signal_handlers_unused():
+    start()
+start()
+"""
+
+
+def test_ray_leaves_the_handlers_of_signals_alone_within_the_block_only() -> None:
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # short: Ray has sockets
+        run = subprocess.run(
+            [sys.executable, "-c", _HANDLERS, folder], capture_output=True, text=True, check=False
+        )
+    assert run.stdout.split() == ["True", "False"], run.stderr

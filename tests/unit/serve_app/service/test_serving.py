@@ -1,7 +1,9 @@
 """What `eesd serve` looks at before it starts a service, and what it says when one is there."""
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,6 +132,45 @@ def test_the_key_of_the_starting_process_goes_along(monkeypatch: pytest.MonkeyPa
     with_key, without = [application._bound_deployment.init_args[-1] for application in deployed]
     assert with_key.get_secret_value() == "s3cret"
     assert without is None
+
+
+@contextmanager
+def _handlers_restored() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_wait_and_a_second_interrupt_has_its_default_effect(
+    number: signal.Signals,
+) -> None:
+    stopping = serving.Stopping()
+    with _handlers_restored():
+        stopping.listen()
+        assert not stopping.wait(0.01)
+        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+        assert stopping.wait(60.0)
+        assert stopping.is_set()
+        assert stopping.wait(60.0), "it is set for good"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_at_any_step_of_a_wait_is_noticed() -> None:
+    """A lock that both the wait and the handler take would block this thread for ever."""
+    num_noticed = 0
+    with _handlers_restored():
+        signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)
+        for _ in range(20_000):
+            stopping = serving.Stopping()
+            signal.signal(signal.SIGALRM, stopping._stop)
+            num_noticed += stopping.wait(1e-6)
+    assert num_noticed > 100
 
 
 def test_the_welcome_has_an_address_and_a_request_that_work() -> None:
