@@ -110,7 +110,7 @@ def run_service(
         check.finish()
     stopping = Stopping()
     stopping.listen()
-    # Ray's handler would raise SystemExit within whatever Ray is doing, after minutes at worst.
+    # Ray's handler would raise SystemExit within whatever Ray is doing.
     with ray_errors_in_a_line(), rays_signal_handlers_unused(), _hidden_key(config) as api_key:
         serve_ = _serve_locally if address is None else partial(_serve_on_cluster, address=address)
         serve_(config, stopping, api_key=api_key, shows_logs=shows_logs, line=line)

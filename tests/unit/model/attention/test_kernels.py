@@ -1,6 +1,6 @@
 """The attention kernels against the definition, and every row's bits against the row alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,7 @@ from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.row_by_row import RowByRowAttention
 from eesd_dist.model.attention.rows import RowPlan, RowSegment, row_arrays
-from eesd_dist.model.attention.tiles import (
-    PART_BLOCKS,
-    DeviceRows,
-    Tiling,
-    single_tiles,
-    tiles_of,
-)
+from eesd_dist.model.attention.tiles import DeviceRows, Tiling, single_tiles, tiles_of
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.cpu import calls
 from eesd_dist.model.families.family import Scores
@@ -314,25 +308,25 @@ def attend_alone(attention: CudaAttention, arrays: RowArrays, heads_RHE: Tensor)
 def test_tiles_and_splits_on_a_gpu_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_attention, "_MOST_KEYS", 16)
     shape = Shape(num_kv=1, head_dim=8, page_size=8).attention
-    compared = partial(cuda_attention.tile_difference, shape, torch.float32, CPU, length=40)
-    attend_rows = CudaAttention.attend_rows
-    tilings: list[Tiling] = []
-    wrong_rows = 0
-
-    def attend_otherwise(self: CudaAttention, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
-        tilings.append(rows.tiling)
-        mixed_TD = attend_rows(self, rows, heads_THE)
-        return 1.001 * mixed_TD if rows.tiling.rows == wrong_rows else mixed_TD
-
-    monkeypatch.setattr(CudaAttention, "attend_rows", attend_otherwise)
+    compared = partial(cuda_attention.tile_difference, shape, torch.float32, CPU, length=70)
     assert compared() is None
-    assert {1, 32} < {tiling.rows for tiling in tilings}, "single rows, and more than one size"
-    assert any(tiling.split_blocks == PART_BLOCKS for tiling in tilings)
-    wrong_rows = 32
-    difference = compared()
+    attend_rows = CudaAttention.attend_rows
+
+    def wrong_where(is_wrong: Callable[[Tiling], bool]) -> str | None:
+        def attend_otherwise(self: CudaAttention, rows: DeviceRows, heads_THE: Tensor) -> Tensor:
+            mixed_TD = attend_rows(self, rows, heads_THE)
+            return 1.001 * mixed_TD if is_wrong(rows.tiling) else mixed_TD
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaAttention, "attend_rows", attend_otherwise)
+            return compared()
+
+    difference = wrong_where(lambda tiling: tiling.rows == 32)
     assert difference is not None
-    assert difference.startswith("Tiling(num_tiles=2, rows=32")
+    assert difference.startswith("Tiling(num_tiles=3, rows=32")
     assert difference.endswith("from row 0")
+    assert wrong_where(lambda tiling: tiling.split_blocks == 4) is not None
+    assert wrong_where(lambda tiling: 1 < tiling.rows < 32) is not None
 
 
 @pytest.mark.parametrize("queries_per_kv", [1, 3, 4, 7, 8])
