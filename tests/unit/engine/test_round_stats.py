@@ -61,6 +61,7 @@ def test_the_rounds_accounts_add_up_to_the_wall_clock(
     assert 0.002 * len(rounds) < sum(r.other_s for r in rounds) < 0.9 * wall_s
 
 
+@pytest.mark.alone
 def test_a_round_behind_another_one_is_queued_and_that_is_no_transfer(
     make_config: MakeConfig,
 ) -> None:

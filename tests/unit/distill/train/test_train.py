@@ -241,6 +241,7 @@ def test_a_budget_in_minutes_becomes_a_number_of_steps_once(
     assert [row["step"] for row in log_of(request)] == steps
 
 
+@pytest.mark.alone
 def test_a_run_that_becomes_slower_ends_with_its_minutes(
     request_: TrainRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

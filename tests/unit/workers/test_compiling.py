@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from eesd_dist.compiled import FOLDER_VARIABLE, is_kept, kernel
+from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig
 from eesd_dist.engine.compiled import ahead
 from eesd_dist.engine.compiled.ahead import compile_lock, compile_when_cached, is_compiling
 from eesd_dist.engine.compiled.draft_kernel import is_draft_cached
 from eesd_dist.engine.compiled.verify_kernel import is_verify_cached
 from eesd_dist.workers import compiling
 from eesd_dist.workers.compiling import start_compiling
-from tests.unit.engine.conftest import MakeConfig
+from tests.support.drafters import save_head, save_target
 
 DEADLINE_S = 180.0
 
@@ -40,6 +41,16 @@ def children() -> set[int]:
     return {int(pid) for pid in listing.stdout.split()}
 
 
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target = save_target(tmp_path_factory.mktemp("target"))
+    head = save_head(target, tmp_path_factory.mktemp("head"), "sometimes")
+    return EngineConfig(
+        model=ModelConfig(path=target, head=head, dtype="float32"),
+        cache=CacheConfig(num_pages=96, page_size=16),
+    )
+
+
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
@@ -47,9 +58,8 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_process_keeps_all_kernels_for_ranks_that_wait(
-    empty_folder: Path, tmp_path: Path, make_config: MakeConfig
+    empty_folder: Path, tmp_path: Path, config: EngineConfig
 ) -> None:
-    config = make_config()
     start_compiling(config)
     wait_until(is_compiling)
     assert not is_draft_cached()
@@ -70,12 +80,12 @@ def test_a_process_keeps_all_kernels_for_ranks_that_wait(
     assert children() <= before
 
 
-def test_only_one_process_compiles(empty_folder: Path, make_config: MakeConfig) -> None:
+def test_only_one_process_compiles(empty_folder: Path, config: EngineConfig) -> None:
     with compile_lock() as is_holder:
         assert is_holder
         with compile_lock() as is_second_holder:
             assert not is_second_holder
-        command = [sys.executable, "-m", compiling.__name__, make_config().model_dump_json()]
+        command = [sys.executable, "-m", compiling.__name__, config.model_dump_json()]
         assert subprocess.run(command, timeout=DEADLINE_S).returncode == 0
         assert is_compiling()
         waiting = Thread(target=ahead.wait_for_layers, daemon=True)
@@ -87,15 +97,13 @@ def test_only_one_process_compiles(empty_folder: Path, make_config: MakeConfig) 
     assert not is_compiling()
 
 
-def test_it_ends_with_the_process_that_started_it(
-    empty_folder: Path, make_config: MakeConfig
-) -> None:
+def test_it_ends_with_the_process_that_started_it(empty_folder: Path, config: EngineConfig) -> None:
     program = (
         "import sys, time; from eesd_dist.config import EngineConfig;"
         "from eesd_dist.workers.compiling import start_compiling;"
         "start_compiling(EngineConfig.model_validate_json(sys.argv[1])); time.sleep(600)"
     )
-    command = [sys.executable, "-c", program, make_config().model_dump_json()]
+    command = [sys.executable, "-c", program, config.model_dump_json()]
     with subprocess.Popen(command) as parent:
         wait_until(is_compiling)
         parent.send_signal(signal.SIGKILL)
@@ -104,11 +112,11 @@ def test_it_ends_with_the_process_that_started_it(
 
 
 def test_a_folder_that_cannot_be_written_stops_nobody(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file"))
-    command = [sys.executable, "-m", compiling.__name__, make_config().model_dump_json()]
+    command = [sys.executable, "-m", compiling.__name__, config.model_dump_json()]
     done = subprocess.run(command, timeout=DEADLINE_S, capture_output=True, text=True)
     assert done.returncode == 0
     assert "kernels not compiled ahead" in done.stderr
