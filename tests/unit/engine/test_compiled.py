@@ -549,7 +549,9 @@ def test_work_goes_on_while_the_calls_are_compiled(
     before, _ = one_by_one(engine, 0.8)
     assert shard.drafter is None
     may_compile.set()
+    began = time.monotonic()
     while shard.drafter is None or stage.verifier is None:
+        assert time.monotonic() < began + 60.0
         time.sleep(0.01)
     assert one_by_one(engine, 0.8)[0] == before
     assert one_by_one(engine, 0.8, mode="off")[0] == before
@@ -568,8 +570,10 @@ def test_a_call_that_cannot_be_compiled_is_logged(
     lazy = LazyCompiled(fail)
     assert not compile_started.wait(0.1)  # nothing has asked for it
     assert lazy.get() is None
-    compile_started.wait()
+    assert compile_started.wait(30.0)
+    began = time.monotonic()
     while "no such instruction" not in caplog.text:
+        assert time.monotonic() < began + 30.0
         time.sleep(0.01)
     assert lazy.get() is None
 

@@ -204,6 +204,7 @@ def hub_cache_folder(hub_model: Path, tmp_path_factory: pytest.TempPathFactory) 
             env={**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"},
             capture_output=True,
             text=True,
+            timeout=120,
             check=False,
         )
     assert done.returncode == 0, done.stderr

@@ -120,7 +120,7 @@ class _Watched:
 
         def pack(tensor: Tensor) -> None:
             for next_name in prefetched:  # only the reading threads can read them now
-                assert self._was_read[next_name].wait(60)
+                assert self._was_read[next_name].wait(10)
             self.most_ahead = max(self.most_ahead, len(self.read) - len(self.packed) - 1)
             self.packed.append(name)
 
@@ -222,6 +222,7 @@ def test_a_rank_of_four_never_holds_more_than_its_share_and_a_few_pieces(tmp_pat
             [sys.executable, "-m", "tests.support.load_rank", str(tmp_path), "1", "4"],
             capture_output=True,
             text=True,
+            timeout=120,
             check=False,
         )
         assert run.returncode == 0, run.stderr

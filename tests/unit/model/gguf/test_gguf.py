@@ -175,7 +175,7 @@ def test_an_interrupted_conversion_leaves_no_folder(file: Path, cache: Path) -> 
         "folder.save_file = lambda *_, **__: os.kill(os.getpid(), 9)\n"
         "folder.checkpoint_of(pathlib.Path(sys.argv[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, file], check=False)
+    done = subprocess.run([sys.executable, "-c", script, file], check=False, timeout=120)
     assert done.returncode == -9
     assert [path.name[0] for path in (cache / "models").iterdir()] == [".", "."]
     folder = checkpoint_of(file)
