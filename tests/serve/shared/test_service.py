@@ -138,7 +138,11 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_one_that_fails_ends_its_re
             logit_bias={str(a): 100},
             extra_body={"guided_regex": deep},
         )
-    assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3).choices[0].text
+    next_answer = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=3, extra_body={"ignore_eos": True}
+    )
+    assert next_answer.usage is not None
+    assert next_answer.usage.completion_tokens == 3
 
 
 def test_a_streamed_chat_is_the_chat_that_is_not_streamed(client: openai.OpenAI) -> None:
