@@ -93,9 +93,17 @@ class RoundLoad(Value, frozen=True, kw_only=True):
     """All requests of the round, including those without drafts or with another controller."""
     num_known: int
     """Known rows of the round: one per request, more for a prefill chunk."""
+    num_prefill: int = 0
+    """Part of them that no token is sampled after: rows of prompts. They are computed in any case,
+    so that their time is not a price of drafts."""
     overlapped: bool
     """True if another microbatch is verified at the same time: the round then takes the longer of
     drafting and verifying, not both."""
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests that get a token in this round."""
+        return self.num_known - self.num_prefill
 
 
 class DraftRound(Protocol):

@@ -131,13 +131,15 @@ class DraftPolicy:
         overlapped: bool = False,
         num_requests: int | None = None,
         num_known: int | None = None,
+        num_prefill: int = 0,
     ) -> Set[RequestId]:
         """Starts a round, before its first offers, with all requests that may draft in it. Returns
         those that do not rest: the others draft nothing, and need not be asked for.
 
         `overlapped`: another microbatch is verified at the same time, so that the round takes the
         longer of drafting and verifying. `num_requests` and `num_known`: all requests of the round
-        and their known rows, if there are more than one per drafting request.
+        and their known rows, if there are more than one per drafting request; `num_prefill`: those
+        of prompts, after which no token is sampled.
         """
         request_ids = list(request_ids)
         for request_id in request_ids:
@@ -159,6 +161,7 @@ class DraftPolicy:
                     request_ids=group_ids,
                     num_requests=count,
                     num_known=num_rows,
+                    num_prefill=num_prefill,
                     overlapped=overlapped,
                 )
                 self._rounds.append((group, group.begin_round(load)))

@@ -42,6 +42,13 @@ class RunHead(_Operation, frozen=True, kw_only=True, eq=False):
     hidden_TD: Tensor
 
 
+class StoreHeadKv(_Operation, frozen=True, kw_only=True, eq=False):
+    """Writes the exit head's keys and values of rows that come with the command."""
+
+    segments: _Segments
+    hidden_TD: Tensor
+
+
 class RunLogits(_Operation, frozen=True, kw_only=True, eq=False):
     """Runs the exit head's norm and LM head over rows that its layer has computed."""
 
@@ -61,7 +68,7 @@ class TakeHead(_Operation, frozen=True, kw_only=True):
     sha256: str
 
 
-Command = RunLayers | RunHead | RunLogits | MoveSlots | TakeHead
+Command = RunLayers | RunHead | StoreHeadKv | RunLogits | MoveSlots | TakeHead
 
 _TO_COME = empty(0)
 """Placeholder for a tensor while its command is decoded."""
@@ -77,7 +84,7 @@ _commands: Decoder[Command] = Decoder(Command, dec_hook=_tensor_or_decoded)
 
 def encode_command(command: Command, *, epoch: int, number: int) -> wire.Message:
     match command:
-        case RunHead(hidden_TD=rows) | RunLogits(exit_AD=rows):
+        case RunHead(hidden_TD=rows) | StoreHeadKv(hidden_TD=rows) | RunLogits(exit_AD=rows):
             separate: Tensor | None = rows
         case _:
             separate = None
@@ -100,7 +107,7 @@ def decode_command(
     match command:
         case RunLayers(tokens=tokens, segments=segments):
             _expect_rows("tokens", len(tokens), segments)
-        case RunHead(segments=segments):
+        case RunHead(segments=segments) | StoreHeadKv(segments=segments):
             command = replace(command, hidden_TD=_require_rows(rows, prefix))
             _expect_rows("rows", command.hidden_TD.shape[0], segments)
         case RunLogits():

@@ -109,24 +109,21 @@ class GoodputRound:
         self._shares: dict[tuple[int, int, int], list[float]] = {}
         """Results of `_shares_s`, by the requests that share, the rows before their drafts, and
         the length."""
-        seconds = setup.costs.rounds(
-            self._num_ours,
-            setup.max_draft_tokens,
-            num_rows=load.num_known,
-            requests=load.num_requests,
-            overlapped=load.overlapped,
-        )
-        plain_s, with_probe_s = seconds[:2]
-        plain = load.num_requests / plain_s
+        plain_s, with_probe_s = self._rounds_s(load.num_known)[:2]
+        decoding_s = self._rounds_s(load.num_decoding)
+        self._prefill_s = plain_s - decoding_s[0]
+        """Seconds of the rows of prompts, in which no token can be had: the value of a second is
+        that of rounds without them, for all that is drafted delays such a round."""
+        plain = load.num_decoding / decoding_s[0]
         self._theta = sum(draft.mean for draft in drafts.values()) / len(drafts)
         """Acceptance of the mean request."""
-        self._promise, self._common_length = self._best_promise(plain, seconds)
+        self._promise, self._common_length = self._best_promise(plain, decoding_s)
         self._rate = max(self._promise * promise_ratio, plain)
         """Value of a second, in tokens."""
         self._probe_price = self._rate * (with_probe_s - plain_s)
         """Price in tokens of one drafted token for every request."""
         setup.exploration.earn(
-            num_requests=load.num_requests + num_rested, probe_price=self._probe_price
+            num_requests=load.num_decoding + num_rested, probe_price=self._probe_price
         )
 
     @property
@@ -137,7 +134,7 @@ class GoodputRound:
     @property
     def promised(self) -> float:
         """Expected tokens of one request's share of the round."""
-        return self._promise * self._seconds() / self._num_ours
+        return self._promise * (self._seconds() - self._prefill_s) / self._num_ours
 
     def scores_of(self, request_id: RequestId) -> list[float]:
         """Returns the calibrated log-odds of the guesses that the chain rule made."""
@@ -146,7 +143,7 @@ class GoodputRound:
 
     def yielded(self, num_accepted: int) -> float:
         """Returns the tokens of one request's share, with one per request of other controllers."""
-        return num_accepted + self._load.num_requests / self._num_ours
+        return num_accepted + self._load.num_decoding / self._num_ours
 
     def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
         context, max_length = find()
@@ -360,6 +357,16 @@ class GoodputRound:
 
         return self._rate * (seconds(1) - seconds(0))
 
+    def _rounds_s(self, num_rows: int) -> Sequence[float]:
+        """Returns the seconds of rounds with so many known rows, by the length of all drafts."""
+        return self._costs.rounds(
+            self._num_ours,
+            self._setup.max_draft_tokens,
+            num_rows=num_rows,
+            requests=self._load.num_requests,
+            overlapped=self._load.overlapped,
+        )
+
     def _seconds(self) -> float:
         """Returns the seconds of the round so far."""
         rows = self._load.num_known + self._num_looked_up + self._num_drafted
@@ -375,7 +382,7 @@ class GoodputRound:
         value of a second follows the load immediately, and that length. `seconds`: by it, from
         0."""
         best, best_length = plain, 0
-        tokens, survival = float(self._load.num_requests), 1.0
+        tokens, survival = float(self._load.num_decoding), 1.0
         for length, round_s in enumerate(seconds[1:], start=1):
             survival *= self._theta
             tokens += self._num_ours * survival

@@ -49,13 +49,15 @@ class Memory(NamedTuple):
     keys_PV: Ints
     mantissas_PV: Ints
     words_P3: npt.NDArray[np.uint32]
+    numbers_B: Ints
+    """0, 1, 2, ..."""
 
 
 class Choices(NamedTuple):
     """Parameters for choosing a token after each sampled row, and the tokens."""
 
     rows_S: Ints
-    """Index of each sampled row."""
+    """Index of each sampled row among those of the call, in ascending order."""
     divisors_S: Floats
     """Temperatures; 0: greedy."""
     mixed_seeds_S: npt.NDArray[np.uint64]
@@ -92,6 +94,7 @@ def _new_memory(num_tokens: int, num_threads: int) -> Memory:
         keys_PV=np.zeros(wide, np.int32),
         mantissas_PV=np.zeros(wide, np.int32),
         words_P3=np.zeros((num_threads, 3), np.uint32),
+        numbers_B=np.arange(NUM_ROWS, dtype=np.int32),
     )
 
 
@@ -178,8 +181,8 @@ def choose_tokens(
     thread: int,
     num_threads: int,
 ) -> None:
-    """Fills the tokens and gaps of the first `num_sampled` choices, after rows at `scratch.x`.
-    Every thread calls it; all have finished when it returns."""
+    """Fills the tokens and gaps of the first `num_sampled` choices, after the first
+    rows at `scratch.x`. Every thread calls it; all have finished when it returns."""
     first_block, end_block = thread_range(memory.logits_BW.shape[1] // BLOCK, thread, num_threads)
     for first in range(0, num_sampled, NUM_ROWS):
         end = min(first + NUM_ROWS, num_sampled)
@@ -187,11 +190,11 @@ def choose_tokens(
         norm_rows(
             kind,
             lm_head,
-            scratch.x,
+            scratch.x + first * scratch.x_bytes,
             scratch.x_bytes,
             scratch.inputs,
             scratch.inputs_bytes,
-            choices.rows_S[first:end],
+            memory.numbers_B,
             own_first,
             own_end,
         )

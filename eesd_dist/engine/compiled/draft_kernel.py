@@ -367,6 +367,8 @@ def draft_round(
             2 * len(call.table),
             never,
             always,
+            work.choices.rows_S,
+            work.counts[_NUM_ALIVE] if is_guess else num_rows,
             counters,
             thread,
             num_threads,

@@ -41,7 +41,7 @@ def verify_rows(
     thread: int,
     num_threads: int,
 ) -> None:
-    """Runs the rows and fills `choices.tokens_S`."""
+    """Runs the rows and fills `choices.tokens_S`; may overwrite `rows`."""
     num_rows = len(rows.position_R)
     if num_rows == 0:
         return
@@ -63,6 +63,8 @@ def verify_rows(
         2 * len(layers.table),
         never,
         always,
+        choices.rows_S,
+        len(choices.rows_S),
         counters,
         thread,
         num_threads,

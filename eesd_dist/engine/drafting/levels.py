@@ -24,8 +24,8 @@ from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.types import Evidence
 
 CATCH_UP_ROWS = 32
-"""Number of rows at a time by which the exit head catches up; it lags behind in rounds without
-drafts."""
+"""Number of rows at a time by which the exit head catches up: it lags behind in rounds without
+drafts, and stores the keys and values of more rows than these without computing them."""
 
 
 class FreshRows(NamedTuple):
@@ -68,7 +68,10 @@ class LevelDrafter:
             guesses = self._level(fresh, active, policy)
 
     def catch_up(self, runs: Sequence[DraftRun]) -> None:
-        """Runs the exit head over the rows it has not seen; keeps its output at the frontier."""
+        """Runs the exit head over the rows it has not seen; keeps its output at the frontier. Of
+        many rows it computes the last one only."""
+        many = [run for run in runs if run.state.num_lagging > CATCH_UP_ROWS]
+        self.store_lagging(many, num_left=1)
         slices: list[RowSlice] = []
         segments: list[RowSegment] = []
         for run in runs:
@@ -80,6 +83,13 @@ class LevelDrafter:
         for run, segment in zip(runs, segments, strict=True):
             end += segment.num_rows
             run.note_seen(RowSlice(out_TD, end - segment.num_rows, end))
+
+    def store_lagging(self, runs: Sequence[DraftRun], *, num_left: int = 0) -> None:
+        """Lets the exit head store the rows that it has not read, but the last ones."""
+        if not runs:
+            return
+        slices, segments = zip(*[run.take_lagging(num_left=num_left) for run in runs], strict=True)
+        self._compute.store_head_kv(joined(slices), segments)
 
     def _level(
         self, fresh: Sequence[FreshRows], active: Sequence[DraftRun], policy: DraftPolicy
@@ -105,8 +115,7 @@ class LevelDrafter:
             for row in fresh
             if row.run.state.num_lagging >= CATCH_UP_ROWS and id(row.run) not in guessing
         ]
-        if lagging:
-            self.catch_up(lagging)
+        self.store_lagging(lagging)
         return [guess for level in guesses for guess in level]
 
     def _fits_one_call(

@@ -35,6 +35,7 @@ from eesd_dist.transport.commands import (
     RunHead,
     RunLayers,
     RunLogits,
+    StoreHeadKv,
     TakeHead,
 )
 from eesd_dist.transport.contracts import TensorGroup
@@ -67,6 +68,10 @@ class DraftCompute(Protocol):
 
     def run_head(self, hidden_TD: Tensor, segments: Sequence[RowSegment]) -> Tensor:
         """Runs the exit head's layer; writes its keys and values."""
+        ...
+
+    def store_head_kv(self, hidden_TD: Tensor, segments: Sequence[RowSegment]) -> None:
+        """Writes the exit head's keys and values of rows after which nothing is guessed."""
         ...
 
     def logits(self, exit_AD: Tensor) -> Tensor:
@@ -140,6 +145,9 @@ class DraftShard:
 
     def run_head(self, hidden_TD: Tensor, segments: Sequence[RowSegment]) -> Tensor:
         return self._own_head.forward(hidden_TD, self._plan(segments))
+
+    def store_head_kv(self, hidden_TD: Tensor, segments: Sequence[RowSegment]) -> None:
+        self._own_head.store_kv(hidden_TD, self._plan(segments))
 
     def logits(self, exit_AD: Tensor) -> Tensor:
         return self._own_head.logits(exit_AD)
@@ -247,6 +255,10 @@ class LeadingShard:
         self._commands.announce(RunHead(segments=segments, hidden_TD=hidden_TD))
         return self._own.run_head(hidden_TD, segments)
 
+    def store_head_kv(self, hidden_TD: Tensor, segments: Sequence[RowSegment]) -> None:
+        self._commands.announce(StoreHeadKv(segments=segments, hidden_TD=hidden_TD))
+        self._own.store_head_kv(hidden_TD, segments)
+
     def logits(self, exit_AD: Tensor) -> Tensor:
         self._commands.announce(RunLogits(exit_AD=exit_AD))
         return self._own.logits(exit_AD)
@@ -334,6 +346,10 @@ def _obey(command: Command, shard: DraftShard, heads: HeadShelf) -> None:
             _expect_rows(hidden_TD, shard.span)
             _expect_pages(segments, shard)
             shard.run_head(hidden_TD, segments)
+        case StoreHeadKv(segments=segments, hidden_TD=hidden_TD):
+            _expect_rows(hidden_TD, shard.span)
+            _expect_pages(segments, shard)
+            shard.store_head_kv(hidden_TD, segments)
         case RunLogits(exit_AD=exit_AD):
             _expect_rows(exit_AD, shard.span)
             shard.logits(exit_AD)

@@ -232,6 +232,18 @@ class DraftRun:
         self.num_seen = len(self.tokens)
         self.exit_AD = out_TD
 
+    def take_lagging(self, *, num_left: int) -> tuple[RowSlice, RowSegment]:
+        """Marks the rows that the exit head has not read as read, but the last ones. Returns them,
+        and where they are."""
+        state, rows_TD = self.state, joined(self.state.lagging_TD)
+        count = state.num_lagging - num_left
+        segment = RowSegment(state.exit_len, count, self.item.pages)
+        state.catch_up(state.exit_len + count)
+        if num_left:
+            state.lag(RowSlice(rows_TD, count, count + num_left))
+        self.exit_AD = None
+        return RowSlice(rows_TD, 0, count), segment
+
     def note_read(self) -> None:
         """Marks a chain's rows as read, without the exit head's output for them."""
         self.state.catch_up(self.state.exit_len + self.state.num_lagging)

@@ -139,11 +139,13 @@ class DraftStage:
         runs = [self._open(item) for item in plan.items]
         drafting = [run for run in runs if _may_draft(run)]
         if self.head is not None:
+            num_rows = sum(run.item.num_known for run in runs)
             drafting_ids = policy.begin_round(
                 [run.request_id for run in drafting],
                 overlapped=overlapped,
                 num_requests=len(runs),
-                num_known=sum(run.item.num_known for run in runs),
+                num_known=num_rows,
+                num_prefill=num_rows - sum(run.item.is_final for run in runs),
             )
             for run in drafting:
                 run.rests = run.request_id not in drafting_ids
@@ -220,8 +222,7 @@ class DraftStage:
             self._take(run, chain)
             if run.state.num_lagging >= CATCH_UP_ROWS:
                 lagging.append(run)
-        if lagging:
-            self._levels.catch_up(lagging)
+        self._levels.store_lagging(lagging)
         policy.report(
             {
                 run.request_id: chain.report

@@ -184,6 +184,36 @@ def _add_pending(
 
 
 @inner
+def _keep_rows(
+    scratch: Scratch,
+    widths: Widths,
+    num_queries: int,
+    rows: RowArrays,
+    outputs: npt.NDArray[np.int32],
+    num_outputs: int,
+) -> None:
+    """Moves these rows, their queries and what they see to the front; overwrites `rows`."""
+    for at in range(num_outputs):
+        row = outputs[at]
+        if row == at:
+            continue
+        _copy(scratch.x + at * scratch.x_bytes, scratch.x + row * scratch.x_bytes, widths.hidden)
+        wide_at = scratch.wide + at * scratch.wide_bytes
+        _copy(wide_at, scratch.wide + row * scratch.wide_bytes, num_queries)
+        rows.table_R[at] = rows.table_R[row]
+        rows.position_R[at] = rows.position_R[row]
+        rows.in_order_R[at] = rows.in_order_R[row]
+        rows.branch_R[at] = rows.branch_R[row]
+
+
+@inner
+def _copy(target_at: int, source_at: int, width: int) -> None:
+    """Copies numbers, and what follows them up to a whole vector."""
+    for at in range(0, width, LANES):
+        store(target_at, at, load(source_at, at))
+
+
+@inner
 def _product(
     kind: Kind,
     widths: Widths,
@@ -191,6 +221,7 @@ def _product(
     weights: int,
     bias: int,
     num_out: int,
+    first_block: int,
     num_steps: int,
     sums: int,
     sum_bytes: int,
@@ -198,7 +229,8 @@ def _product(
     thread: int,
     num_threads: int,
 ) -> None:
-    first, end = thread_range((num_out + BLOCK - 1) // BLOCK, thread, num_threads)
+    num_blocks = (num_out + BLOCK - 1) // BLOCK - first_block
+    first, end = thread_range(num_blocks, thread, num_threads)
     multiply(
         kind,
         weights,
@@ -210,8 +242,8 @@ def _product(
         sum_bytes,
         num_rows,
         bias,
-        first,
-        end,
+        first_block + first,
+        first_block + end,
     )
 
 
@@ -227,6 +259,8 @@ def run_layers(
     end_half: int,
     is_pending: bool,
     is_finished: bool,
+    outputs: npt.NDArray[np.int32],
+    num_outputs: int,
     counters: npt.NDArray[np.int64],
     thread: int,
     num_threads: int,
@@ -234,6 +268,9 @@ def run_layers(
     """Runs halves [first_half, end_half) of the layers over the rows in `scratch.x`.
 
     `is_pending`: `scratch.addend` is to be added first; `is_finished`: also the last half's.
+    The last layer stores the keys and values of all rows, and computes rows `outputs`, of which
+    there are `num_outputs` in ascending order: they are then the first ones of `scratch.x`. Unless
+    these are all rows, `rows` is overwritten.
     """
     num_rows = len(rows.position_R)
     first_row, end_row = thread_range(num_rows, thread, num_threads)
@@ -243,6 +280,7 @@ def run_layers(
     first_kv, end_kv = thread_range(num_kv, thread % kv_threads, kv_threads)
     first_attended, end_attended = thread_range(num_rows, thread % row_threads, row_threads)
     queries = geometry.per_kv * geometry.num_kv * geometry.channels
+    last_attention = 2 * len(table) - 2
     for half in range(first_half, end_half):
         layer = table[half // 2]
         is_attention = half % 2 == 0
@@ -263,8 +301,11 @@ def run_layers(
                 convert_row(kind, x_at, widths.hidden, inputs_at)
         is_pending = True
         wait(counters, num_threads)
+        first_block = 0
         if is_attention:
             weights, bias, num_out = layer[QKV], layer[QKV_BIAS], widths.heads
+            if half == last_attention and num_outputs == 0:  # no queries
+                first_block = queries // BLOCK
         else:
             weights, bias, num_out = layer[GATE_UP], layer[GATE_UP_BIAS], 2 * widths.channels
         _product(
@@ -274,6 +315,7 @@ def run_layers(
             weights,
             bias,
             num_out,
+            first_block,
             widths.hidden_steps,
             scratch.wide,
             scratch.wide_bytes,
@@ -299,6 +341,17 @@ def run_layers(
             row_numbers = scratch.wide_bytes // _FLOAT_BYTES
             store_rows(geometry, rows, scratch.wide, row_numbers, layer[PAGES], first_row, end_row)
             wait(counters, num_threads)
+            if half == last_attention and num_outputs < num_rows:
+                if num_outputs == 0:
+                    return
+                if thread == 0:
+                    _keep_rows(scratch, widths, queries, rows, outputs, num_outputs)
+                wait(counters, num_threads)
+                num_rows = num_outputs
+                first_row, end_row = thread_range(num_rows, thread, num_threads)
+                first_attended, end_attended = thread_range(
+                    num_rows, thread % row_threads, row_threads
+                )
             attend_rows(
                 kind,
                 geometry,
@@ -333,6 +386,7 @@ def run_layers(
             weights,
             bias,
             widths.hidden,
+            0,
             num_steps,
             scratch.addend,
             scratch.addend_bytes,

@@ -133,6 +133,11 @@ class ExitHead:
         and values."""
         return self._layers.forward(hidden_TD, rows)
 
+    def store_kv(self, hidden_TD: Tensor, rows: RowPlan) -> None:
+        """Writes the head's keys and values of rows after which nothing is guessed: a small part of
+        what `forward` computes."""
+        self._layers.store_kv(hidden_TD, rows)
+
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copies slots, (from, to) each; reads all sources before it writes any target."""
         self._layers.move(moves)

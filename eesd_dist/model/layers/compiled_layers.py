@@ -58,6 +58,7 @@ from eesd_dist.model.layers.norms import JointNorm
 from eesd_dist.transport.contracts import TensorGroup
 
 _FLOAT_BYTES = 4
+_NO_INTS = np.zeros(0, np.int32)
 _PARTS = (cpu, kv_layout)
 _ACTIVATIONS = {SILU.name: 0, GELU_TANH.name: 1}
 
@@ -179,6 +180,13 @@ class CompiledLayers:
                 after_layer(end // 2, result_TD)
         return result_TD
 
+    def store_kv(self, hidden_TD: Tensor, rows: RowPlan) -> None:
+        """Writes the keys and values of rows [T, D], of one layer: no rank waits for another."""
+        assert len(self._layers) == 1, "the keys of a later layer follow from the one before"
+        x_TD = self._padded(hidden_TD)
+        scratch = self.call_over(len(x_TD)).scratch._replace(x=x_TD.data_ptr())
+        self._run(rows.arrays, scratch, 0, 1, False, False, num_outputs=0)
+
     @property
     def kind(self) -> Kind:
         """The kind of the layers' weights (`tiles`)."""
@@ -241,7 +249,9 @@ class CompiledLayers:
         end_half: int,
         is_pending: bool,
         is_finished: bool,
+        num_outputs: int | None = None,
     ) -> None:
+        """`num_outputs`: None: all rows, or none."""
         share = (end_half - first_half) / (2 * len(self._layers))
         call_in_threads(
             layers_kernel(),
@@ -257,6 +267,8 @@ class CompiledLayers:
             end_half,
             is_pending,
             is_finished,
+            _NO_INTS,
+            len(rows.position_R) if num_outputs is None else num_outputs,
         )
 
     def _sum_over_ranks(self, scratch: Scratch, num_rows: int) -> None:

@@ -110,6 +110,15 @@ class CudaLayers:
         )
         return out_TD.narrow(0, 0, num_rows).clone()
 
+    @torch.inference_mode()
+    def store_kv(self, hidden_TD: Tensor, rows: RowPlan) -> None:
+        """Writes the keys and values of rows [T, D], of one layer: no rank waits for another."""
+        (layer,), (attention,), (rotation_SC,) = self._layers, self._attention, self._rotations
+        x_TD = hidden_TD.to(self._rows_TD.dtype, copy=True)
+        input_TD = _add_and_norm(layer.attention_norm, x_TD, None)
+        device_rows = attention.placed(rows.arrays, num_padded=rows.num_rows)
+        _stored_heads(layer, attention, rotation_SC, input_TD, device_rows)
+
     def has_graphs(self, num_rows: int) -> bool:
         """Returns whether a pass of so many rows is padded, and a graph where there is room. The
         same on every rank."""
@@ -134,18 +143,7 @@ class CudaLayers:
             zip(self._layers, self._attention, self._rotations, strict=True), start=1
         ):
             input_TD = _add_and_norm(layer.attention_norm, x_TD, addend_TD)
-            heads_THE = layer.qkv(input_TD).view(x_TD.shape[0], -1, layer.head_dim)
-            norm = layer.head_norm
-            if isinstance(norm, JointNorm):
-                turned_THE, values_THE = heads_THE.tensor_split([-layer.num_kv_heads], dim=1)
-                heads_THE, norm = torch.cat([norm(turned_THE), values_THE], dim=1), None
-            attention.store(
-                rows,
-                heads_THE,
-                rotation_SC,
-                norm_HE=None if norm is None else norm.weight_HE,
-                norm_eps=0.0 if norm is None else norm.eps,
-            )
+            heads_THE = _stored_heads(layer, attention, rotation_SC, input_TD, rows)
             addend_TD = layer.output(attention.attend_rows(rows, heads_THE))
             gate_up = layer.mlp.gate_up(_add_and_norm(layer.mlp_norm, x_TD, addend_TD))
             addend_TD = layer.mlp.down(
@@ -154,6 +152,29 @@ class CudaLayers:
             if after_layer is not None:
                 after_layer(done, x_TD + addend_TD)
         return x_TD if addend_TD is None else x_TD + addend_TD
+
+
+def _stored_heads(
+    layer: DecoderLayer,
+    attention: CudaAttention,
+    rotation_SC: Tensor,
+    input_TD: Tensor,
+    rows: DeviceRows,
+) -> Tensor:
+    """Returns the queries, keys and values of normed rows, after these were stored."""
+    heads_THE = layer.qkv(input_TD).view(input_TD.shape[0], -1, layer.head_dim)
+    norm = layer.head_norm
+    if isinstance(norm, JointNorm):
+        turned_THE, values_THE = heads_THE.tensor_split([-layer.num_kv_heads], dim=1)
+        heads_THE, norm = torch.cat([norm(turned_THE), values_THE], dim=1), None
+    attention.store(
+        rows,
+        heads_THE,
+        rotation_SC,
+        norm_HE=None if norm is None else norm.weight_HE,
+        norm_eps=0.0 if norm is None else norm.eps,
+    )
+    return heads_THE
 
 
 def _add_and_norm(norm: RmsNorm | None, x_TD: Tensor, addend_TD: Tensor | None) -> Tensor:

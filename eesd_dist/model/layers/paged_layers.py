@@ -109,6 +109,14 @@ class PagedLayers:
                 after_layer(done, x_TD.narrow(0, 0, rows.num_rows))
         return x_TD.narrow(0, 0, rows.num_rows)
 
+    def store_kv(self, hidden_TD: Tensor, rows: RowPlan) -> None:
+        """Writes the keys and values of rows [T, D] of the only layer."""
+        fused = self._fused
+        if fused is not None:
+            fused.store_kv(hidden_TD, rows)
+        else:
+            self.forward(hidden_TD, rows)
+
     @property
     def compiled(self) -> "CompiledLayers | None":
         """The layers as one compiled call; None where there is none."""

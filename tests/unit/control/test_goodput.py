@@ -210,6 +210,22 @@ def test_in_a_larger_batch_where_rows_are_dear_less_is_drafted() -> None:
     assert sum(crowd.lengths) / len(crowd.lengths) < 0.5 * sum(single.lengths) / len(single.lengths)
 
 
+def test_the_time_of_a_prompt_is_no_reason_to_draft() -> None:
+    """Rows are as dear next to the rows of a prompt, and a second is worth as much as without."""
+    cost = CostModel(draft_step_s=0.05, verify_s=tuple(1.0 + 0.5 * i for i in range(9)))
+    chance, with_prompt = [0.45], {"num_requests": 1, "num_known": 400, "num_prefill": 399}
+    drafted = [
+        _one_level(_admitted(_policy(cost, seed=seed), 1), chance, **rows)[0]
+        for rows in ({}, with_prompt)
+        for seed in range(40)
+    ]
+    assert sum(drafted[40:]) <= sum(drafted[:40]) + 2 < 12
+    likely = [
+        _one_level(_admitted(_policy(cost), 1), [0.97], **rows)[0] for rows in ({}, with_prompt)
+    ]
+    assert likely == [True, True]
+
+
 def test_more_is_drafted_while_another_microbatch_is_verified() -> None:
     """Draft steps that are expensive alone are hidden behind the time of the verifier."""
     slow = CostModel(draft_step_s=0.5, verify_s=tuple(1.0 + 0.01 * i for i in range(9)))

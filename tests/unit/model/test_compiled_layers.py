@@ -72,6 +72,30 @@ def test_rows_kept_after_a_layer_change_no_bit(tmp_path: Path) -> None:
     assert not torch.equal(layer_rows.rows[2], expected_TD)
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_and_values_of_one_layer_are_stored_without_computing_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, num_threads: int
+) -> None:
+    save_tiny_model(tmp_path, family=family)
+    monkeypatch.setattr(calls, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    stored, computed = (Stages.load(tmp_path, dtype=dtype).draft for _ in range(2))
+    rows = RowPlan.build(
+        [RowSegment(3, 40, PAGES), RowSegment(0, 2, (11,))],
+        page_size=16,
+        device=torch.device("cpu"),
+        numerics="invariant",
+    )
+    hidden_TD = computed.embed(random_tokens(42))
+    stored.paged.store_kv(hidden_TD, rows)
+    computed.paged.forward(hidden_TD, rows)
+    pages_B = stored.paged.read_pages(0, range(32))
+    assert torch.equal(pages_B, computed.paged.read_pages(0, range(32)))
+    assert pages_B.any()
+
+
 def test_no_call_compiles_the_layers_again(tmp_path: Path) -> None:
     counts = set()
     for at, family in enumerate(FAMILIES):

@@ -16,6 +16,7 @@ from eesd_dist.transport.commands import (
     RunHead,
     RunLayers,
     RunLogits,
+    StoreHeadKv,
     TakeHead,
     decode_command,
     encode_command,
@@ -44,6 +45,7 @@ def commands(draw: st.DrawFn) -> Command:
     choices: list[Command] = [
         RunLayers(tokens=list(range(num_rows)), segments=segments),
         RunHead(segments=segments, hidden_TD=x),
+        StoreHeadKv(segments=segments, hidden_TD=x),
         RunLogits(exit_AD=x.bfloat16()),
         MoveSlots(moves=[(num_rows, 4), (5, 6)]),
         TakeHead(folder=draw(st.text(max_size=30)), sha256="ab" * 32),

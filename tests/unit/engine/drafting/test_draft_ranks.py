@@ -76,7 +76,8 @@ def on_every_rank(
 
 
 def drafted(compute: DraftCompute) -> list[Tensor]:
-    """Runs a prefill, two steps of a chain, a level of a tree, and the move of its branch."""
+    """Runs a prefill of which the head stores all but the last rows, two steps of a chain, a level
+    of a tree, and the move of its branch."""
     results: list[Tensor] = []
 
     def step(tokens: list[int], segment: RowSegment) -> None:
@@ -84,7 +85,9 @@ def drafted(compute: DraftCompute) -> list[Tensor]:
         exit_TD = compute.run_head(hidden_TD, [segment])
         results.extend((hidden_TD, exit_TD, compute.logits(exit_TD[-2:])))
 
-    step(list(range(5, 18)), RowSegment(0, 13, PAGES))
+    prompt_TD = compute.run_layers(list(range(5, 18)), [RowSegment(0, 13, PAGES)])
+    compute.store_head_kv(prompt_TD[:10], [RowSegment(0, 10, PAGES)])
+    results.append(compute.run_head(prompt_TD[10:], [RowSegment(10, 3, PAGES)]))
     step([40], RowSegment(13, 1, PAGES))
     step([41], RowSegment(14, 1, PAGES))
     step([50, 51], RowSegment(15, 2, PAGES, (-1, -1)))

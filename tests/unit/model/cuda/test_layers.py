@@ -120,6 +120,20 @@ def test_layers_compute_what_they_do_on_a_cpu(tmp_path: Path, family: str) -> No
         assert torch.equal(x_TD, before_TD)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2"])
+def test_keys_and_values_of_one_layer_are_stored_without_computing_the_rows(
+    tmp_path: Path, family: str
+) -> None:
+    save_tiny_model(tmp_path, family, num_hidden_layers=1, **FAMILIES[family])
+    stored, computed = Twins(tmp_path), Twins(tmp_path)
+    plan = plan_of([RowSegment(3, 10, tuple(range(8))), RowSegment(0, 2, (30,))])
+    x_TD = torch.randn(12, stored.spec.hidden_size)
+    stored.twin.store_kv(x_TD, plan)
+    computed.twin.forward(x_TD, plan)
+    assert torch.equal(stored.pages[0].pages_PKX, computed.pages[0].pages_PKX)
+    assert stored.pages[0].pages_PKX.any()
+
+
 def test_a_row_has_the_same_bits_in_a_graph_of_any_size_and_without_one(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama", num_hidden_layers=NUM_LAYERS)
     twins = Twins(tmp_path)
