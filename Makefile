@@ -49,7 +49,7 @@ serve: install-serving
 
 # Arithmetic without bounds on time: it runs in addition to the services, and takes what these leave of two cores. At this
 # priority a test of 40 s has taken more than the usual 300: only one that hangs takes 20 minutes.
-PATIENT := $(addprefix tests/unit/,control distill engine llm model routing sampling schedule text)
+PATIENT := $(addprefix tests/unit/,backends control distill engine llm model routing sampling schedule text)
 OTHERS := $(addprefix --ignore=,$(PATIENT))
 
 # Services one after the other: two at once, and Ray may take too long to start. Each run uses the kernels of those before.
@@ -115,6 +115,7 @@ check: install
 	$(BIN)/python infra/check_docstrings.py
 	$(BIN)/python infra/check_documents.py
 	$(BIN)/python infra/check_names.py
+	$(BIN)/python infra/check_devices.py
 	$(BIN)/python infra/write_references.py --check
 	$(BIN)/yamllint --strict .
 	$(BIN)/shellcheck .ci/run cluster/configs/node.sh infra/gpu/*.sh

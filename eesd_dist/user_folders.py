@@ -8,6 +8,16 @@ from pathlib import Path
 
 from eesd_dist.errors import ConfigError
 
+CACHE_VARIABLE = "EESD_CACHE_DIR"
+
+
+def cache_folder() -> Path:
+    """Returns the folder of what a start-up may reuse; it need not exist or be writable."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    if folder:
+        return Path(folder)
+    return user_folder("XDG_CACHE_HOME", ".cache", in_temporary="cache")
+
 
 def user_folder(variable: str, in_home: str, *, in_temporary: str) -> Path:
     """Returns `eesd` in the folder that the variable names, or in that folder of the home folder if

@@ -63,12 +63,8 @@ def pictures() -> Mapping[str, Sequence[Panel]]:
 
 
 def smollm2_panels() -> Sequence[Panel]:
-    record = _record("2026-11-28-smollm2-2cpu")
-    by_class = {
-        name: row
-        for run in ("four_sets", "gsm8k", "humaneval")
-        for name, row in record[run]["summary"]["by_class"].items()
-    }
+    record = _record("2026-11-28-smollm2-again-2cpu")
+    by_class = record["offline"]["summary"]["by_class"]
     batches = record["batch"]["batches"]
     return (
         Panel(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from eesd_dist.backends.cpu.calls import kernel_clock
 from eesd_dist.bench.best_fixed import (
     PromptTimes,
     against_others_choice,
@@ -32,7 +33,6 @@ from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.cpu.calls import kernel_clock
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer

@@ -11,6 +11,7 @@ from time import monotonic
 
 import torch
 
+from eesd_dist.backends.api import engine_on
 from eesd_dist.config import EngineConfig
 from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
@@ -32,7 +33,6 @@ from eesd_dist.model.parallel import Shard
 from eesd_dist.model.rank_memory import kv_page_bytes
 from eesd_dist.model.span import SpanWeights
 from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.sampling.rule import warm_up
 from eesd_dist.schedule.kv_pages import KvRoom, num_pages_of
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.schedule.scheduler import Scheduler
@@ -155,7 +155,7 @@ def _load_span(
     group: TensorGroup,
     on_progress: OnProgress,
 ) -> SpanWeights:
-    warm_up(layout.device)
+    engine_on(layout.device).warm_up()
     return SpanWeights.load(
         config.model.path,
         layout.spec,
@@ -383,11 +383,10 @@ class _Checked(Exception):
 
 
 def compile_kernels(config: EngineConfig) -> None:
-    """Builds the smallest stages of this model, so that what they compile is kept. Compiles nothing
-    for a GPU."""
+    """Builds the smallest stages of this model, so that what they compile is kept."""
     torch.set_num_threads(1)
     layout, group = layout_of(config), SingleGroup()
-    if layout.device.type != "cpu":
+    if not engine_on(layout.device).compiles_kernels:
         return
     last = layout.spec.num_layers
     span = _load_span(config, layout, last - 1, last, group=group, on_progress=unwatched)

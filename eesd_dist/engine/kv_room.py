@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from eesd_dist.backends.api import engine_on
 from eesd_dist.config import CacheConfig, EngineConfig
 from eesd_dist.model.kernels import TORCH_DTYPES
 from eesd_dist.model.layers.layer import LayerWeights
@@ -43,14 +44,13 @@ def kv_room(
 def _budget_bytes(cache: CacheConfig, device: torch.device, *, reserved_bytes: int) -> int:
     if cache.kv_cache_bytes is not None:
         return cache.kv_cache_bytes
-    if device.type == "cpu":
+    memory = engine_on(device).memory(device)
+    if memory is None:
         return CPU_BUDGET_BYTES
-    torch.cuda.empty_cache()  # what the packing of weights has freed counts as free
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return gpu_budget_bytes(
-        total_bytes=total_bytes,
-        free_bytes=free_bytes,
-        own_bytes=torch.cuda.memory_reserved(device),
+        total_bytes=memory.total,
+        free_bytes=memory.free,
+        own_bytes=memory.own,
         reserved_bytes=reserved_bytes,
         utilization=cache.gpu_memory_utilization,
     )

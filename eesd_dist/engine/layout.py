@@ -61,13 +61,14 @@ def _split_of(spec: ModelSpec, path: Path, head_folder: Path | None) -> int:
     return HeadConfig.read(head_folder, target=spec, target_path=path).exit_layer
 
 
-def device_named(name: str) -> torch.device:
-    """Returns the device for `name` in this process. A GPU has an index: NCCL and
-    `torch.cuda.set_device` require one. CUDA_VISIBLE_DEVICES determines which GPU has index 0."""
+def device_named(name: str, *, setting: str = "model.device") -> torch.device:
+    """Returns the device for `name`, the value of a setting, in this process. A GPU has an index:
+    NCCL and `torch.cuda.set_device` require one. CUDA_VISIBLE_DEVICES determines which GPU has
+    index 0."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError(f"model.device is {name} and torch sees no CUDA device: use auto or cpu")
+        raise ConfigError(f"{setting} is {name} and torch sees no CUDA device: use auto or cpu")
     # `current_device` would initialise CUDA, also in processes that only read the layout; before
     # initialisation the current device is the first one.
     is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

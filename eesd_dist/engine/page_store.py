@@ -5,24 +5,20 @@ other layers: in both cases a list of layers, each with its own page size. Does 
 the bytes are sent.
 """
 
-import platform
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed import is_nccl_available
 
+from eesd_dist.backends.api import engine_on
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.layout import Layout
+from eesd_dist.model.attention.pages import pages_on
 from eesd_dist.model.heads.exit_head import ExitHead
-from eesd_dist.model.kernels import LinearPacker
-from eesd_dist.model.kv_layout import PAGE_FORMS
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.transport.page_wire import Chunk
-
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 class PageStore:
@@ -85,32 +81,18 @@ def kv_layout(config: EngineConfig, layout: Layout, *, weights: str, head: str) 
         page_size=config.cache.page_size,
         machine=machine_of(config, layout),
         finds_prefixes=config.cache.prefix_caching,
-        gpu=_gpu(layout.device),
+        gpu=engine_on(layout.device).uuid(layout.device),
         has_nccl=is_nccl_available(),
     )
 
 
-def _gpu(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
 def machine_of(config: EngineConfig, layout: Layout) -> str:
     """Returns what decides the last bits of a rank's numbers besides the model."""
-    device, numerics = layout.device, config.model.numerics
-    if device.type == "cuda":
-        kind = torch.cuda.get_device_name(device)
-    else:
-        capability = torch.backends.cpu.get_cpu_capability()
-        packer = LinearPacker(dtype=layout.dtype, numerics=numerics, device=device)
-        kind = (
-            f"{_cpu_model()}, {capability}, products {packer.products}, "
-            f"{config.parallel.num_threads} threads"
-        )
-    return f"torch {torch.__version__}, {device.type}, {kind}, {PAGE_FORMS[device.type]}"
-
-
-def _cpu_model() -> str:
-    """Returns the CPU model, by which linear algebra libraries choose their routines."""
-    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    device = layout.device
+    machine = engine_on(device).machine(
+        device,
+        dtype=layout.dtype,
+        numerics=config.model.numerics,
+        num_threads=config.parallel.num_threads,
+    )
+    return f"torch {torch.__version__}, {device.type}, {machine}, {pages_on(device).page_form}"

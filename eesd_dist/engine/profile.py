@@ -13,6 +13,7 @@ from itertools import count
 
 import torch
 
+from eesd_dist.backends.api import ChainStart, engine_on
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief
 from eesd_dist.control.chain_rule import REFUSAL, of_length
@@ -20,7 +21,6 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.fitting import isotonic
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.tree_growth import Offer
-from eesd_dist.engine.chains import ChainStart
 from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.page_table import PageTable
@@ -157,12 +157,11 @@ class _Bench:
         return token_s - refusal_s
 
     def _usual_s(self, run: Callable[[], object]) -> float:
-        """Measures until a GPU is done: rows that no guess follows are only queued by a draft."""
+        """Measures until the device is done: a draft only queues rows that no guess follows."""
 
         def settled() -> None:
             run()
-            if self.draft.device.type == "cuda":
-                torch.cuda.synchronize(self.draft.device)
+            engine_on(self.draft.device).synchronize(self.draft.device)
 
         return _usual(settled)
 

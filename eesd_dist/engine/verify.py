@@ -9,17 +9,15 @@ parameters. It does not depend on requests, queues or controllers.
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from eesd_dist.compiled import LazyCompiled, can_compile
+from eesd_dist.backends.api import RoundVerifier, engine_on
 from eesd_dist.config import Numerics
-from eesd_dist.engine.compiled.ahead import compile_when_cached
 from eesd_dist.engine.recording.row_features import features_of
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.layers.paged_layers import LayerRows
@@ -40,10 +38,6 @@ from eesd_dist.transport.contracts import (
 from eesd_dist.transport.group import ProcessGroup, finish_all
 from eesd_dist.transport.group_handles import process_group_of
 from eesd_dist.transport.memory import Round
-
-if TYPE_CHECKING:
-    from eesd_dist.engine.compiled.verifier import Verifier
-    from eesd_dist.engine.cuda.verifier import GraphVerifier
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
 _NO_FLOATS = np.zeros(0, dtype=np.float32)
@@ -69,10 +63,12 @@ class VerifyStage:
         self._page_size = page_size
         self._device = device
         self._numerics: Numerics = numerics
-        self._verifier = verifier_of(span, compiles_in_background=compiles_in_background)
+        self._verifier = engine_on(device).verifier(
+            span, compiles_in_background=compiles_in_background
+        )
 
     @property
-    def verifier(self) -> "Verifier | GraphVerifier | None":
+    def verifier(self) -> RoundVerifier | None:
         """A pass as one call; None where there is none, and before there is one."""
         return self._verifier.get()
 
@@ -207,25 +203,6 @@ class VerifyStage:
             accepted[first:end] = 1
             first += len(draft) + 1
         return _Judged(tokens, accepted)
-
-
-def verifier_of(
-    span: LlamaSpan, *, compiles_in_background: bool
-) -> "LazyCompiled[Verifier | GraphVerifier]":
-    """Returns the stage as one call, where this machine and this span have it."""
-    if span.paged.on_gpu is not None:
-        from eesd_dist.engine.cuda.verifier import GraphVerifier
-
-        return LazyCompiled(partial(GraphVerifier.of, span), is_ready=True)
-    if not can_compile():
-        return LazyCompiled.without()
-    from eesd_dist.engine.compiled.verifier import Verifier
-    from eesd_dist.engine.compiled.verify_kernel import is_verify_cached
-
-    make = partial(Verifier.of, span)
-    return compile_when_cached(
-        make, is_cached=is_verify_cached, is_needed=not compiles_in_background
-    )
 
 
 def _is_plain(header: RoundHeader) -> bool:

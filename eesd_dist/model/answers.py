@@ -15,10 +15,12 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from eesd_dist.compiled import cache_folder
+from eesd_dist.devices import backend_of
+from eesd_dist.user_folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +28,19 @@ _CHANGING_FACTS = ("apicid", "bogomips", "core id", "cpu MHz", "initial apicid",
 _LIBRARY_SETTINGS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")
 
 
+class AnswersBackend(Protocol):
+    """Part of a backend that the cache uses."""
+
+    caches_answers: bool
+    """True if a result stays true until what is part of the key changes."""
+
+
 def cached_answer(
     question: Mapping[str, object], ask: Callable[[], bool], *, device: torch.device
 ) -> bool:
     """Returns the cached result, or calls `ask` and caches its result."""
-    if device.type != "cpu":
+    backend: AnswersBackend = backend_of(device).model
+    if not backend.caches_answers:
         return ask()
     key = json.dumps({**_machine(), **question}, sort_keys=True)
     file = cache_folder() / "self_checks" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"

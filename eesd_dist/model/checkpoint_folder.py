@@ -12,9 +12,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from eesd_dist.compiled import cache_folder
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, listed
+from eesd_dist.user_folders import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -7,14 +7,31 @@ depend on other rows.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eesd_dist.devices import backend_of
+
+
 # Shapes: T rows, I intermediate channels, V vocabulary.
-_GRAIN = 16_384
-"""torch never splits fewer elements than this among threads: GELU's threshold, the lowest."""
+class RowsBackend(Protocol):
+    """Part of a backend that elementwise functions use."""
+
+    def row_blocks(self, x: Tensor) -> Iterable[slice]:
+        """Returns `row_blocks`, of rows without gradients."""
+        ...
+
+    def soft_capped_rows(self, x_TV: Tensor, cap: float) -> Tensor:
+        """Returns `soft_capped_rows`, of rows without gradients."""
+        ...
+
+
+def _rows_on(device: torch.device) -> RowsBackend:
+    backend: RowsBackend = backend_of(device).model
+    return backend
 
 
 def row_blocks(x: Tensor) -> Iterable[slice]:
@@ -23,12 +40,7 @@ def row_blocks(x: Tensor) -> Iterable[slice]:
     For rows that are not contiguous in memory, or that are combined with a broadcast operand: torch
     then computes each row as a separate range.
     """
-    num_rows = x.shape[0]
-    is_whole = x.is_cuda or x.requires_grad or torch.get_num_threads() == 1
-    if is_whole or x.numel() < _GRAIN:
-        return (slice(num_rows),)
-    step = max(1, (_GRAIN - 1) // x[0].numel())
-    return (slice(first, first + step) for first in range(0, num_rows, step))
+    return (slice(x.shape[0]),) if x.requires_grad else _rows_on(x.device).row_blocks(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +71,7 @@ def soft_capped(x: Tensor, cap: float) -> Tensor:
 
 
 def soft_capped_rows(x_TV: Tensor, cap: float) -> Tensor:
-    """Caps rows that are contiguous in memory; on a CPU with one call per row."""
-    if x_TV.is_cuda or x_TV.requires_grad:
+    """Caps rows that are contiguous in memory."""
+    if x_TV.requires_grad:
         return soft_capped(x_TV, cap)
-    capped_TV = torch.empty_like(x_TV)
-    for row_V, capped_V in zip(x_TV, capped_TV, strict=True):
-        capped_V.copy_(soft_capped(row_V, cap))
-    return capped_TV
+    return _rows_on(x_TV.device).soft_capped_rows(x_TV, cap)

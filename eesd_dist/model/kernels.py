@@ -1,17 +1,14 @@
 """Chooses the routine that multiplies by a weight matrix.
 
 A candidate packs a weight once and then multiplies rows by it. With `numerics: invariant` a row of
-a product must have the same bits for any number of rows in the call. The compiled product of
-`model.cpu` has them by construction. A library's product is taken only after a self-check on the
-actual shape, for row counts as `padded_rows` rounds them; the last candidate on a GPU only ever
-calls the library with tiles of one row count. `fast` takes the first candidate unchecked and does
-not pad. Without Numba, as on a GPU machine that only compares, a CPU has the library's product, for
-`fast` alone. Does not depend on layers or requests.
+a product must have the same bits for any number of rows in the call. A kernel of our own may have
+them by construction. A library's product is taken only after a self-check on the actual shape, for
+row counts as `padded_rows` rounds them. `fast` takes the first candidate unchecked and does not
+pad. Which candidates there are, and in which order, is said by the device's backend. Does not
+depend on layers or requests.
 
-The order of candidates is fixed by the machine's capability and never by measured times, so that
-two processes on equal machines make the same choice. On a CPU, activations between products, hidden
-states and KV are float32, except for `fast` with bfloat16 instructions. With those instructions
-`invariant` rounds the inputs of a product with bfloat16 weights to bfloat16, and sums in float32.
+The order is fixed by the machine's capability and never by measured times, so that two processes on
+equal machines make the same choice.
 """
 
 import logging
@@ -19,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.compiled import can_compile
 from eesd_dist.config import DType, Numerics
+from eesd_dist.devices import backend_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.answers import cached_answer
 
@@ -48,15 +46,32 @@ _CHECKED_ROWS = (*range(1, 41), 64, 96, 129, 254, 300, 384, 448, 500, 521, 640, 
 """Row counts of the self-check, up to a prefill chunk plus a full batch of drafts."""
 _CHECKED_ALONE = 24
 """Number of checked calls with the smallest row count."""
-_TILE_ROWS_CUDA = 16
+
+
+class ProductBackend(Protocol):
+    """Part of a backend that products use."""
+
+    def candidates(
+        self, dtype: DType, numerics: Numerics
+    ) -> tuple[Sequence["Candidate"], torch.dtype]:
+        """Returns the ways to multiply by weights of a type, the first one preferred, and the type
+        of what is between products. Raises ConfigError if the machine has none."""
+        ...
+
+    def padded_rows(self, num_rows: int) -> int:
+        """Returns the row count that a library's product is called with to have the bits that a row
+        has in other counts."""
+        ...
+
+
+def _products_on(device: torch.device) -> ProductBackend:
+    backend: ProductBackend = backend_of(device).model
+    return backend
 
 
 def padded_rows(num_rows: int, *, numerics: Numerics, device: torch.device) -> int:
-    """Returns the row count at which products are computed: the next one the self-check covers.
-
-    On a CPU the library multiplies single rows with another routine (gemv).
-    """
-    return num_rows if numerics == "fast" or device.type == "cuda" else max(num_rows, 4)
+    """Returns the row count at which products are computed: the next one the self-check covers."""
+    return num_rows if numerics == "fast" else _products_on(device).padded_rows(num_rows)
 
 
 def pad_rows(x_MI: Tensor, num_rows: int) -> Tensor:
@@ -68,28 +83,6 @@ def pad_rows(x_MI: Tensor, num_rows: int) -> Tensor:
 def plain_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     """Returns torch's product, which autograd supports."""
     return lambda x_MI: functional.linear(x_MI, weight_OI, bias_O)
-
-
-def _upcast_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    return plain_linear(weight_OI.float(), None if bias_O is None else bias_O.float())
-
-
-def _onednn_pack(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    ops = torch.ops.mkldnn
-    packed = ops._reorder_linear_weight(weight_OI.bfloat16().contiguous(), 8)
-    bias = None if bias_O is None else bias_O.bfloat16()
-
-    def multiply(x_MI: Tensor) -> Tensor:
-        product: Tensor = ops._linear_pointwise(x_MI, packed, bias, "none", [], "")
-        return product
-
-    return multiply
-
-
-def _triton_pack(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    from eesd_dist.model.cuda.product import TiledProduct
-
-    return TiledProduct(weight_OI, bias_O)
 
 
 def in_row_tiles(pack: Pack, *, tile_rows: int) -> Pack:
@@ -124,25 +117,15 @@ class Candidate:
     """True if the checked row counts have every tiling: longer runs need not be split."""
 
 
-_LIBRARY = Candidate("library float32", _upcast_linear)
-_ONEDNN_BFLOAT16 = Candidate("onednn packed bfloat16", _onednn_pack)
-_NATIVE = Candidate("library", plain_linear)
-_NATIVE_TILED = Candidate(
-    f"library in tiles of {_TILE_ROWS_CUDA} rows",
-    in_row_tiles(plain_linear, tile_rows=_TILE_ROWS_CUDA),
-    has_few_tilings=True,
-)
-_TRITON = Candidate("Triton", _triton_pack, has_few_tilings=True)
-
-
 class LinearPacker:
     """Turns weight matrices into products for one device, weight type and numerics."""
 
     def __init__(self, *, dtype: DType, numerics: Numerics, device: torch.device) -> None:
         self._numerics: Numerics = numerics
-        self._device = device
+        self.device = device
         self.weight_dtype = TORCH_DTYPES[dtype]
-        self.candidates, self.compute_dtype = _candidates(dtype, numerics, device)
+        products = _products_on(device)
+        self.candidates, self.compute_dtype = products.candidates(dtype, numerics)
         self._dtype = dtype
         self.products = self.candidates[0].name if numerics == "invariant" else ""
         """Decides the last bits, of one machine as of another; `fast` makes no such promise."""
@@ -150,8 +133,8 @@ class LinearPacker:
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
         """Packs with the first candidate that computes rows independently of one another."""
-        weight_OI = weight_OI.to(device=self._device, dtype=self.weight_dtype)
-        bias_O = None if bias_O is None else bias_O.to(self._device, self.weight_dtype)
+        weight_OI = weight_OI.to(device=self.device, dtype=self.weight_dtype)
+        bias_O = None if bias_O is None else bias_O.to(self.device, self.weight_dtype)
         for candidate in self.candidates:
             if self._keeps_promise(candidate, weight_OI):
                 self._num_matrices[candidate.name] += 1
@@ -159,7 +142,7 @@ class LinearPacker:
                 is_whole = candidate.is_independent or candidate.has_few_tilings
                 if self._numerics == "fast" or is_whole:
                     return product
-                return _in_checked_runs(product, device=self._device)
+                return _in_checked_runs(product, device=self.device)
         names = ", ".join(candidate.name for candidate in self.candidates)
         raise ConfigError(
             f"no product with a {tuple(weight_OI.shape)} matrix computes rows independently "
@@ -188,7 +171,7 @@ class LinearPacker:
             num_out=weight_OI.shape[0],
             num_in=weight_OI.shape[1],
             dtype=self.compute_dtype,
-            device=self._device,
+            device=self.device,
             num_threads=torch.get_num_threads(),
         )
 
@@ -209,45 +192,6 @@ def _in_checked_runs(product: Linear, *, device: torch.device) -> Linear:
         return torch.cat(runs)
 
     return multiply
-
-
-def _candidates(
-    dtype: DType, numerics: Numerics, device: torch.device
-) -> tuple[Sequence[Candidate], torch.dtype]:
-    if device.type == "cuda":
-        return _cuda_candidates(dtype, numerics), TORCH_DTYPES[dtype]
-    if numerics == "fast" and dtype == "bfloat16" and _has_onednn_bfloat16():
-        return (_ONEDNN_BFLOAT16,), torch.bfloat16
-    if can_compile():
-        return (compiled_candidate(TORCH_DTYPES[dtype]),), torch.float32
-    if numerics == "fast":
-        return (_LIBRARY,), torch.float32
-    raise ConfigError("invariant numerics on a CPU need numba, which is not installed: install it")
-
-
-def _has_onednn_bfloat16() -> bool:
-    has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private, may be missing
-    is_wide = has_onednn and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return is_wide and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _cuda_candidates(dtype: DType, numerics: Numerics) -> Sequence[Candidate]:
-    if numerics == "fast":
-        return (_NATIVE,)
-    return (_NATIVE_TILED,) if dtype == "float32" else (_TRITON, _NATIVE_TILED)
-
-
-@cache
-def compiled_candidate(dtype: torch.dtype) -> Candidate:
-    """Returns the product of `model.cpu` for weights of this type."""
-    from eesd_dist.model.cpu.packed import KIND_NAMES, PackedProduct, kind_for
-
-    kind = kind_for(dtype)
-    return Candidate(
-        f"compiled {KIND_NAMES[kind]}",
-        lambda weight_OI, bias_O: PackedProduct(weight_OI, bias_O, kind),
-        is_independent=True,
-    )
 
 
 @cache

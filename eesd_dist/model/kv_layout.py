@@ -1,19 +1,19 @@
 """Layout of keys and values in a page, and of a pass's rows, as the kernels read them.
 
-A page has one part for each KV head: its keys, then its values with one row per slot. On a CPU keys
-have one row per channel, so that those of the page are side by side, and rows are at least one
-vector wide; on a GPU they have one row per slot, which is as wide as the head.
+A page has one part for each KV head: its keys, then its values with one row per slot. Keys by
+channel, as on a CPU, have one row per channel, so that those of the page are side by side, and rows
+are at least one vector wide; keys by slot, as on a GPU, have rows as wide as the head.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
 
-PAGE_FORMS = {"cpu": "keys by channel", "cuda": "keys by slot"}
-"""Form of a page by type of device. Ranks with other forms do not exchange pages."""
+PageForm = Literal["keys by channel", "keys by slot"]
+"""Form of a page. Ranks with other forms do not exchange pages."""
 LANES = 16
 """Numbers in one vector of the CPU kernel."""
 

@@ -5,11 +5,11 @@ Shapes: R rows, V columns of this rank's shard, G ranks, C largest scores of one
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eesd_dist.sampling.backend import sampling_on
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.score_search import search
 from eesd_dist.sampling.sharded_rows import ShardedRows, column, replace, rows_where, select
@@ -91,12 +91,9 @@ def _num_best(rows: ShardedRows) -> int:
 
 
 def _largest(x_RV: Tensor, count: int) -> Tensor:
-    """Returns the largest numbers of each row in descending order. On a CPU NumPy sorts whole rows
-    ten times as fast as torch."""
+    """Returns the largest numbers of each row in descending order."""
     if count == 1 < x_RV.shape[-1]:
         return x_RV.amax(dim=-1, keepdim=True)
     if count < x_RV.shape[-1]:
         return x_RV.topk(count, dim=-1).values
-    if x_RV.device.type == "cpu":
-        return torch.from_numpy(np.sort(x_RV.detach().numpy(), axis=-1)).flip(-1)
-    return x_RV.sort(dim=-1, descending=True).values
+    return sampling_on(x_RV.device).sorted_rows(x_RV)

@@ -23,9 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eesd_dist.compiled import can_compile
+from eesd_dist.sampling.backend import sampling_on
 from eesd_dist.sampling.elementary import float32, int32, neg_log
-from eesd_dist.sampling.row_blocks import row_blocks
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_64 = 0x9E3779B97F4A7C15
@@ -70,20 +69,12 @@ def gumbel(keys: Sequence[int], ids_V: Tensor) -> Tensor:
     Made from 32-bit uniforms u as -log(-log(u)): values lie in [-3.13, 22.88], and the upper tail,
     which decides an argmax, has float32's full relative resolution.
     """
-    if ids_V.device.type == "cpu" and can_compile():
-        from eesd_dist.sampling.compiled_rule import gumbel_rows
-
-        return torch.from_numpy(gumbel_rows(key_words(keys), ids_V.to(torch.int32).numpy()))
-    if ids_V.is_cuda:
-        from eesd_dist.sampling.gpu_rule import gumbel_on_gpu
-
-        return gumbel_on_gpu(key_words(keys), ids_V)
-    return gumbel_by_steps(keys, ids_V)
+    return sampling_on(ids_V.device).gumbel(keys, ids_V)
 
 
 def gumbel_by_steps(keys: Sequence[int], ids_V: Tensor) -> Tensor:
     """Returns `gumbel` with torch's operations, on any device."""
-    blocks = row_blocks((len(keys), len(ids_V)), ids_V.device)
+    blocks = sampling_on(ids_V.device).row_blocks((len(keys), len(ids_V)))
     if len(blocks) == 1:
         return neg_log(exponential(hash_ids(keys, ids_V)))
     return torch.cat([neg_log(exponential(hash_ids(keys[block], ids_V))) for block in blocks])

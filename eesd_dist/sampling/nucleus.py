@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eesd_dist.sampling.backend import sampling_on
 from eesd_dist.sampling.best_scores import BestScores, is_wide
 from eesd_dist.sampling.elementary import mass_of
-from eesd_dist.sampling.row_blocks import row_blocks
 from eesd_dist.sampling.score_search import search
 from eesd_dist.sampling.sharded_rows import ShardedRows, column, replace, rows_where, select
 
@@ -241,7 +241,7 @@ def _rounded_up(mass_U1: Tensor, unit_U1: Tensor) -> Tensor:
 def _masses(scores_WV: Tensor, peak_W1: Tensor, kth_W1: Tensor | None) -> Tensor:
     """Returns the masses of what top_k left."""
     mass_WV = torch.empty_like(scores_WV, dtype=torch.int64)
-    for block in row_blocks(scores_WV.shape, scores_WV.device):
+    for block in sampling_on(scores_WV.device).row_blocks(scores_WV.shape):
         scores_BV = scores_WV[block]
         mass_BV = mass_of(scores_BV - peak_W1[block])
         if kth_W1 is not None:

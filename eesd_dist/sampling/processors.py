@@ -18,14 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from eesd_dist.sampling.backend import sampling_on
 from eesd_dist.sampling.filters import filtered
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.transport.contracts import TensorGroup
-
-_ALIGNED_COLUMNS = 4
-"""Number of float32 columns in one aligned read on a GPU."""
 
 _Ids = npt.NDArray[np.int64]
 
@@ -192,15 +189,6 @@ def log_total(x_SV: Tensor) -> Tensor:
     -inf for a row without a possible token: a shard that has none.
     """
     largest_S1 = x_SV.amax(dim=-1, keepdim=True)
-    total_S1 = largest_S1 - log_probabilities(x_SV).amax(dim=-1, keepdim=True)
+    logprobs_SV = sampling_on(x_SV.device).log_probabilities(x_SV)
+    total_S1 = largest_S1 - logprobs_SV.amax(dim=-1, keepdim=True)
     return torch.where(largest_S1 == -torch.inf, largest_S1, total_S1)
-
-
-def log_probabilities(x_SV: Tensor) -> Tensor:
-    """Returns log_softmax of each row. Its order of summation on a GPU depends on the alignment of
-    a row's first element, so rows of an odd length are padded with tokens of probability 0."""
-    missing = -x_SV.shape[-1] % _ALIGNED_COLUMNS
-    if not missing or not x_SV.is_cuda:
-        return x_SV.log_softmax(dim=-1)
-    padded_SV = functional.pad(x_SV, (0, missing), value=-torch.inf)
-    return padded_SV.log_softmax(dim=-1).narrow(-1, 0, x_SV.shape[-1])

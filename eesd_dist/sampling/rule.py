@@ -25,17 +25,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.compiled import can_compile
+from eesd_dist.sampling.backend import BestTwo, sampling_on
 from eesd_dist.sampling.noise import gumbel, key_words, noise_key
 from eesd_dist.sampling.processors import (
     Columns,
     DraftVocabulary,
     VocabularyShard,
-    log_probabilities,
     log_total,
     processed,
 )
-from eesd_dist.sampling.row_blocks import row_blocks
 from eesd_dist.sampling.row_rules import RowRule, rules_of
 from eesd_dist.transport.contracts import TensorGroup
 
@@ -135,14 +133,17 @@ def draft_choice(
     `vocab_ids` [V] is the target token of each column of a truncated draft vocabulary; `width` is
     the number of tokens to return per row.
     """
-    if width == 1 and _is_by_score(logits_SV, rules):
-        if logits_SV.is_cuda:
-            return _choice_on_gpu(logits_SV, rules, vocab_ids)
-        if can_compile():
-            return _compiled_choice(logits_SV, rules, vocab_ids)
+    best = _best_two(logits_SV, rules, vocab_ids) if width == 1 else None
+    if best is not None:
+        scores_S2 = best.scores_S2
+        return DraftChoice(
+            tokens=torch.from_numpy(best.tokens_S2[:, :1]),
+            scores=torch.from_numpy(scores_S2[:, :1]),
+            gaps=torch.from_numpy(_gaps(scores_S2)),
+        )
     columns = _columns_of(logits_SV, vocab_ids)
     scores_SV = perturbed(logits_SV, rules, columns)
-    best_SB, values_SB = _first_maxima(scores_SV, max(width, 2))
+    best_SB, values_SB = sampling_on(scores_SV.device).first_maxima(scores_SV, max(width, 2))
     tokens_SB = best_SB[:, :width]
     if vocab_ids is not None:
         tokens_SB = vocab_ids.to(tokens_SB.device).long()[tokens_SB]
@@ -151,77 +152,31 @@ def draft_choice(
     return DraftChoice(tokens=tokens_SB, scores=values_SB[:, :width], gaps=gaps_S)
 
 
-def _is_by_score(logits_SV: Tensor, rules: Sequence[RowRule]) -> bool:
-    """Returns whether the rows' scores are the logits and noise alone."""
-    return logits_SV.shape[-1] >= 2 and not any(
-        rule.edits_logits or rule.params.is_filtered for rule in rules
-    )
-
-
-def warm_up(device: torch.device) -> None:
-    """Compiles what the rule needs on this device while weights are loaded: seconds, once."""
-    if device.type == "cpu" and can_compile():
-        from eesd_dist.sampling import compiled_rule
-
-        compiled_rule.warm_up()
-
-
-def _compiled_choice(
+def _best_two(
     logits_SV: Tensor, rules: Sequence[RowRule], vocab_ids: Tensor | None
-) -> DraftChoice:
-    """Returns the same as `draft_choice` from one compiled call."""
-    from eesd_dist.sampling.compiled_rule import best_two
-
-    divisors, words_S3 = _noise_of(rules)
-    ids_V = torch.arange(logits_SV.shape[-1]) if vocab_ids is None else vocab_ids
-    best_S2, values_S2 = best_two(
-        logits_SV.detach().contiguous().numpy(),
-        divisors,
-        words_S3,
-        ids_V.to(torch.int32).numpy(),
-    )
-    gaps_S = np.minimum(values_S2[:, 0] - values_S2[:, 1], np.float32(WIDEST_GAP))
-    return DraftChoice(
-        tokens=torch.from_numpy(ids_V.numpy()[best_S2[:, :1]]),
-        scores=torch.from_numpy(values_S2[:, :1]),
-        gaps=torch.from_numpy(gaps_S),
-    )
-
-
-def _noise_of(rules: Sequence[RowRule]) -> tuple[list[float], _Ints]:
-    """Returns the divisor of each row's logits, 0 for one without noise, and its key's words."""
+) -> BestTwo | None:
+    """Returns the best two of each row in one call, if the scores are the logits and noise alone
+    and the device has such a call."""
+    if logits_SV.shape[-1] < 2:
+        return None
+    if any(rule.edits_logits or rule.params.is_filtered or rule.forced >= 0 for rule in rules):
+        return None
     divisors = [rule.params.noise_temperature for rule in rules]
     keys = [
         noise_key(rule.params.seed, rule.position) if divisor else 0
         for rule, divisor in zip(rules, divisors, strict=True)
     ]
-    return divisors, key_words(keys)
-
-
-def _best_on_gpu(logits_SV: Tensor, rules: Sequence[RowRule], vocab_ids: Tensor | None) -> _Ints:
-    """Returns `best_two_on_gpu` in one copy to the host."""
-    from eesd_dist.sampling.gpu_rule import best_two_on_gpu
-
-    best_S4: _Ints = best_two_on_gpu(logits_SV, *_noise_of(rules), vocab_ids).cpu().numpy()
-    return best_S4
-
-
-def _choice_on_gpu(
-    logits_SV: Tensor, rules: Sequence[RowRule], vocab_ids: Tensor | None
-) -> DraftChoice:
-    """Returns the same as `draft_choice`, on the host."""
-    best_S4 = _best_on_gpu(logits_SV, rules, vocab_ids)
-    return DraftChoice(
-        tokens=torch.from_numpy(best_S4[:, :1].astype(np.int64)),
-        scores=torch.from_numpy(best_S4[:, 2:3].view(np.float32)),
-        gaps=torch.from_numpy(score_gaps(best_S4)),
-    )
+    backend = sampling_on(logits_SV.device)
+    return backend.best_two(logits_SV, divisors, key_words(keys), vocab_ids)
 
 
 def score_gaps(best_S4: _Ints) -> _Floats:
     """Returns the gaps [S] of `DraftChoice` of the two best tokens and the bits of their scores."""
-    values_S2 = best_S4[:, 2:].view(np.float32)
-    gaps_S: _Floats = np.minimum(values_S2[:, 0] - values_S2[:, 1], np.float32(WIDEST_GAP))
+    return _gaps(best_S4[:, 2:].view(np.float32))
+
+
+def _gaps(scores_S2: _Floats) -> _Floats:
+    gaps_S: _Floats = np.minimum(scores_S2[:, 0] - scores_S2[:, 1], np.float32(WIDEST_GAP))
     return gaps_S
 
 
@@ -250,38 +205,8 @@ def perturbed(
 
 
 def first_max(x_SV: Tensor) -> Tensor:
-    """Returns the first column [S] of each row's maximum. NumPy's is ten times torch's on a CPU."""
-    if x_SV.device.type == "cpu":
-        return torch.from_numpy(x_SV.detach().numpy().argmax(axis=-1))
-    return x_SV.argmax(dim=-1)
-
-
-def _first_maxima(x_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns columns and values [S, B] of each row's largest, best first, ties by column."""
-    count = min(count, x_SV.shape[-1])
-    if x_SV.device.type != "cpu":
-        return _first_maxima_on_device(x_SV, count)
-    remaining_SV = x_SV.detach().numpy().copy()
-    rows_S = np.arange(remaining_SV.shape[0])
-    best_SB = np.empty((remaining_SV.shape[0], count), dtype=np.int64)
-    values_SB = np.empty((remaining_SV.shape[0], count), dtype=remaining_SV.dtype)
-    for rank in range(count):
-        best_SB[:, rank] = remaining_SV.argmax(axis=-1)
-        values_SB[:, rank] = remaining_SV[rows_S, best_SB[:, rank]]
-        remaining_SV[rows_S, best_SB[:, rank]] = -np.inf
-    return torch.from_numpy(best_SB), torch.from_numpy(values_SB)
-
-
-def _first_maxima_on_device(x_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    best_B: list[Tensor] = []
-    values_B: list[Tensor] = []
-    remaining_SV = x_SV.clone()
-    for _ in range(count):
-        best_S1 = remaining_SV.argmax(dim=-1, keepdim=True)
-        best_B.append(best_S1)
-        values_B.append(remaining_SV.gather(-1, best_S1))
-        remaining_SV.scatter_(-1, best_S1, -torch.inf)
-    return torch.cat(best_B, dim=-1), torch.cat(values_B, dim=-1)
+    """Returns the first column [S] of each row's maximum."""
+    return sampling_on(x_SV.device).first_max(x_SV)
 
 
 def _columns_of(logits_SV: Tensor, vocab_ids: Tensor | None) -> Columns:
@@ -297,15 +222,16 @@ def _num_top(rules: Sequence[RowRule]) -> int | None:
 
 def _choose_on_rank(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
     num_top = _num_top(rules)
-    if num_top is None and logits_SV.is_cuda and _is_by_score(logits_SV, rules):
-        return _silent_choice(_best_on_gpu(logits_SV, rules, None)[:, 0])
+    winners = _best_two(logits_SV, rules, None) if num_top is None else None
+    if winners is not None:
+        return _silent_choice(winners.tokens_S2[:, 0])
     tokens_S = _tokens(logits_SV, rules)
     for row, rule in enumerate(rules):
         if rule.forced >= 0:
             tokens_S[row] = rule.forced
     if num_top is None:
         return _silent_choice(tokens_S.cpu().numpy())
-    logprobs_SV = log_probabilities(logits_SV)
+    logprobs_SV = sampling_on(logits_SV.device).log_probabilities(logits_SV)
     best = logprobs_SV.topk(min(num_top, logits_SV.shape[-1]), dim=-1)
     top_ids, top_logprobs = _ordered(
         best.indices.double().cpu().numpy(), best.values.double().cpu().numpy()
@@ -320,7 +246,7 @@ def _choose_on_rank(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
 
 def _tokens(logits_SV: Tensor, rules: Sequence[RowRule]) -> Tensor:
     columns = _columns_of(logits_SV, None)
-    blocks = row_blocks(logits_SV.shape, logits_SV.device)
+    blocks = sampling_on(logits_SV.device).row_blocks(logits_SV.shape)
     if len(blocks) == 1:
         return first_max(perturbed(logits_SV, rules, columns))
     return torch.cat(

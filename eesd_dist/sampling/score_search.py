@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eesd_dist.sampling.row_blocks import row_blocks
+from eesd_dist.sampling.backend import sampling_on
 from eesd_dist.sampling.sharded_rows import ShardedRows
 
 SHARED_BITS = 8
@@ -49,7 +49,7 @@ def search(rows: ShardedRows, weights_UV: Tensor, target_U1: Tensor) -> ScoreEdg
         shift = max(0, num_bits - step)
         num_bins = 1 << (num_bits - shift)
         local_UB = weights_UV.new_zeros(len(weights_UV), num_bins + 2)
-        for block in row_blocks(weights_UV.shape, weights_UV.device):
+        for block in sampling_on(weights_UV.device).row_blocks(weights_UV.shape):
             bin_UV = _keys(rows.scores_RV[block]).sub_(low_U1[block] - (1 << shift))
             bin_UV.bitwise_right_shift_(shift).clamp_(0, num_bins + 1)
             local_UB[block].scatter_add_(-1, bin_UV, weights_UV[block])

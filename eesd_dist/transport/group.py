@@ -24,6 +24,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from eesd_dist.devices import HOST
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.transport.counts import (
     WHOLE_BYTES,
@@ -147,6 +148,12 @@ class ProcessGroup:
         return self._rank
 
     @property
+    def queues_transfers(self) -> bool:
+        """True if transfers of tensors on its device are queued there: they end after what was
+        queued before, and what is queued next begins after them."""
+        return self._nccl is not None
+
+    @property
     def size(self) -> int:
         return len(self.members)
 
@@ -205,7 +212,7 @@ class ProcessGroup:
         tally = self._all_reduce
         tally.number += 1
         self.contributed_unix_s = time.time()
-        if x.is_cuda:
+        if x.device != HOST:
             operation = tally.kind + self._of_round
             with self._on_device(operation) as plane:
                 total = plane.all_reduce(x, operation=operation)
@@ -224,7 +231,7 @@ class ProcessGroup:
         tally = self._all_gather
         tally.number += 1
         self.contributed_unix_s = time.time()
-        if x.is_cuda:
+        if x.device != HOST:
             operation = tally.kind + self._of_round
             with self._on_device(operation) as plane:
                 contributions = plane.all_gather(x, operation=operation)
@@ -245,7 +252,7 @@ class ProcessGroup:
         tally = self._broadcast
         tally.number += 1
         operation = tally.kind + self._of_round
-        if x.is_cuda:
+        if x.device != HOST:
             with self._on_device(operation) as plane:
                 plane.broadcast(x, source=source, operation=operation)
             if self._rank == source:
@@ -383,7 +390,7 @@ class ProcessGroup:
     ) -> Transfer:
         tally.sent_bytes += x.nbytes
         pending: Pending | None = None
-        if x.is_cuda:
+        if x.device != HOST:
             with self._on_device(operation, peer=to) as device_plane:
                 device_plane.isend(x, to=to, operation=operation)
         else:
@@ -402,7 +409,7 @@ class ProcessGroup:
         arrivals: int = 0,
     ) -> Transfer:
         pending: Pending | None = None
-        if x.is_cuda:
+        if x.device != HOST:
             with self._on_device(operation, peer=source) as device_plane:
                 device_plane.recv(x, source=source, operation=operation)
         else:
@@ -422,7 +429,9 @@ class ProcessGroup:
     @contextmanager
     def _on_device(self, operation: str, *, peer: int | None = None) -> Iterator[NcclPlane]:
         """Yields the NCCL plane; its errors name `peer`, or all other ranks where that is None."""
-        assert self._nccl is not None, f"{operation} of a CUDA tensor in a group built for the CPU"
+        assert self._nccl is not None, (
+            f"{operation} of a tensor of a GPU in a group built for the host"
+        )
         self.check()
         try:
             yield self._nccl

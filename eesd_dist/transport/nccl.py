@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, Work
 from torch.distributed.distributed_c10d import Store
 
+from eesd_dist.devices import HOST
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.gloo import NO_DEADLINE, TransferBackend
 from eesd_dist.transport.rank_sums import sum_over_ranks
@@ -157,7 +158,7 @@ class NcclPlane:
 
         Raises ConfigError for a device that is not one GPU.
         """
-        if device.type != "cuda" or device.index is None:
+        if device == HOST or device.index is None:
             raise ConfigError(
                 f"an NCCL group on device {device}: expected one GPU with its index, like cuda:0"
             )

@@ -154,9 +154,9 @@ def receive_pages(
     """
     clock = _Clock(group, timeout_s=timeout_s)
     chunks = list(chunks_of(page_bytes, num_pages))
-    # On the CPU the next chunk comes while this one is checked and written. On a GPU the write
-    # would be queued behind that receive, and happen late.
-    num_prefetched = 1 if group.device.type == "cpu" else 0
+    # The next chunk comes while this one is checked and written, unless the write would be queued
+    # behind that receive, and happen late.
+    num_prefetched = 0 if group.queues_transfers else 1
     pending: deque[tuple[Tensor, Tensor, tuple[Transfer, Transfer]]] = deque()
     for index, chunk in enumerate(chunks):
         for next_index in range(index + len(pending), min(index + num_prefetched + 1, len(chunks))):

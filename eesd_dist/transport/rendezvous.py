@@ -17,7 +17,8 @@ from msgspec.msgpack import Decoder, encode
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-from eesd_dist.errors import PeerLost
+from eesd_dist.devices import HOST
+from eesd_dist.errors import ConfigError, PeerLost
 from eesd_dist.transport.authentication.handshake import Address, new_nonce, peer_proof, proves
 from eesd_dist.transport.authentication.key_store import KeysMissing, StoreClient
 from eesd_dist.transport.authentication.refused import RefusedConnections
@@ -65,7 +66,8 @@ def build_group(
     ranks' nodes, exchanged here, are added to the names. `ordered_sums`: sums are taken in rank
     order on GPUs too (`NcclPlane`); on CPUs they always are. `in_memory`: GPUs of one node sum in
     each other's memory, where they can. `refusals` counts connections of
-    others than the ranks. Raises PeerLost, or EngineError when this rank's own device fails.
+    others than the ranks. Raises PeerLost, EngineError when this rank's own device fails, or
+    ConfigError if the ranks compute on different types of device.
     """
     names = tuple(members or (f"{name} rank {peer}" for peer in range(size)))
     assert len(names) == size, f"{len(names)} names for a group of {size} ranks"
@@ -79,10 +81,12 @@ def build_group(
         operation=f"joining group {name} of epoch {epoch}",
     )
     with exchange.naming_the_lost():
-        gloo = _connect(exchange, GlooDevice(address, refusals=refusals), address=address)
+        gloo = _connect(
+            exchange, GlooDevice(address, refusals=refusals), address=address, device=device
+        )
         try:
             nccl = None
-            if device.type == "cuda":
+            if device != HOST:
                 nccl = NcclPlane(
                     exchange.store("nccl", timeout_s=exchange.timeout_s),
                     rank=rank,
@@ -127,20 +131,24 @@ def _sum_in_memory(
         plane.sum_in_memory(symmetric)
 
 
-def _connect(exchange: "_Exchange", device: GlooDevice, *, address: str) -> GlooPlane:
+def _connect(
+    exchange: "_Exchange", network: GlooDevice, *, address: str, device: torch.device
+) -> GlooPlane:
     """Connects the CPUs of all ranks. Its connections are those that the ranks have opened, and
-    their other ends know the secret of the epoch."""
-    ends = exchange.ends(_End(address, tuple(device.addresses)))
+    their other ends know the secret of the epoch. Raises ConfigError if the ranks' devices are not
+    of one type: NCCL would wait for those that do not call it."""
+    ends = exchange.ends(_End(address, tuple(network.addresses), device.type))
+    _require_one_type(exchange.members, [end.device_type for end in ends])
     listen = frozenset(
         at for peer, end in enumerate(ends) if peer != exchange.rank for at in end.listens
     )
-    device.guard.admit(exchange.sources({_source_to(at) for at in listen}))
+    network.guard.admit(exchange.sources({_source_to(at) for at in listen}))
     plane = GlooPlane(
         exchange.store("gloo", timeout_s=exchange.left_s()),
         rank=exchange.rank,
         size=len(ends),
         timeout_s=exchange.left_s(),
-        device=device,
+        device=network,
         peer_addresses=listen,
     )
     try:
@@ -150,6 +158,19 @@ def _connect(exchange: "_Exchange", device: GlooDevice, *, address: str) -> Gloo
         plane.abort()
         raise
     return plane
+
+
+def _require_one_type(members: Sequence[str], device_types: Sequence[str]) -> None:
+    if len(set(device_types)) < 2:
+        return
+    devices = ", ".join(
+        f"{member}: {device_type}"
+        for member, device_type in zip(members, device_types, strict=True)
+    )
+    raise ConfigError(
+        f"ranks of one group compute on different types of device ({devices}): give every rank a "
+        "GPU (placement.draft.num_gpus, placement.verify.num_gpus), or set model.device to cpu"
+    )
 
 
 def _prove_secret(plane: GlooPlane, exchange: "_Exchange") -> None:
@@ -189,10 +210,11 @@ def _swap(plane: GlooPlane, exchange: "_Exchange", outgoing: dict[int, bytes]) -
 
 
 class _End(Record, frozen=True):
-    """A rank's node and listening addresses, as the rank reports them."""
+    """A rank's node, listening addresses and type of device, as the rank reports them."""
 
     node: str
     listens: tuple[SocketAddress, ...]
+    device_type: str
 
 
 _ends = Decoder(_End)

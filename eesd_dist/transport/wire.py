@@ -28,6 +28,7 @@ from msgspec.msgpack import Decoder, Encoder
 from torch import Tensor
 
 from eesd_dist.config import DType
+from eesd_dist.devices import HOST
 from eesd_dist.errors import WireError
 from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import (
@@ -385,7 +386,8 @@ def message_of(
         raise WireError(f"round {round_id} has a payload of {len(payload)} bytes, 256 MiB fit")
     separate = tuple(x for x in (hidden_TD, draft_probs_KV) if x is not None)
     room = frame_bytes - PREFIX_BYTES - len(payload)
-    tensors_fit = sum(x.nbytes for x in separate) <= room and not any(x.is_cuda for x in separate)
+    is_on_host = all(x.device == HOST for x in separate)
+    tensors_fit = is_on_host and sum(x.nbytes for x in separate) <= room
     prefix = Prefix(
         kind=kind,
         epoch=epoch,

@@ -13,9 +13,9 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
-from eesd_dist.compiled import can_compile, kernels_folder
+from eesd_dist.backends.cpu.ahead import compile_lock, has_compiler
+from eesd_dist.backends.cpu.compiled import kernels_folder
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.compiled.ahead import compile_lock
 from eesd_dist.model.heads.head_files import head_folder
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _ORIGIN = ("provenance", "speculators_config")
 
 def start_compiling(config: EngineConfig) -> None:
     """Starts the process, unless what it would compile is kept. It ends with this one."""
-    if not can_compile() or config.model.numerics != "invariant" or _kept_file(config).exists():
+    if not has_compiler() or config.model.numerics != "invariant" or _kept_file(config).exists():
         return
     command = [sys.executable, "-P", "-m", __name__, config.model_dump_json()]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)

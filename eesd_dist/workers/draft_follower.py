@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
+from eesd_dist.backends.cpu.ahead import wait_for_layers
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import DraftWeights, head_shelf, load_draft_weights
-from eesd_dist.engine.compiled.ahead import wait_for_layers
 from eesd_dist.engine.drafting.ranks import DraftShard, HeadShelf, follow_commands
 from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.page_store import PageStore, kv_layout

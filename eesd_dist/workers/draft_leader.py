@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from eesd_dist.backends.cpu.ahead import wait_for_layers
 from eesd_dist.config import EngineConfig
 from eesd_dist.control.calibrator import CALIBRATION_FILE, Calibrator
 from eesd_dist.control.cost import CostModel
@@ -22,7 +23,6 @@ from eesd_dist.engine.build import (
     load_draft_weights,
     load_next_head,
 )
-from eesd_dist.engine.compiled.ahead import wait_for_layers
 from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.layout import Layout, layout_of
 from eesd_dist.engine.page_store import PageStore, kv_layout

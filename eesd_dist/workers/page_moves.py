@@ -21,6 +21,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from eesd_dist.backends.api import engine_on
 from eesd_dist.engine.kv_sharing import KvSharing
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import EngineError, PeerLost
@@ -145,7 +146,7 @@ class PageMoves:
 
     def open(self, link: PageLink) -> None:
         page_device = self._store().device
-        with own_stream(page_device):
+        with engine_on(page_device).own_stream(page_device):
             group = build_group(
                 connect_store(link.meeting.store, timeout_s=link.timeout_s),
                 epoch=link.meeting.epoch,
@@ -169,7 +170,7 @@ class PageMoves:
             self.num_moved += 1
             return store.read(chunk, share.pages)
 
-        with self._using(share.link) as group, own_stream(store.device):
+        with self._using(share.link) as group, engine_on(store.device).own_stream(store.device):
             return send_pages(
                 group,
                 read,
@@ -190,7 +191,7 @@ class PageMoves:
                 store.settle()
                 self.num_moved += 1
 
-        with self._using(share.link) as group, own_stream(store.device):
+        with self._using(share.link) as group, engine_on(store.device).own_stream(store.device):
             return receive_pages(
                 group,
                 write,
@@ -250,15 +251,3 @@ def _greet(group: ProcessGroup) -> None:
         group.send(x, to=1, tag=Tag.PAGES, operation="greeting")
     else:
         group.recv(x, source=0, tag=Tag.PAGES, operation="greeting")
-
-
-@contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """Queues work on a GPU after that of earlier rounds, and lets no later round wait for it."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield

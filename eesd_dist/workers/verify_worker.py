@@ -2,9 +2,9 @@
 
 import torch
 
+from eesd_dist.backends.cpu.ahead import wait_for_layers
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import VerifyWeights, load_verify_weights
-from eesd_dist.engine.compiled.ahead import wait_for_layers
 from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds

@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatus
 
 from cluster.ray_compat import is_serve_running, rays_signal_handlers_unused
-from eesd_dist.engine.compiled.ahead import is_compiling
+from eesd_dist.backends.cpu.ahead import is_compiling
 from eesd_dist.errors import ConfigError, EesdError, EngineError
 from eesd_dist.model.checkpoint_folder import require_checkpoint
 from eesd_dist.workers.checking import ModelCheck

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eesd_dist.backends.cuda import layers as cuda_layers
 from eesd_dist.config import EngineConfig
 from eesd_dist.control.cost import NOMINAL_COST
 from eesd_dist.engine.build import (
@@ -25,7 +26,6 @@ from eesd_dist.engine.local import LocalEngine
 from eesd_dist.engine.verify import follow_rounds, serve_rounds
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.kernels import LinearPacker
-from eesd_dist.model.layers import cuda_layers
 from eesd_dist.model.layers.layer import DecoderLayer, LayerWeights
 from eesd_dist.model.layers.paged_layers import PagedLayers
 from eesd_dist.model.parallel import Shard
@@ -220,7 +220,7 @@ def time_70b_pass(
     }
     for paged in stacks.values():
         paged.begin()  # keys that no pass has written are read
-    if (eager := stacks["sums, kernels"].on_gpu) is not None:
+    if isinstance(eager := stacks["sums, kernels"].fused, cuda_layers.CudaLayers):
         eager._graphs._epoch, eager._graphs.has_room = group.epoch, False
     expected: dict[int, Tensor] = {}
     for name, paged in stacks.items():

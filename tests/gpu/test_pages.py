@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from eesd_dist.backends.api import engine_on
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.page_wire import chunks_of
-from eesd_dist.workers.page_moves import own_stream
 from tests.gpu.ranks import move_pages, run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -30,10 +30,10 @@ def test_pages_move_between_stores_on_two_streams(model: Path, device: torch.dev
     source.write(whole, leased, expected_B.to(device))
     source.settle()
     for chunk in chunks_of(source.page_bytes, len(leased), max_bytes=10_000):
-        with own_stream(device):
+        with engine_on(device).own_stream(device):
             content_B = source.read(chunk, leased)
             source.settle()
-        with own_stream(device):
+        with engine_on(device).own_stream(device):
             target.write(chunk, reserved, content_B)
             target.settle()
     assert torch.equal(target.read(whole, reserved).cpu(), expected_B)

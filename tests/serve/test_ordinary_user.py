@@ -10,11 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from eesd_dist.compiled import cache_folder
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
+from eesd_dist.user_folders import cache_folder
 from tests.support.kept_kernels import copy_kept
 from tests.support.ordinary_user import UID
 from tests.support.running import free_port

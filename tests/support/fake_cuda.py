@@ -16,12 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from eesd_dist.model.attention import cuda_attention
+from eesd_dist.backends.cuda import attention as cuda_attention
+from eesd_dist.backends.cuda import choice, product, rows
+from eesd_dist.backends.cuda import layers as cuda_layers
 from eesd_dist.model.attention.page_views import keys_in
 from eesd_dist.model.attention.pages import LayerPages
-from eesd_dist.model.cuda import product, rows
-from eesd_dist.model.layers import cuda_layers
-from eesd_dist.sampling import gpu_rule
 from tests.support.operators import OperatorWatch
 
 GPU = torch.device("cuda", 0)
@@ -103,7 +102,7 @@ def as_on_gpu(pages: LayerPages) -> None:
     shape = pages.shape
     pages.attention = cuda_attention.CudaAttention(pages.pages_PKX, shape)
     pages.keys_PKES = keys_in(
-        pages.pages_PKX, head_dim=shape.head_dim, page_size=shape.page_size, by_slot=True
+        pages.pages_PKX, head_dim=shape.head_dim, page_size=shape.page_size, form="keys by slot"
     )
 
 
@@ -120,9 +119,9 @@ def fake_cuda(kernel: Any = _NO_LAUNCH) -> Iterator[None]:
         patch.object(rows, "activation_kernel", kernel),
         patch.object(product, "product_kernel", kernel),
         patch.object(product, "descriptor_product_kernel", kernel),
-        patch.object(gpu_rule, "gumbel_kernel", kernel),
-        patch.object(gpu_rule, "block_kernel", kernel),
-        patch.object(gpu_rule, "best_kernel", kernel),
+        patch.object(choice, "gumbel_kernel", kernel),
+        patch.object(choice, "block_kernel", kernel),
+        patch.object(choice, "best_kernel", kernel),
         patch.object(cuda_layers, "Graph", Rerun),
         patch.object(cuda_attention, "checked_tiles", lambda *_: True),
     ):

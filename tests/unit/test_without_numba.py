@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 GPU_MODULES = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts)
-    for folder in ("eesd_dist/model/cuda", "eesd_dist/engine/cuda", "tests/gpu")
+    for folder in ("eesd_dist/backends/cuda", "eesd_dist/backends/torch", "tests/gpu")
     for file in (ROOT / folder).rglob("*.py")
     if file.name not in ("__init__.py", "__main__.py")
 )
@@ -22,9 +22,9 @@ class _Absent:
 
 sys.meta_path.insert(0, _Absent())
 for module in {GPU_MODULES!r} + [
-    "eesd_dist.model.attention.cuda_attention",
-    "eesd_dist.model.layers.cuda_layers",
-    "eesd_dist.sampling.gpu_rule",
+    "eesd_dist.backends.cpu.engine",
+    "eesd_dist.backends.cpu.model",
+    "eesd_dist.backends.cpu.sampling",
     "eesd_dist.engine.build",
     "eesd_dist.engine.local",
     "tests.conftest",

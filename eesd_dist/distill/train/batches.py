@@ -82,7 +82,7 @@ class Row:
         return int(self.tokens_T.shape[0])
 
     def on(self, device: torch.device | None) -> "Row":
-        if device is None or device.type == "cpu":
+        if device is None:
             return self
         return replace(
             self,

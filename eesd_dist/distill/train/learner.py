@@ -25,6 +25,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from eesd_dist.backends.api import engine_on
+from eesd_dist.devices import HOST
 from eesd_dist.distill.folders import put_in_place
 from eesd_dist.distill.target import FrozenTarget
 from eesd_dist.distill.train.batches import Batch, PlannedBatch, Position, Row
@@ -53,9 +55,9 @@ def alone(options: TrainOptions) -> Iterator[None]:
         return
     before = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = "0"
-    on_cuda = device_of(options).type == "cuda"
-    deepspeed = load_deepspeed(force_cpu=not on_cuda)
-    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+    device = device_of(options)
+    deepspeed = load_deepspeed(force_cpu=device == HOST)
+    backend = engine_on(device).collectives
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -267,8 +269,7 @@ class HeadLearner:
 
     def finish_work(self) -> None:
         """Waits for the device, which computes a step while the next one is prepared."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        engine_on(self._device).synchronize(self._device)
 
     def wait_for_all(self) -> None:
         if self._world_size > 1:
@@ -338,7 +339,7 @@ def deepspeed_for(request: TrainRequest, *, device: torch.device) -> Any:
     is_plain = request.workers == 1 and request.zero_stage == 0 and not request.options.bfloat16
     if is_plain and not has_deepspeed():
         return None
-    return load_deepspeed(force_cpu=device.type == "cpu")
+    return load_deepspeed(force_cpu=device == HOST)
 
 
 def load_deepspeed(*, force_cpu: bool) -> Any:

@@ -16,11 +16,14 @@ from typing import Annotated, Literal, Self
 import torch
 from torch import Tensor
 
+from eesd_dist.backends.api import engine_on
 from eesd_dist.checks import require_positive
 from eesd_dist.config import DType
+from eesd_dist.devices import HOST
 from eesd_dist.distill.features import MANIFEST_FILE, FeatureStore
 from eesd_dist.distill.train.batches import BatchShape
 from eesd_dist.distill.train.losses import LossOptions
+from eesd_dist.engine.layout import device_named
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.heads.head_config import HeadKind
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
@@ -226,20 +229,14 @@ def device_of(options: TrainOptions) -> torch.device:
 
 
 def _device_of(options: TrainOptions) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if options.device == "cuda" and not has_cuda:
-        raise ConfigError("device is cuda, and torch finds no CUDA device here: use auto or cpu")
-    if options.device == "cpu" or not has_cuda:
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = device_named(options.device, setting="device")
+    if device == HOST:
+        return device
+    return torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _require_bfloat16(device: torch.device) -> None:
-    if device.type == "cuda":
-        fits = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fits = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if not fits:
+    if not engine_on(device).multiplies_bfloat16:
         raise ConfigError(
             f"bfloat16 training on {device.type}: this machine does not support bfloat16; leave "
             "bfloat16 off and train in float32"

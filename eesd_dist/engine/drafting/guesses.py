@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eesd_dist.backends.row_slices import joined
 from eesd_dist.config import TreeConfig
 from eesd_dist.control.tree_growth import Offer
 from eesd_dist.engine.drafting.ranks import DraftCompute
 from eesd_dist.engine.drafting.run import Candidate, DraftRun
-from eesd_dist.engine.row_slices import joined
 from eesd_dist.sampling.rejection import draft_sample
 from eesd_dist.sampling.row_rules import RowRule, is_guessed_by_score
 from eesd_dist.sampling.rule import draft_choice, top1_probs

@@ -11,14 +11,14 @@ alternatives are offered too, each with its ancestors as history and for its noi
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from eesd_dist.backends.api import ChainStart
+from eesd_dist.backends.row_slices import RowSlice, joined
 from eesd_dist.control.chain_rule import REFUSAL, ChainRule
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.engine.chains import ChainStart
 from eesd_dist.engine.drafting.choose import fits_one_call
 from eesd_dist.engine.drafting.guesses import Guess, Guesser, chooses_plainly, noise_of, offer_of
 from eesd_dist.engine.drafting.ranks import DraftCompute
 from eesd_dist.engine.drafting.run import Candidate, DraftRun
-from eesd_dist.engine.row_slices import RowSlice, joined
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.types import Evidence

@@ -10,18 +10,16 @@ The order of operations is decided in `stage.py`.
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from eesd_dist.compiled import LazyCompiled, can_compile
+from eesd_dist.backends.api import ChainDrafter, engine_on
+from eesd_dist.backends.lazy import LazyCompiled
+from eesd_dist.backends.row_slices import uploaded
 from eesd_dist.config import Numerics
-from eesd_dist.engine.chains import ChainDrafter
-from eesd_dist.engine.compiled.ahead import compile_when_cached
-from eesd_dist.engine.row_slices import uploaded
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
@@ -125,7 +123,7 @@ class DraftShard:
         self._rows: RowPlan | None = None
         """Plan of `_segments`, the rows computed last; None before the first rows."""
         self._compiles_in_background = compiles_in_background
-        self._round_drafter = drafter_of(span, head, compiles_in_background=compiles_in_background)
+        self._round_drafter = self._drafter_of(head)
 
     @property
     def drafter(self) -> ChainDrafter | None:
@@ -161,9 +159,7 @@ class DraftShard:
         if self.head is not None:
             head.take_pages(self.head)
         self.head = head
-        self._round_drafter = drafter_of(
-            self.span, head, compiles_in_background=self._compiles_in_background
-        )
+        self._round_drafter = self._drafter_of(head)
 
     def begin(self) -> None:
         self.span.paged.begin()
@@ -185,6 +181,14 @@ class DraftShard:
             )
         return self.head
 
+    def _drafter_of(self, head: ExitHead | None) -> LazyCompiled[ChainDrafter]:
+        """Returns layers and head as one call for a round, where this machine and stage have it."""
+        if head is None:
+            return LazyCompiled.without()
+        return engine_on(self._device).drafter(
+            self.span, head, compiles_in_background=self._compiles_in_background
+        )
+
     def _plan(self, segments: Sequence[RowSegment]) -> RowPlan:
         """Returns the plan, built once for span and exit head if both run the same rows."""
         if segments != self._segments or self._rows is None:
@@ -196,27 +200,6 @@ class DraftShard:
                 numerics=self._numerics,
             )
         return self._rows
-
-
-def drafter_of(
-    span: LlamaSpan, head: ExitHead | None, *, compiles_in_background: bool
-) -> LazyCompiled[ChainDrafter]:
-    """Returns layers and head as one call for a round, where this machine and stage have it."""
-    if head is None:
-        return LazyCompiled.without()
-    if span.paged.on_gpu is not None:
-        from eesd_dist.engine.cuda.drafter import GraphDrafter
-
-        return LazyCompiled(partial(GraphDrafter.of, span, head), is_ready=True)
-    if not can_compile():
-        return LazyCompiled.without()
-    from eesd_dist.engine.compiled.draft_kernel import is_draft_cached
-    from eesd_dist.engine.compiled.drafter import RoundDrafter
-
-    make = partial(RoundDrafter.of, span, head)
-    return compile_when_cached(
-        make, is_cached=is_draft_cached, is_needed=not compiles_in_background
-    )
 
 
 class LeadingShard:

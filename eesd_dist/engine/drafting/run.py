@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from eesd_dist.backends.row_slices import RowSlice, joined
 from eesd_dist.engine.drafting.ngrams import NgramIndex
 from eesd_dist.engine.masks import ConstrainedText
-from eesd_dist.engine.row_slices import RowSlice, joined
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.schedule.plans import PlanItem
 from eesd_dist.trees import ROOT, is_chain, path_to

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eesd_dist.backends.api import ChainDrafter, DraftedChain
+from eesd_dist.backends.row_slices import joined
 from eesd_dist.config import TreeConfig
 from eesd_dist.control.chain_rule import ChainRule, of_length
 from eesd_dist.control.policy import DraftPolicy
-from eesd_dist.engine.chains import ChainDrafter, DraftedChain
 from eesd_dist.engine.drafting.choose import LevelReason, choose_drafters, fits_one_call
 from eesd_dist.engine.drafting.guesses import Guesser, noise_of
 from eesd_dist.engine.drafting.levels import CATCH_UP_ROWS, LevelDrafter, chain_start, known_rows
@@ -31,7 +32,6 @@ from eesd_dist.engine.drafting.run import (
     roll_back,
 )
 from eesd_dist.engine.masks import ConstrainedText
-from eesd_dist.engine.row_slices import joined
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.schedule.plans import PlanItem, RoundPlan

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eesd_dist.backends.row_slices import joined
 from eesd_dist.engine.acceptance import Accepted
 from eesd_dist.engine.drafting.stage import DraftRun
 from eesd_dist.engine.recording.text_features import featured
-from eesd_dist.engine.row_slices import joined
 from eesd_dist.transport.contracts import Floats, Ints, RoundHeader, RowFeatures, VerifyReply
 from eesd_dist.types import Request, RequestId
 

@@ -2,14 +2,13 @@
 
 from torch import Tensor
 
-from eesd_dist.model.kv_layout import key_width, value_width
+from eesd_dist.model.kv_layout import PageForm, key_width, value_width
 
 
 # Shapes: P pages, K KV heads, X numbers of a page's part, E channels of a head, S slots of a page.
-def keys_in(pages_PKX: Tensor, *, head_dim: int, page_size: int, by_slot: bool) -> Tensor:
-    """Returns [P, K, E, S], without the padding of the slots. `by_slot`: a row per slot, as on a
-    GPU, not per channel."""
-    if by_slot:
+def keys_in(pages_PKX: Tensor, *, head_dim: int, page_size: int, form: PageForm) -> Tensor:
+    """Returns [P, K, E, S], without the padding of the slots."""
+    if form == "keys by slot":
         keys_PKX = pages_PKX.narrow(2, 0, head_dim * page_size)
         return keys_PKX.view(*pages_PKX.shape[:2], page_size, head_dim).transpose(2, 3)
     width = key_width(page_size)

@@ -1,32 +1,51 @@
 """Keys and values of one layer in pages, and attention over them for all rows of a pass at once.
 
 The rows say which keys they see (`RowPlan`); one call of a kernel stores the rows' keys and values
-and attends every row. On a CPU the pages are float32.
+and attends every row.
 """
 
-import logging
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from eesd_dist.compiled import can_compile
+from eesd_dist.devices import backend_of
 from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.families.family import PLAIN_SCORES, Scores
-from eesd_dist.model.kv_layout import count_kv_numbers
-
-logger = logging.getLogger(__name__)
+from eesd_dist.model.kv_layout import PageForm, count_kv_numbers
 
 
 class Attention(Protocol):
     """A kernel with its pages and geometry."""
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor: ...
+
+
+class PagesBackend(Protocol):
+    """Part of a backend that pages use."""
+
+    page_form: PageForm
+
+    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the type of keys and values of layers that compute with `dtype`."""
+        ...
+
+    def zeros(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns zeros."""
+        ...
+
+    def attention(self, pages_PKX: Tensor, shape: AttentionShape) -> Attention:
+        """Returns the kernel over pages of one layer."""
+        ...
+
+
+def pages_on(device: torch.device) -> PagesBackend:
+    """Returns what the pages of a device are like."""
+    backend: PagesBackend = backend_of(device).model
+    return backend
 
 
 # Shapes: T rows, H heads of all kinds (query heads as (query within group, KV head), then keys,
@@ -53,14 +72,15 @@ class LayerPages:
     ) -> None:
         """`window`: how many of the last positions a row may see; None: all."""
         self._page_size = page_size
+        backend = pages_on(device)
         kv_numbers = count_kv_numbers(head_dim=head_dim, page_size=page_size)
         shape = (num_pages, num_kv_heads, kv_numbers)
-        self.pages_PKX = _zeros(shape, dtype=kv_dtype(dtype, device), device=device)
+        self.pages_PKX = backend.zeros(shape, dtype=backend.kv_dtype(dtype), device=device)
         self.keys_PKES = keys_in(
             self.pages_PKX,
             head_dim=head_dim,
             page_size=page_size,
-            by_slot=device.type == "cuda",
+            form=backend.page_form,
         )
         self.values_PKSE = values_in(self.pages_PKX, head_dim=head_dim, page_size=page_size)
         self.shape = AttentionShape(
@@ -71,7 +91,7 @@ class LayerPages:
             window=window,
             scores=scores,
         )
-        self.attention = _attention_on(device)(self.pages_PKX, self.shape)
+        self.attention = backend.attention(self.pages_PKX, self.shape)
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:
         """Stores the rows' keys and values, then attends every row to its keys.
@@ -109,33 +129,3 @@ class LayerPages:
 
     def _index(self, pages: Sequence[int]) -> Tensor:
         return torch.tensor(pages, device=self.pages_PKX.device)
-
-
-def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros. On a CPU the system makes them when a page is first used: torch would write
-    them all now."""
-    if device.type == "cpu" and dtype == torch.float32:
-        return torch.from_numpy(np.zeros(shape, np.float32))
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def kv_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the type of keys and values of layers that compute with `dtype`."""
-    return dtype if device.type == "cuda" else torch.float32
-
-
-@cache
-def _attention_on(device: torch.device) -> Callable[[Tensor, AttentionShape], Attention]:
-    """Returns the kernel's class; the other one's compiler need not be installed."""
-    if device.type == "cuda":
-        from eesd_dist.model.attention.cuda_attention import CudaAttention
-
-        return CudaAttention
-    if not can_compile():
-        from eesd_dist.model.attention.row_by_row import RowByRowAttention
-
-        logger.warning("attention_is_slow reason=numba is not installed rows=one by one")
-        return RowByRowAttention
-    from eesd_dist.model.attention.cpu_attention import CpuAttention
-
-    return CpuAttention

@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eesd_dist.compiled import cache_folder
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.gguf.config import NamedTensor, config_of, named_tensors
 from eesd_dist.model.gguf.header import StoredTensor, read_header
 from eesd_dist.model.gguf.tokenizer import end_tokens, write_tokenizer
+from eesd_dist.user_folders import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,24 @@
 """Root-mean-square norms, over whole rows, over each head and over all heads."""
 
 import math
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from eesd_dist.devices import backend_of
 from eesd_dist.model.spec import ModelSpec
 
 
 # Shapes: T rows, D hidden channels, H heads, E channels of a head.
+class NormBackend(Protocol):
+    """Part of a backend that norms use."""
+
+    def normed(self, norm: "RmsNorm", x_TD: Tensor) -> Tensor:
+        """Returns the norm of rows, without gradients."""
+        ...
+
+
 class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weight, in float32 inside.
 
@@ -32,7 +41,7 @@ class RmsNorm:
         self.scaled_weight_D = factor_D * (math.sqrt(width) * scale)
         self.floor = eps * width
         self._floor_11 = torch.full((1, 1), eps * width, device=weight_D.device)
-        self._dtype = dtype
+        self.dtype = dtype
 
     @classmethod
     def of(
@@ -50,23 +59,16 @@ class RmsNorm:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         needs_grad = x_TD.requires_grad or self.scaled_weight_D.requires_grad
-        if x_TD.is_cuda and not (needs_grad and torch.is_grad_enabled()):
-            return self.added(x_TD, None)
-        if self._dtype != torch.float32:
-            return self._normed(x_TD.float()).to(self._dtype)
+        if needs_grad and torch.is_grad_enabled():
+            return self.by_steps(x_TD)
+        backend: NormBackend = backend_of(x_TD.device).model
+        return backend.normed(self, x_TD)
+
+    def by_steps(self, x_TD: Tensor) -> Tensor:
+        """Returns the norm by torch's operations, which autograd supports."""
+        if self.dtype != torch.float32:
+            return self._normed(x_TD.float()).to(self.dtype)
         return self._normed(x_TD)
-
-    def added(self, x_TD: Tensor, addend_TD: Tensor | None) -> Tensor:
-        """Adds `addend_TD` to x in place and returns the norm of x, in one launch on a GPU."""
-        from eesd_dist.model.cuda.rows import add_and_norm
-
-        return add_and_norm(
-            x_TD if addend_TD is not None else x_TD.contiguous(),
-            addend_TD,
-            weight_D=self.scaled_weight_D,
-            floor=self.floor,
-            dtype=self._dtype,
-        )
 
     def _normed(self, x_TD: Tensor) -> Tensor:
         norm_T1: Tensor = torch.linalg.vector_norm(x_TD, 2, -1, True)

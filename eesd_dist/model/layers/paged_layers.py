@@ -1,18 +1,18 @@
 """Layers with their keys and values in pages: a pass over some rows, and whole sequences without.
 
-Shared by spans and exit heads. Where products are compiled, all layers of a pass are one call.
+Shared by spans and exit heads. Where the device has it, all layers of a pass are one call.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from eesd_dist.compiled import can_compile
-from eesd_dist.model.attention.pages import LayerPages, kv_dtype
+from eesd_dist.devices import backend_of
+from eesd_dist.model.attention.pages import LayerPages, pages_on
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.attention.whole import attend_whole
 from eesd_dist.model.families.family import Scores
@@ -22,9 +22,48 @@ from eesd_dist.model.rank_memory import kv_page_bytes
 from eesd_dist.model.rope import rotation_tables
 from eesd_dist.model.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from eesd_dist.model.layers.compiled_layers import CompiledLayers
-    from eesd_dist.model.layers.cuda_layers import CudaLayers
+
+class FusedLayers(Protocol):
+    """Layers with their pages in a device's own way: all of a pass together. One pass at a time."""
+
+    def forward(
+        self, hidden_TD: Tensor, rows: RowPlan, *, after_layer: AfterLayer | None = None
+    ) -> Tensor:
+        """Returns the rows [T, D]; writes their keys and values."""
+        ...
+
+    def store_kv(self, hidden_TD: Tensor, rows: RowPlan) -> None:
+        """Writes the keys and values of rows [T, D], of one layer: no rank waits for another."""
+        ...
+
+    def take_pages(self, pages: Sequence[LayerPages]) -> None:
+        """Reads and writes these pages from now on."""
+        ...
+
+
+class LayersBackend(Protocol):
+    """Part of a backend that layers use."""
+
+    clears_pages: bool
+    """True if layers may have run over rows that never arrived when a peer was lost: a mask does
+    not remove NaN."""
+
+    def fused_layers(
+        self,
+        layers: Sequence[DecoderLayer],
+        pages: Sequence[LayerPages],
+        rotations: Sequence[Tensor],
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> FusedLayers | None:
+        """Returns the layers as one call, None where these products have none. `rotations`: the
+        table of each layer."""
+        ...
+
+    def settle(self, device: torch.device) -> None:
+        """Waits until what this thread has written is visible to work of every thread."""
+        ...
 
 
 # Shapes: T rows, D hidden channels, B sequences, L their length, S positions, P pairs of channels.
@@ -78,15 +117,15 @@ class PagedLayers:
         ]
         self._windows = tuple(windows)
         self._scores = spec.traits.scores
-        self._compiled = compiled_layers(self._layers, self._pages, self._rotations, device)
-        self._on_gpu = _layers_on_gpu(
+        self._backend: LayersBackend = backend_of(device).model
+        self.fused: FusedLayers | None = self._backend.fused_layers(
             self._layers,
             self._pages,
             self._rotations,
-            device,
             hidden_size=spec.hidden_size,
             dtype=dtype,
         )
+        """The layers as one call; None where there is none."""
 
     def forward(
         self,
@@ -96,9 +135,8 @@ class PagedLayers:
         after_layer: AfterLayer | None = None,
     ) -> Tensor:
         """`after_layer` is called with the number of layers done and the rows after them."""
-        fused = self._fused
-        if fused is not None:
-            return fused.forward(hidden_TD, rows, after_layer=after_layer)
+        if self.fused is not None:
+            return self.fused.forward(hidden_TD, rows, after_layer=after_layer)
         x_TD = pad_rows(hidden_TD.to(self.compute_dtype), rows.num_padded)
         turns = _rows_of(self._rotations, lambda table_SP: table_SP.index_select(0, rows.positions))
         for done, (layer, pages, turn_T1P) in enumerate(
@@ -111,25 +149,10 @@ class PagedLayers:
 
     def store_kv(self, hidden_TD: Tensor, rows: RowPlan) -> None:
         """Writes the keys and values of rows [T, D] of the only layer."""
-        fused = self._fused
-        if fused is not None:
-            fused.store_kv(hidden_TD, rows)
+        if self.fused is not None:
+            self.fused.store_kv(hidden_TD, rows)
         else:
             self.forward(hidden_TD, rows)
-
-    @property
-    def compiled(self) -> "CompiledLayers | None":
-        """The layers as one compiled call; None where there is none."""
-        return self._compiled
-
-    @property
-    def on_gpu(self) -> "CudaLayers | None":
-        """The layers as kernels of a GPU; None on a CPU."""
-        return self._on_gpu
-
-    @property
-    def _fused(self) -> "CompiledLayers | CudaLayers | None":
-        return self._compiled or self._on_gpu
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copies slots in every layer, (from, to) each; reads all sources before it writes."""
@@ -153,26 +176,21 @@ class PagedLayers:
         self._pages[layer].write(pages, content_B)
 
     def settle_writes(self) -> None:
-        """Waits until pages written by this thread are visible to rounds of every thread. On a CPU
-        they are at once; on a GPU rounds may run on another stream than the writer's."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        """Waits until pages written by this thread are visible to rounds of every thread."""
+        self._backend.settle(self.device)
 
     @torch.inference_mode()
     def begin(self) -> None:
-        """Starts an epoch, in which no page is valid yet. On a GPU, layers that were queued when a
-        peer was lost ran over rows that never arrived, and a mask does not remove NaN. On a CPU
-        nothing is computed before its rows are there, and clearing would touch all memory."""
-        if self.device.type == "cuda":
+        """Starts an epoch, in which no page is valid yet."""
+        if self._backend.clears_pages:
             for pages in self._pages:
                 pages.clear()
 
     def take_pages(self, other: "PagedLayers") -> None:
         """Takes over the keys and values of layers of the same shape."""
         self._pages = other._pages
-        fused = self._fused
-        if fused is not None:
-            fused.take_pages(self._pages)
+        if self.fused is not None:
+            self.fused.take_pages(self._pages)
 
     def forward_full(self, hidden_BLD: Tensor) -> Tensor:
         return forward_whole(
@@ -182,36 +200,6 @@ class PagedLayers:
             self._rotations,
             scores=self._scores,
         )
-
-
-def compiled_layers(
-    layers: Sequence[DecoderLayer],
-    pages: Sequence[LayerPages],
-    rotations: Sequence[Tensor],
-    device: torch.device,
-) -> "CompiledLayers | None":
-    """Returns the layers as one compiled call, where this machine and these products have it."""
-    if device.type != "cpu" or not can_compile():
-        return None
-    from eesd_dist.model.layers.compiled_layers import CompiledLayers
-
-    return CompiledLayers.of(layers, pages, rotations)
-
-
-def _layers_on_gpu(
-    layers: Sequence[DecoderLayer],
-    pages: Sequence[LayerPages],
-    rotations: Sequence[Tensor],
-    device: torch.device,
-    *,
-    hidden_size: int,
-    dtype: torch.dtype,
-) -> "CudaLayers | None":
-    if device.type != "cuda" or not layers:
-        return None
-    from eesd_dist.model.layers.cuda_layers import CudaLayers
-
-    return CudaLayers(layers, pages, rotations, hidden_size=hidden_size, dtype=dtype)
 
 
 def forward_whole(
@@ -290,7 +278,7 @@ class LoadedLayers:
     @property
     def bytes_per_kv(self) -> int:
         """Bytes of one number of a key or a value."""
-        return kv_dtype(self.dtype, self.device).itemsize
+        return pages_on(self.device).kv_dtype(self.dtype).itemsize
 
     def kv_page_bytes(self, page_size: int) -> int:
         return kv_page_bytes(

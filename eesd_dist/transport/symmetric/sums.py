@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eesd_dist.devices import HOST
 from eesd_dist.transport.counts import WHOLE_BYTES
 from eesd_dist.transport.symmetric.kernel import (
     DATA,
@@ -50,7 +51,7 @@ class SymmetricSums:
         self._memory = memory
         self._rank, self._size = rank, len(memory.addresses)
         self._capacity = capacity
-        self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=device != HOST)
         words = [*memory.addresses, self._abort.data_ptr()]
         self._bases = torch.tensor(words, dtype=torch.int64, device=device)
         self._counts = torch.zeros(2 * PROGRAMS, dtype=torch.int32, device=device)

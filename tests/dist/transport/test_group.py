@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
-from eesd_dist.errors import EngineError, PeerLost
+from eesd_dist.errors import ConfigError, EngineError, PeerLost
 from eesd_dist.transport import gloo, rendezvous
 from eesd_dist.transport.authentication.handshake import Address
 from eesd_dist.transport.authentication.key_store import StoreHost
@@ -318,16 +318,23 @@ def test_a_group_of_gpus_that_do_not_connect_leaves_no_connection_and_names_the_
 ) -> None:
     peer_started = threading.Event()
 
-    def no_plane(*_: object, **__: object) -> None:
-        peer_started.wait(10.0)
-        raise kind("it is of no use")
+    class Plane:
+        lost = None
 
-    monkeypatch.setattr(rendezvous, "NcclPlane", no_plane)
+        def __init__(self, store: object, *, rank: int, **_: object) -> None:
+            if rank == 0:
+                peer_started.wait(10.0)
+                raise kind("it is of no use")
+
+        def abort(self) -> None:
+            pass
+
+    monkeypatch.setattr(rendezvous, "NcclPlane", Plane)
     host = StoreHost()
     groups: list[ProcessGroup] = []
     raised: list[EngineError] = []
 
-    def join(rank: int, device: str) -> None:
+    def join(rank: int) -> None:
         store = connect_store(host.at, timeout_s=10)
         try:
             groups.append(
@@ -338,21 +345,40 @@ def test_a_group_of_gpus_that_do_not_connect_leaves_no_connection_and_names_the_
                     rank=rank,
                     size=2,
                     timeout_s=20.0,
-                    device=device,
+                    device="cuda",
                     members=("verify rank 0", "verify rank 1"),
+                    in_memory=False,
                 )
             )
         except EngineError as error:
             raised.append(error)
         peer_started.set()
 
-    in_threads(lambda: join(0, "cuda"), lambda: join(1, "cpu"))
+    in_threads(lambda: join(0), lambda: join(1))
     assert len(raised) == 1, "it holds on to everything that was built"
     with pytest.raises(EngineError, match=message):
         raise raised[0]
     assert isinstance(raised[0], PeerLost) == (kind is torch.distributed.DistBackendError)
     with pytest.raises(PeerLost, match="its connection is gone"):
         groups[0].recv(torch.ones(1), source=0, operation="a receive")
+
+
+def test_ranks_on_different_types_of_device_are_named_before_nccl_waits_for_one_of_them() -> None:
+    host = StoreHost()
+    raised: list[str] = []
+
+    def join(rank: int, device: str) -> None:
+        store = connect_store(host.at, timeout_s=10)
+        with pytest.raises(ConfigError) as error:
+            build_group(
+                store, epoch=1, name="verify", rank=rank, size=2, timeout_s=20.0, device=device
+            )
+        raised.append(str(error.value))
+
+    in_threads(lambda: join(0, "cuda"), lambda: join(1, "cpu"))
+    assert raised[0] == raised[1]
+    assert "verify rank 0 on 127.0.0.1: cuda, verify rank 1 on 127.0.0.1: cpu" in raised[0]
+    assert "or set model.device to cpu" in raised[0]
 
 
 def test_a_wait_for_a_peer_ends_when_its_store_is_left() -> None:

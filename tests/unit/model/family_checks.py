@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from eesd_dist.backends.cpu.verifier import Verifier
 from eesd_dist.config import (
     CacheConfig,
     DType,
@@ -17,7 +18,6 @@ from eesd_dist.config import (
     SpeculationConfig,
 )
 from eesd_dist.engine.build import build_draft_shard
-from eesd_dist.engine.compiled.verifier import Verifier
 from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.model.attention.rows import RowSegment

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from eesd_dist.backends.cuda.drafter import GraphDrafter
+from eesd_dist.backends.cuda.steps import _Reading, _Size
+from eesd_dist.backends.cuda.tiles import Tiling
 from eesd_dist.config import DType
-from eesd_dist.engine.cuda.drafter import GraphDrafter
-from eesd_dist.engine.cuda.steps import _Reading, _Size
 from eesd_dist.engine.page_store import PageStore
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.model.attention.tiles import Tiling
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.heads.head_parts import HeadParts
 from eesd_dist.model.span import LlamaSpan

@@ -16,11 +16,11 @@ from torch._C import _distributed_c10d
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.distributed_c10d import Store
 
-from eesd_dist.engine.cuda.verifier import GraphVerifier, _Size
+from eesd_dist.backends.cuda import layers as cuda_layers
+from eesd_dist.backends.cuda.tiles import Tiling
+from eesd_dist.backends.cuda.verifier import GraphVerifier, _Size
 from eesd_dist.errors import PeerLost
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
-from eesd_dist.model.attention.tiles import Tiling
-from eesd_dist.model.layers import cuda_layers
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.page_table import PageTable

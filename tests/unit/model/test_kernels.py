@@ -20,6 +20,7 @@ from eesd_dist.model.kernels import (
     padded_rows,
     rows_are_independent,
 )
+from tests.support.stepwise_cpu import without_numba
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -87,13 +88,16 @@ def test_the_products_of_a_stage_are_logged(caplog: pytest.LogCaptureFixture) ->
     )
 
 
-def test_without_numba_a_cpu_only_compares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "can_compile", lambda: False)
-    packer = LinearPacker(dtype="float32", numerics="fast", device=CPU)
+def test_without_numba_a_cpu_only_compares() -> None:
+    with without_numba():
+        packer = LinearPacker(dtype="float32", numerics="fast", device=CPU)
     assert packer.candidates[0].name == "library float32"
     x_MI = torch.randn(2, 48)
     torch.testing.assert_close(packer.pack(torch.eye(48))(x_MI), x_MI)
-    with pytest.raises(ConfigError, match="need numba, which is not installed: install it"):
+    with (
+        without_numba(),
+        pytest.raises(ConfigError, match="need numba, which is not installed: install it"),
+    ):
         LinearPacker(dtype="float32", numerics="invariant", device=CPU)
 
 

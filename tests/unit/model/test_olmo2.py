@@ -1,6 +1,7 @@
 """OLMo 2 through the generic layers equals the model of transformers."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,10 @@ from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.heads.head_config import HeadKind
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
-from eesd_dist.model.layers import paged_layers
 from eesd_dist.model.parallel import Shard
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.types import SamplingParams
+from tests.support.stepwise_cpu import stepwise_layers
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.model.family_checks import (
     EXIT_LAYER,
@@ -63,12 +64,11 @@ def test_the_norms_of_queries_and_keys_matter_head_by_head(tmp_path: Path) -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_a_row_has_the_same_bits_alone_and_among_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: DType, is_compiled: bool
+    tmp_path: Path, dtype: DType, is_compiled: bool
 ) -> None:
-    if not is_compiled:
-        monkeypatch.setattr(paged_layers, "compiled_layers", lambda *_: None)
     save_tiny_model(tmp_path, "olmo2")
-    require_same_bits_in_a_batch(tmp_path, dtype)
+    with nullcontext() if is_compiled else stepwise_layers():
+        require_same_bits_in_a_batch(tmp_path, dtype)
 
 
 @pytest.mark.parametrize("kind", ["shared", "own", "truncated"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eesd_dist.sampling.compiled_rule import _neg_log
+from eesd_dist.backends.cpu.kernels.choice import _neg_log
 from eesd_dist.sampling.elementary import neg_log
 from eesd_dist.sampling.noise import (
     Stream,

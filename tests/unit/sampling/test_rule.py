@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 from msgspec import structs
 from torch import Tensor
 
+from eesd_dist.backends.api import engine_on
+from eesd_dist.backends.cpu.kernels import choice as choice_kernels
+from eesd_dist.backends.cpu.sampling import CpuSampling
+from eesd_dist.backends.torch.sampling import TorchSampling
 from eesd_dist.model.parallel import rank_range
-from eesd_dist.sampling import compiled_rule
 from eesd_dist.sampling.processors import VocabularyShard
 from eesd_dist.sampling.rule import (
     WIDEST_GAP,
     RowRule,
     TokenChoice,
-    _first_maxima,
-    _first_maxima_on_device,
     choose,
     draft_choice,
     first_max,
     joined_choices,
     perturbed,
     top1_probs,
-    warm_up,
 )
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.types import SamplingParams
@@ -441,8 +441,8 @@ def test_the_compiled_choice_is_that_of_the_scores(
 
 
 def test_no_choice_compiles_once_the_rule_is_ready() -> None:
-    warm_up(torch.device("cpu"))
-    kernels = (compiled_rule.gumbel_kernel(), compiled_rule.choice_kernel())
+    engine_on(torch.device("cpu")).warm_up()
+    kernels = (choice_kernels.gumbel_kernel(), choice_kernels.choice_kernel())
     before = [len(kernel.signatures) for kernel in kernels]
     for temperature in (0.0, 0.7):
         row_rule = rule(SamplingParams(temperature=temperature, seed=3))
@@ -479,7 +479,7 @@ def test_a_draft_sorts_no_row_to_find_two_maxima(device: str) -> None:
 
 def test_maxima_are_found_on_a_device_as_on_the_host() -> None:
     x_SV = random_logits(14, 5, V).round()
-    on_device, expected = _first_maxima_on_device(x_SV, 4), _first_maxima(x_SV, 4)
+    on_device, expected = (s.first_maxima(x_SV, 4) for s in (TorchSampling(), CpuSampling()))
     assert torch.equal(on_device[0], expected[0])
     assert torch.equal(on_device[1], expected[1])
 

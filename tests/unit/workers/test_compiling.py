@@ -14,12 +14,13 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from eesd_dist.compiled import FOLDER_VARIABLE, is_kept, kernel
+from eesd_dist.backends.cpu import ahead
+from eesd_dist.backends.cpu.ahead import compile_lock, compile_when_cached, is_compiling
+from eesd_dist.backends.cpu.compiled import is_kept, kernel
+from eesd_dist.backends.cpu.kernels.draft import is_draft_cached
+from eesd_dist.backends.cpu.kernels.verify import is_verify_cached
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig
-from eesd_dist.engine.compiled import ahead
-from eesd_dist.engine.compiled.ahead import compile_lock, compile_when_cached, is_compiling
-from eesd_dist.engine.compiled.draft_kernel import is_draft_cached
-from eesd_dist.engine.compiled.verify_kernel import is_verify_cached
+from eesd_dist.user_folders import CACHE_VARIABLE
 from eesd_dist.workers import compiling
 from eesd_dist.workers.compiling import start_compiling
 from tests.support.drafters import save_head, save_target
@@ -53,7 +54,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     return tmp_path
 
 
@@ -115,7 +116,7 @@ def test_a_folder_that_cannot_be_written_stops_nobody(
     tmp_path: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
     command = [sys.executable, "-m", compiling.__name__, config.model_dump_json()]
     done = subprocess.run(command, timeout=DEADLINE_S, capture_output=True, text=True)
     assert done.returncode == 0

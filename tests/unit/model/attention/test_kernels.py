@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eesd_dist.model.attention import cpu_attention, cuda_attention, tiles
-from eesd_dist.model.attention.cuda_attention import CudaAttention
+from eesd_dist.backends.cpu import attention as cpu_attention
+from eesd_dist.backends.cpu import calls
+from eesd_dist.backends.cuda import attention as cuda_attention
+from eesd_dist.backends.cuda import tiles
+from eesd_dist.backends.cuda.attention import CudaAttention
+from eesd_dist.backends.cuda.tiles import DeviceRows, Tiling, single_tiles, tiles_of
+from eesd_dist.backends.torch.attention import RowByRowAttention
 from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.pages import LayerPages
-from eesd_dist.model.attention.row_by_row import RowByRowAttention
 from eesd_dist.model.attention.rows import RowPlan, RowSegment, row_arrays
-from eesd_dist.model.attention.tiles import DeviceRows, Tiling, single_tiles, tiles_of
 from eesd_dist.model.attention_shape import AttentionShape
-from eesd_dist.model.cpu import calls
 from eesd_dist.model.families.family import Scores
 from eesd_dist.model.kv_layout import RowArrays
 from eesd_dist.trees import path_to
@@ -260,7 +262,7 @@ def test_the_gpu_kernel_computes_what_the_cpu_kernel_does(
     pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).pages_PKX)
     twin = CudaAttention(twin_PKX, shape.attention)
     keys_PKES, values_PKSE = (
-        keys_in(twin_PKX, head_dim=shape.head_dim, page_size=shape.page_size, by_slot=True),
+        keys_in(twin_PKX, head_dim=shape.head_dim, page_size=shape.page_size, form="keys by slot"),
         values_in(twin_PKX, head_dim=shape.head_dim, page_size=shape.page_size),
     )
 

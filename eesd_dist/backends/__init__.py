@@ -1,0 +1,1 @@
+"""Computation on each type of device: a package each, found by `eesd_dist.devices`."""

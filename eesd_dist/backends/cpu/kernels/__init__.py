@@ -1,0 +1,1 @@
+"""Functions for Numba: layers, LM heads, noise, choice, whole drafts and verify passes."""

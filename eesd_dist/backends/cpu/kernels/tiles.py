@@ -1,0 +1,308 @@
+"""Tiles of a product: a few rows times a few blocks of output channels, summed in registers.
+
+Weights are packed in blocks of 32 output channels, one input (or one pair of inputs) after the
+other, so that a block is read from front to back. Every output is one chain over the inputs in
+their order, whatever else the tile computes: its bits depend on its row and its channel alone.
+
+The kind of weights is the type of an empty array, by which Numba compiles: `float32`, `int16`
+(float16), `uint16` (bfloat16, widened), `int32` (pairs of bfloat16 for processors that multiply
+them: the products of a pair are added to the float32 sum, the second one first). The tiles are
+LLVM instructions made here, because Numba's own loops keep no more than a few sums in registers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import llvmlite.binding
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core.cgutils import get_or_insert_function
+from numba.extending import intrinsic
+
+from eesd_dist.model.kv_layout import LANES
+
+BLOCK = 2 * LANES
+"""Output channels in one block of weights."""
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_INTS = ir.VectorType(_I32, LANES)
+_VECTORS = BLOCK // LANES
+_FLOAT_BYTES = 4
+_LINE_BYTES = 64
+
+
+class _BFloat(ir.Type):
+    """llvmlite has no name for LLVM's bfloat."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+@cache
+def host_features() -> Mapping[str, bool]:
+    """Returns the features of the processor that Numba compiles for."""
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
+        return {}
+    return dict(llvmlite.binding.get_host_cpu_features())
+
+
+def multiplies_bfloat16() -> bool:
+    return bool(host_features().get("avx512bf16"))
+
+
+MOST_ROWS = 10 if host_features().get("avx512f") else 3
+"""Rows of one tile: as many sums as the registers hold with what is added to them (of 12 rows, LLVM
+keeps some in memory, and 24 rows take a fifth longer). Fewer rows with more blocks would hide more
+of an instruction's latency, but reading several blocks at once is slower than that."""
+
+
+@intrinsic
+def tile(typing, kind, weights, inputs, input_bytes, num_steps, sums, sum_bytes, rows):  # type: ignore[no-untyped-def]
+    """sums = inputs @ weights for `rows` rows (1 to MOST_ROWS) and one block.
+
+    All but `kind` are whole numbers: addresses, the distance between rows in bytes, and the number
+    of inputs (of pairs) of a row.
+    """
+    step = _STEPS[kind.dtype]
+
+    def emit(builder: Any, num_rows: int, args: Sequence[Any]) -> None:
+        weights, inputs, input_bytes, num_steps, sums, sum_bytes = args
+        vector_bytes = LANES * step.weight_bytes
+        vectors = [
+            _offset(builder, _pointer(builder, weights), ir.Constant(_I64, vector_bytes * vector))
+            for vector in range(_VECTORS)
+        ]
+        weight_step = ir.Constant(_I64, BLOCK * step.weight_bytes)
+        rows = _rows(builder, inputs, input_bytes, num_rows)
+        totals = _emit_sums(builder, step, rows, vectors, weight_step, num_steps, None)
+        for target, chain in zip(_rows(builder, sums, sum_bytes, num_rows), totals, strict=True):
+            for vector, total in enumerate(chain):
+                _store(builder, total, target, LANES * _FLOAT_BYTES * vector)
+
+    return types.none(kind, *(types.int64,) * 7), _for_row_counts(emit, skipped=1)
+
+
+@intrinsic
+def add_tile(  # type: ignore[no-untyped-def]
+    typing, a, a_bytes, b0, b1, b_bytes, length, c0, c1, c_bytes, begins, prefetch_at, rows
+):
+    """c += a @ b for `rows` rows of a (1 to MOST_ROWS) and two vectors of columns.
+
+    b0, b1, c0 and c1 are the addresses of the vectors in the first rows of b and c; the vectors may
+    overlap. `begins` is 1 to overwrite c, else 0. Every step begins to read 128 bytes from
+    `prefetch_at` on: the next tile's columns come from far, in pieces too short for the processor
+    to guess.
+    """
+    step = _STEPS[types.float32]
+
+    def emit(builder: Any, num_rows: int, args: Sequence[Any]) -> None:
+        a, a_bytes, b0, b1, b_bytes, length, c0, c1, c_bytes, begins, prefetch_at = args
+        targets = [
+            list(pair)
+            for pair in zip(
+                _rows(builder, c0, c_bytes, num_rows),
+                _rows(builder, c1, c_bytes, num_rows),
+                strict=True,
+            )
+        ]
+        zero, is_new = ir.Constant(_FLOATS, [0.0] * LANES), builder.trunc(begins, ir.IntType(1))
+        starts = [
+            [
+                builder.select(is_new, zero, _loaded(builder, target, _FLOATS, align=4))
+                for target in pair
+            ]
+            for pair in targets
+        ]
+        vectors = [_pointer(builder, b0), _pointer(builder, b1)]
+        rows = _rows(builder, a, a_bytes, num_rows)
+        totals = _emit_sums(
+            builder, step, rows, vectors, b_bytes, length, starts, _pointer(builder, prefetch_at)
+        )
+        for pair, chain in zip(targets, totals, strict=True):
+            for target, total in zip(pair, chain, strict=True):
+                _store(builder, total, target, 0)
+
+    return types.none(*(types.int64,) * 12), _for_row_counts(emit)
+
+
+def _for_row_counts(
+    emit: Callable[[Any, int, Sequence[Any]], None], *, skipped: int = 0
+) -> Callable[[Any, Any, Any, Any], Any]:
+    """Returns Numba's generator of a call with the number of rows as the last argument: the code
+    of every number, and a jump to it. `skipped`: leading arguments without a value."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        *numbers, num_rows = args[skipped:]
+        done = builder.append_basic_block("done")
+        chosen = builder.switch(num_rows, done)
+        for count in range(1, MOST_ROWS + 1):
+            case = builder.append_basic_block(f"rows{count}")
+            chosen.add_case(ir.Constant(_I64, count), case)
+            builder.position_at_end(case)
+            emit(builder, count, numbers)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return generate
+
+
+def _emit_sums(
+    builder: Any,
+    step: "_Step",
+    rows: Sequence[Any],
+    vectors: Sequence[Any],
+    weight_bytes: Any,
+    num_steps: Any,
+    starts: Sequence[Sequence[Any]] | None,
+    prefetch_at: Any = None,
+) -> Sequence[Sequence[Any]]:
+    """Emits the loop over the inputs; returns the sums of each row and vector. `rows`, `vectors`:
+    pointers to the first inputs and weights; there is at least one step."""
+    zero, unit = ir.Constant(_I64, 0), ir.Constant(_I64, 1)
+    before, loop = builder.block, builder.append_basic_block("inputs")
+    after = builder.append_basic_block("sums")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    at = builder.phi(_I64)
+    at.add_incoming(zero, before)
+    chains = [[builder.phi(_FLOATS) for _ in vectors] for _ in rows]
+    weight_at = builder.mul(at, weight_bytes)
+    input_at = builder.mul(at, ir.Constant(_I64, _FLOAT_BYTES))
+    loaded = [step.load(builder, _offset(builder, vector, weight_at)) for vector in vectors]
+    totals = []
+    for row, chain in enumerate(chains):
+        x = step.broadcast(builder, _offset(builder, rows[row], input_at))
+        totals.append(
+            [step.add(builder, link, x, w) for link, w in zip(chain, loaded, strict=True)]
+        )
+        for vector, link in enumerate(chain):
+            first = starts[row][vector] if starts else ir.Constant(_FLOATS, [0.0] * LANES)
+            link.add_incoming(first, before)
+            link.add_incoming(totals[-1][vector], loop)
+    if prefetch_at is not None:
+        for line in (0, _LINE_BYTES):
+            offset = builder.add(
+                builder.mul(at, ir.Constant(_I64, 2 * _LINE_BYTES)), ir.Constant(_I64, line)
+            )
+            _prefetch(builder, _offset(builder, prefetch_at, offset))
+    following = builder.add(at, unit)
+    at.add_incoming(following, loop)
+    builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, after)
+    builder.position_at_end(after)
+    return totals
+
+
+def _prefetch(builder: Any, pointer: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [pointer, *(ir.Constant(_I32, hint) for hint in (0, 2, 1))])
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I8.as_pointer())
+
+
+def _rows(builder: Any, address: Any, distance: Any, num_rows: int) -> Sequence[Any]:
+    first = _pointer(builder, address)
+    return [
+        _offset(builder, first, builder.mul(distance, ir.Constant(_I64, row)))
+        for row in range(num_rows)
+    ]
+
+
+def _store(builder: Any, vector: Any, pointer: Any, offset: int) -> None:
+    address = _offset(builder, pointer, ir.Constant(_I64, offset))
+    builder.store(vector, builder.bitcast(address, _FLOATS.as_pointer())).align = _FLOAT_BYTES
+
+
+def _offset(builder: Any, pointer: Any, offset: Any) -> Any:
+    return builder.gep(pointer, [offset])
+
+
+class _Step:
+    """Operations on one vector of weights: float32 numbers."""
+
+    weight_bytes = 4
+    """Bytes of the weights of one output channel and one step."""
+
+    def load(self, builder: Any, pointer: Any) -> Any:
+        return _loaded(builder, pointer, _FLOATS, align=4)
+
+    def broadcast(self, builder: Any, pointer: Any) -> Any:
+        x = builder.load(builder.bitcast(pointer, ir.FloatType().as_pointer()))
+        return _splat(builder, x, _FLOATS)
+
+    def add(self, builder: Any, chain: Any, x: Any, weights: Any) -> Any:
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+        fma = get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+        return builder.call(fma, [x, weights, chain])
+
+
+class _Half(_Step):
+    weight_bytes = 2
+
+    def load(self, builder: Any, pointer: Any) -> Any:
+        kind = ir.VectorType(ir.HalfType(), LANES)
+        return builder.fpext(_loaded(builder, pointer, kind, align=2), _FLOATS)
+
+
+class _Widened(_Step):
+    weight_bytes = 2
+
+    def load(self, builder: Any, pointer: Any) -> Any:
+        kind = ir.VectorType(_I16, LANES)
+        wide = builder.zext(_loaded(builder, pointer, kind, align=2), _INTS)
+        shifted = builder.shl(wide, ir.Constant(_INTS, [16] * LANES))
+        return builder.bitcast(shifted, _FLOATS)
+
+
+class _Pairs(_Step):
+    def load(self, builder: Any, pointer: Any) -> Any:
+        return builder.bitcast(_loaded(builder, pointer, _INTS, align=4), _PAIRS)
+
+    def broadcast(self, builder: Any, pointer: Any) -> Any:
+        pair = builder.load(builder.bitcast(pointer, _I32.as_pointer()))
+        return builder.bitcast(_splat(builder, pair, _INTS), _PAIRS)
+
+    def add(self, builder: Any, chain: Any, x: Any, weights: Any) -> Any:
+        kind = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS])
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}"
+        return builder.call(get_or_insert_function(builder.module, kind, name), [chain, x, weights])
+
+
+_STEPS: Mapping[Any, _Step] = {
+    types.float32: _Step(),
+    types.int16: _Half(),
+    types.uint16: _Widened(),
+    types.int32: _Pairs(),
+}
+
+
+def _loaded(builder: Any, pointer: Any, kind: Any, *, align: int) -> Any:
+    vector = builder.load(builder.bitcast(pointer, kind.as_pointer()))
+    vector.align = align
+    return vector
+
+
+def _splat(builder: Any, x: Any, kind: Any) -> Any:
+    undefined = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(undefined, x, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+
+
+def in_blocks(count: int) -> int:
+    """Returns `count` channels rounded up to whole blocks."""
+    return -(-count // BLOCK) * BLOCK

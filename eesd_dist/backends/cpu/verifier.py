@@ -1,0 +1,102 @@
+"""Verifies rounds in one compiled call, for a stage of one rank on a CPU."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from eesd_dist.backends.cpu.calls import call_in_threads, threads_for
+from eesd_dist.backends.cpu.kernels.choosing import (
+    NO_MASKS,
+    Choices,
+    Masks,
+    MemoryByThreads,
+    masks_of,
+    new_choices,
+)
+from eesd_dist.backends.cpu.kernels.sources import Source, source_of
+from eesd_dist.backends.cpu.kernels.verify import verify_kernel
+from eesd_dist.backends.cpu.layers import CompiledLayers
+from eesd_dist.backends.cpu.normed_product import NormedProduct
+from eesd_dist.model.attention.rows import RowSegment, row_arrays
+from eesd_dist.model.kv_layout import NO_ROWS, RowArrays
+from eesd_dist.model.span import LlamaSpan
+from eesd_dist.sampling.noise import mixed_seed
+from eesd_dist.sampling.row_rules import positions_after
+from eesd_dist.transport.contracts import Segment
+
+
+# Shapes: T rows, D hidden channels, S sampled rows.
+class Verifier:
+    """Layers [N, L), LM head and rule of one rank as one kernel. One call at a time."""
+
+    def __init__(self, layers: CompiledLayers, head: NormedProduct) -> None:
+        self._layers = layers
+        self._head = head
+        self._lm_head = head.call
+        self._ids_V = np.arange(self._head.product.num_out, dtype=np.int32)
+        self._memory = MemoryByThreads(len(self._ids_V))
+        nothing = source_of(torch.zeros(0, layers.hidden_size))
+        self._run(nothing, NO_ROWS, new_choices(0, with_gaps=False), NO_MASKS)  # compiles
+
+    @classmethod
+    def of(cls, span: LlamaSpan) -> Self | None:
+        """Returns None for a stage that has no such kernel: products that are not compiled, a part
+        of the layers, capped logits."""
+        layers = span.paged.fused
+        head = None if span.logits_head is None else span.logits_head.fused
+        if not (isinstance(layers, CompiledLayers) and isinstance(head, NormedProduct)):
+            return None
+        fits = layers.is_single_rank and layers.kind.dtype == head.product.kind
+        return cls(layers, head) if fits else None
+
+    def verify(self, segments: Sequence[Segment], hidden_TD: Tensor) -> npt.NDArray[np.int32]:
+        """Returns the target's token after each sampled row. Tokens are chosen by their score
+        alone, from among all that the masks leave."""
+        if hidden_TD.dtype != torch.float32 or hidden_TD.stride(1) != 1:
+            hidden_TD = hidden_TD.to(torch.float32, memory_format=torch.contiguous_format)
+        rows = row_arrays(
+            [
+                RowSegment(start=s.start, num_rows=s.num_rows, pages=s.pages, parents=s.parents)
+                for s in segments
+            ]
+        )
+        choices = new_choices(sum(s.num_sampled for s in segments), with_gaps=False)
+        at = end_row = num_masks = 0
+        for segment in segments:
+            end_row += segment.num_rows
+            end, count = at + segment.num_sampled, segment.num_sampled
+            if count:
+                temperature = segment.params.noise_temperature
+                choices.rows_S[at:end] = range(end_row - count, end_row)
+                choices.positions_S[at:end] = positions_after(segment)[-count:]
+                choices.divisors_S[at:end] = temperature
+                if segment.masks:
+                    choices.masks_S[at:end] = range(num_masks, num_masks + count)
+                    num_masks += count
+                if temperature:
+                    choices.mixed_seeds_S[at:end] = mixed_seed(segment.params.seed)
+            at = end
+        masks_MU = masks_of([segment.masks for segment in segments], count=num_masks)
+        self._run(source_of(hidden_TD), rows, choices, masks_MU)
+        return choices.tokens_S
+
+    def _run(self, source: Source, rows: RowArrays, choices: Choices, masks_MU: Masks) -> None:
+        num_rows = len(rows.position_R)
+        num_threads = threads_for(num_rows * self._layers.products_per_row)
+        call_in_threads(
+            verify_kernel(),
+            num_threads,
+            self._layers.kind,
+            self._layers.call_over(num_rows),
+            self._lm_head,
+            self._ids_V,
+            self._memory.of(num_threads),
+            rows,
+            source,
+            choices,
+            masks_MU,
+        )

@@ -1,0 +1,92 @@
+"""Noise and the choice on a GPU, in few launches. Needs Triton when it is imported."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+from torch import Tensor
+
+from eesd_dist.backends.cuda.kernels.choice import best_kernel, block_kernel, gumbel_kernel
+
+_BLOCK = 1024
+
+
+# Shapes: S rows, V columns, B blocks of columns.
+def gumbel_on_gpu(words_S3: npt.NDArray[np.int32], ids_V: Tensor) -> Tensor:
+    """Returns the draws [S, V] of `noise.gumbel`."""
+    words = torch.from_numpy(np.ascontiguousarray(words_S3)).to(ids_V.device, non_blocking=True)
+    num_rows, num_columns = len(words_S3), len(ids_V)
+    noise_SV = torch.empty(num_rows, num_columns, device=ids_V.device)
+    gumbel_kernel[(num_rows, triton.cdiv(num_columns, _BLOCK))](
+        words,
+        ids_V.to(torch.int32),
+        noise_SV,
+        num_columns,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+    return noise_SV
+
+
+def best_two_on_gpu(
+    logits_SV: Tensor,
+    divisors: Sequence[float],
+    words_S3: npt.NDArray[np.int32],
+    vocab_ids: Tensor | None,
+) -> Tensor:
+    """Returns `best_two` with noise from the host.
+
+    `divisors`: temperatures, 0 for a row without noise.
+    """
+    noise = torch.from_numpy(packed_noise(divisors, words_S3, num_padded=len(divisors)))
+    return best_two(logits_SV, noise.to(logits_SV.device, non_blocking=True), vocab_ids)
+
+
+def packed_noise(
+    divisors: Sequence[float], words_S3: npt.NDArray[np.int32], *, num_padded: int
+) -> npt.NDArray[np.int32]:
+    """Returns the divisors' bits, then the words of the keys, one upload; padding has no noise."""
+    packed = np.zeros(4 * num_padded, np.int32)
+    packed[: len(divisors)] = np.array(divisors, np.float32).view(np.int32)
+    packed[num_padded : num_padded + words_S3.size] = words_S3.ravel()
+    return packed
+
+
+def best_two(logits_SV: Tensor, noise: Tensor, vocab_ids: Tensor | None) -> Tensor:
+    """Returns [S, 4] int32: the tokens of each row's two best scores, of equal ones the first, and
+    the bits of the scores. There must be two columns; everything is on one device.
+
+    `noise`: `packed_noise`; `vocab_ids`: tokens of the columns.
+    """
+    device, (num_rows, num_columns) = logits_SV.device, logits_SV.shape
+    logits_SV = logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
+    num_blocks = triton.cdiv(num_columns, _BLOCK)
+    scores_SB2 = torch.empty(num_rows, num_blocks, 2, device=device)
+    columns_SB2 = torch.empty(num_rows, num_blocks, 2, device=device, dtype=torch.int32)
+    best_S4 = torch.empty(num_rows, 4, device=device, dtype=torch.int32)
+    ids = noise if vocab_ids is None else vocab_ids
+    block_kernel[(num_rows, num_blocks)](
+        logits_SV,
+        noise[:num_rows].view(torch.float32),
+        noise[num_rows:],
+        ids,
+        scores_SB2,
+        columns_SB2,
+        num_columns,
+        logits_SV.stride(0),
+        HAS_IDS=vocab_ids is not None,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+    best_kernel[(num_rows,)](
+        scores_SB2,
+        columns_SB2,
+        ids,
+        best_S4,
+        2 * num_blocks,
+        HAS_IDS=vocab_ids is not None,
+        PADDED=triton.next_power_of_2(2 * num_blocks),
+    )
+    return best_S4

@@ -1,0 +1,1 @@
+"""Triton kernels of layers, noise and choice. Needs Triton when it is imported."""

@@ -1,1 +1,0 @@
-"""A round's parts on a CPU in one compiled call each: its drafts, and their verification."""

@@ -1,1 +1,0 @@
-"""Drafting on a GPU."""

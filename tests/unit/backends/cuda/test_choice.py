@@ -1,0 +1,51 @@
+"""The GPU's kernels of noise and choice in Triton's interpreter: the bits of the CPU's."""
+
+import numpy as np
+import pytest
+import torch
+
+from eesd_dist.backends.cpu.kernels.choice import best_two
+from eesd_dist.backends.cuda.choice import best_two_on_gpu, gumbel_on_gpu
+from eesd_dist.sampling.noise import gumbel_by_steps, key_words, noise_key
+
+
+def test_the_noise_has_the_same_bits() -> None:
+    keys = [noise_key(seed, 977 * seed) for seed in (0, 1, -1, 2**63 - 1, 20_261_126)]
+    for ids_V in (torch.arange(5000), torch.arange(190_000, 193_001, dtype=torch.int32)):
+        gpu_SV = gumbel_on_gpu(key_words(keys), ids_V)
+        expected_SV = gumbel_by_steps(keys, ids_V)
+        assert torch.equal(gpu_SV.view(torch.int32), expected_SV.view(torch.int32))
+
+
+@pytest.mark.parametrize("num_columns", [2, 3, 1024, 1025, 5000])
+@pytest.mark.parametrize("is_truncated", [False, True])
+def test_the_two_best_scores_are_the_same(num_columns: int, is_truncated: bool) -> None:
+    generator = torch.Generator().manual_seed(num_columns)
+    logits_SV = 3 * torch.randn(6, num_columns + 7, generator=generator)[:, :num_columns]
+    logits_SV[1] = logits_SV[1].round()  # equal scores: the first column wins
+    logits_SV[2] = 0.0
+    divisors = [0.0, 0.0, 0.0, 0.7, 1.3, 1e-3]
+    words_S3 = key_words([noise_key(5, at) if divisors[at] else 0 for at in range(6)])
+    vocab_ids = 3 * torch.arange(num_columns) + 11 if is_truncated else None
+    ids_V = torch.arange(num_columns) if vocab_ids is None else vocab_ids
+    columns_S2, values_S2 = best_two(
+        logits_SV.contiguous().numpy(), divisors, words_S3, ids_V.to(torch.int32).numpy()
+    )
+    gpu_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, vocab_ids).numpy()
+    assert np.array_equal(gpu_S4[:, :2], ids_V.numpy()[columns_S2])
+    assert np.array_equal(gpu_S4[:, 2:].view(np.float32), values_S2)
+
+
+@pytest.mark.parametrize("num_columns", [1024, 1500, 2048])
+def test_not_a_number_is_the_largest_score_as_on_a_cpu(num_columns: int) -> None:
+    """A model that overflows must not choose a token outside the vocabulary."""
+    logits_SV = torch.randn(3, num_columns)
+    logits_SV[0] = torch.nan
+    logits_SV[1, 700:] = torch.nan
+    words_S3 = key_words([0, 0, 0])
+    columns_S2, _ = best_two(
+        logits_SV.numpy(), [0.0] * 3, words_S3, torch.arange(num_columns, dtype=torch.int32).numpy()
+    )
+    gpu_S4 = best_two_on_gpu(logits_SV, [0.0] * 3, words_S3, None).numpy()
+    assert np.array_equal(gpu_S4[:, 0], columns_S2[:, 0])
+    assert gpu_S4[:, :2].max() < num_columns

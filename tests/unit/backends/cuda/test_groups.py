@@ -1,0 +1,177 @@
+"""Graphs of a stage's ranks as threads: kernels in Triton's interpreter, graphs as reruns."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from eesd_dist.backends.cuda import attention as cuda_attention
+from eesd_dist.backends.cuda import layers as cuda_layers
+from eesd_dist.backends.cuda import verifier
+from eesd_dist.backends.cuda.verifier import GraphVerifier
+from eesd_dist.backends.lazy import LazyCompiled
+from eesd_dist.engine.profile import greedy_segment
+from eesd_dist.engine.verify import VerifyStage
+from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.model.span import LlamaSpan
+from eesd_dist.model.spec import ModelSpec
+from eesd_dist.transport.contracts import RoundHeader
+from eesd_dist.transport.group_handles import GroupHandle
+from eesd_dist.types import ChoiceParams
+from tests.support.captured_ranks import CapturedRanks, on_captured_ranks
+from tests.support.fake_cuda import Rerun
+from tests.support.tiny_checkpoints import save_tiny_model
+from tests.unit.backends.cuda.test_drafter import on_gpu
+
+CPU = torch.device("cpu")
+PAGE_SIZE, NUM_PAGES = 4, 8
+ROUNDS = [(1, 1), (1, 1), (2, 1)]
+"""Rows of the requests, of which the second one has noise."""
+
+# What attention leaves in padding rows has no meaning, and may be any number.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_layers, "Graph", Rerun)
+        for module in (verifier, cuda_layers):  # padding takes the interpreter time, too
+            patch.setattr(module, "GRAPH_ROWS", (2, 4))
+        patch.setattr(cuda_layers, "GRAPH_TILES", (2, 4))
+        patch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one layer")
+    save_tiny_model(folder, num_hidden_layers=1)
+    return folder
+
+
+class Rank:
+    """A rank of a verify stage that computes as on a GPU."""
+
+    def __init__(self, folder: Path, group: CapturedRanks) -> None:
+        self.group = group
+        self.handle = GroupHandle(group)
+        self.span = LlamaSpan.load(
+            folder,
+            ModelSpec.from_folder(folder),
+            0,
+            1,
+            group=self.handle,
+            dtype="float32",
+            numerics="fast",
+            device=CPU,
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+        )
+        on_gpu(self.span.paged, hidden_size=self.span.spec.hidden_size)
+        graphs = GraphVerifier.of(self.span)
+        assert graphs is not None
+        self.graphs = graphs
+        self.stage = VerifyStage(
+            span=self.span, group=self.handle, page_size=PAGE_SIZE, device=CPU, numerics="fast"
+        )
+        self.stage._verifier = LazyCompiled(lambda: graphs, is_ready=True)
+
+    def tokens(self) -> list[list[int]]:
+        """Returns the tokens of some rounds."""
+        for pages in self.span.paged._pages:
+            pages.clear()
+        generator = torch.Generator().manual_seed(7)
+        tokens: list[list[int]] = []
+        for number, lengths in enumerate(ROUNDS):
+            segments = [
+                replace(
+                    greedy_segment(start=2 * number, num_rows=num_rows, pages=(at, 2 + at)),
+                    params=ChoiceParams(temperature=0.9 * at, seed=at),
+                )
+                for at, num_rows in enumerate(lengths)
+            ]
+            header = RoundHeader(epoch=1, round_id=number, segments=tuple(segments))
+            width = self.span.spec.hidden_size
+            hidden_TD = torch.randn(sum(lengths), width, generator=generator)
+            tokens.append(self.stage.verify(header, hidden_TD, None).tokens.tolist())
+        return tokens
+
+    def tokens_without_graphs(self) -> list[list[int]]:
+        """Returns the same tokens, of kernels that are launched one by one without padding."""
+        self.handle.join(CapturedRanks(self.group.threads, fits_graphs=False))
+        tokens = self.tokens()
+        assert not self.graphs._graphs.by_key
+        assert len({token for row in tokens for token in row}) > 3
+        self.handle.join(self.group)
+        return tokens
+
+
+def test_ranks_verify_in_graphs_of_their_epoch_what_they_do_without(folder: Path) -> None:
+    def run(group: CapturedRanks) -> None:
+        rank = Rank(folder, group)
+        expected = rank.tokens_without_graphs()
+        assert rank.tokens() == expected
+        before = dict(rank.graphs._graphs.by_key)
+        assert [size.num_rows for size in before] == [2, 4]
+        assert group.watched == ["replay"]
+        rank.graphs._graphs.has_room = False  # a capture that a lost peer has ended
+        rank.handle.join(CapturedRanks(group.threads, epoch=2))
+        assert rank.tokens() == expected
+        after = rank.graphs._graphs.by_key
+        assert after.keys() == before.keys()
+        assert all(after[size][0] is not graph for size, (graph, _) in before.items())
+
+    on_captured_ranks(2, run)
+
+
+def test_a_rank_without_room_launches_what_its_peers_replay(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Room(Rerun):
+        def __init__(self, run: Callable[[], Tensor], pool: object) -> None:
+            if pool == "full":
+                raise torch.OutOfMemoryError("no room")
+            super().__init__(run, pool)
+
+    def run(group: CapturedRanks) -> None:
+        rank = Rank(folder, group)
+        if group.rank == 1:
+            rank.graphs._graphs._pool = "full"
+        expected = rank.tokens_without_graphs()
+        assert rank.tokens() == expected
+        assert bool(rank.graphs._graphs.by_key) == (group.rank == 0)
+
+    monkeypatch.setattr(cuda_layers, "Graph", Room)
+    on_captured_ranks(2, run)
+    assert caplog.text.count("no_graphs verifying") == 1
+
+
+def test_a_rank_that_keeps_rows_after_layers_sums_with_peers_that_do_not(folder: Path) -> None:
+    """Draft rank 0 records rows for training, and its followers do not know."""
+
+    def run(group: CapturedRanks) -> None:
+        span = Rank(folder, group).span
+        layers = span.paged.fused
+        assert layers is not None
+        seen: list[Tensor] = []
+
+        def keep(done: int, rows_TD: Tensor) -> None:
+            seen.append(rows_TD.clone())
+
+        plan = RowPlan.build(
+            [RowSegment(0, 3, (0,))], page_size=PAGE_SIZE, device=CPU, numerics="fast"
+        )
+        generator = torch.Generator().manual_seed(7)
+        x_TD = torch.randn(3, span.spec.hidden_size, generator=generator)
+        with torch.inference_mode():
+            expected_TD = layers.forward(x_TD, plan).clone()
+            out_TD = layers.forward(x_TD, plan, after_layer=keep if group.rank == 0 else None)
+        assert torch.equal(out_TD, expected_TD)
+        assert all(torch.equal(rows_TD, expected_TD) for rows_TD in seen)
+        assert len(seen) == (group.rank == 0)
+
+    on_captured_ranks(2, run)

@@ -1,0 +1,121 @@
+"""Which rounds are one graph, and what it reads, with toys in place of layers and LM head."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from torch.nn import functional
+
+from eesd_dist.backends.cuda import layers as cuda_layers
+from eesd_dist.backends.cuda import verifier
+from eesd_dist.backends.cuda.tiles import DeviceRows, RowTiles, single_tiles
+from eesd_dist.backends.cuda.verifier import GraphVerifier
+from eesd_dist.engine.profile import greedy_segment
+from eesd_dist.model.kv_layout import RowArrays
+from eesd_dist.transport.contracts import Segment
+from eesd_dist.transport.group_handles import SingleGroup
+from tests.support.fake_cuda import Rerun
+
+HIDDEN = VOCAB = 64
+
+
+class PageLayers:
+    """After these layers a row is one-hot at the last page of its table."""
+
+    group = SingleGroup()
+
+    def has_graphs(self, num_rows: int) -> bool:
+        return num_rows <= 16
+
+    def tiles(self, arrays: RowArrays) -> RowTiles:
+        self.width = arrays.tables_BW.shape[1]
+        return single_tiles(arrays, counts=(4, 8, 16))
+
+    def run(self, x_TD: Tensor, rows: DeviceRows) -> Tensor:
+        last_T = rows.slots[rows.table_T.long() + self.width - 1]
+        return functional.one_hot(last_T.long(), HIDDEN) + 0 * x_TD
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_layers, "Graph", Rerun)
+    monkeypatch.setattr(verifier, "GRAPH_ROWS", (4, 8, 16))
+
+
+def toy_verifier() -> GraphVerifier:
+    span = SimpleNamespace(
+        paged=SimpleNamespace(device=torch.device("cpu")),
+        spec=SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB),
+        compute_dtype=torch.float32,
+    )
+    return GraphVerifier(cast(Any, span), cast(Any, PageLayers()), cast(Any, torch.nn.Identity()))
+
+
+def segment(*pages: int, num_rows: int = 3, num_sampled: int = 1, masks: bytes = b"") -> Segment:
+    rows = greedy_segment(start=0, num_rows=num_rows, pages=pages)
+    return replace(rows, num_sampled=num_sampled, masks=masks)
+
+
+def tokens_of(graphs: GraphVerifier, *segments: Segment) -> list[int] | None:
+    hidden_TD = torch.zeros(sum(s.num_rows for s in segments), HIDDEN)
+    tokens_S = graphs.verify(segments, hidden_TD)
+    return None if tokens_S is None else tokens_S.tolist()
+
+
+def test_tokens_follow_the_sampled_rows_of_each_segment() -> None:
+    graphs = toy_verifier()
+    segments = segment(8, 9, num_sampled=2), segment(4, 3, num_sampled=0), segment(1, 2)
+    for _ in range(2):  # the first run of a graph's size has no graph yet
+        assert tokens_of(graphs, *segments) == [9, 9, 2]
+    assert len(graphs._graphs.by_key) == 1
+    assert tokens_of(graphs, *reversed(segments)) == [2, 9, 9]
+
+
+def test_a_longer_plan_than_its_buffer_makes_new_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_layers, "_NUMBERS", 90)
+    graphs = toy_verifier()
+    assert tokens_of(graphs, segment(8, 9)) == [9]
+    before = dict(graphs._graphs.by_key)
+    assert tokens_of(graphs, segment(*range(50))) == [49]
+    assert tokens_of(graphs, segment(8, 9)) == [9]
+    assert before
+    assert not before.items() & graphs._graphs.by_key.items()
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        (segment(1, num_sampled=0),),
+        (segment(1, masks=bytes(VOCAB // 8)), segment(2)),
+        (segment(1, num_rows=9), segment(2, num_rows=8)),
+    ],
+    ids=["no sampled row", "masks", "more rows than a graph has"],
+)
+def test_other_rounds_have_no_graph(segments: tuple[Segment, ...]) -> None:
+    assert tokens_of(toy_verifier(), *segments) is None
+
+
+def test_logits_of_a_graph_take_no_more_memory_than_those_of_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verifier, "logits_block", lambda vocab_size: 7)
+    graphs = toy_verifier()
+    assert tokens_of(graphs, segment(1, num_rows=6, num_sampled=4)) == [1] * 4
+    assert tokens_of(graphs, segment(1, num_rows=6, num_sampled=5)) is None  # eight with padding
+
+
+def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(cuda_layers, "Graph", no_room)
+    graphs = toy_verifier()
+    for _ in range(2):
+        assert tokens_of(graphs, segment(8, 9)) == [9]
+    assert not graphs._graphs.by_key
+    assert caplog.text.count("no_graphs verifying") == 1
