@@ -256,10 +256,12 @@ def _draft(
     if lengths is not None:
         return _draft_by_lengths(active, lengths)
     levels: list[_Level] = []
+    num_rows = sum(reader.num_known for reader in readers)
     drafting_ids = policy.begin_round(
         [reader.request_id for reader in active],
         num_requests=len(readers),
-        num_known=sum(reader.num_known for reader in readers),
+        num_known=num_rows,
+        num_prefill=num_rows - len(readers),
     )
     active = [reader for reader in active if reader.request_id in drafting_ids]
     rules = policy.chain_rules({reader.request_id: reader.temperature for reader in active})

@@ -14,7 +14,9 @@ from eesd_dist.transport.nccl import NcclPlane
 
 ON_DEVICE: Tensor = cast(
     Tensor,
-    SimpleNamespace(is_cuda=True, nbytes=4, numel=lambda: 1, contiguous=lambda: ON_DEVICE),
+    SimpleNamespace(
+        device=torch.device("cuda", 0), nbytes=4, numel=lambda: 1, contiguous=lambda: ON_DEVICE
+    ),
 )
 
 
