@@ -305,7 +305,7 @@ def test_a_request_that_does_not_fit_together_is_refused(
         ({"learning_rate": -1.0}, "learning_rate is -1"),
         ({"held_out_share": 1.0}, "held_out_share"),
         ({"offload_optimizer": True}, "use zero_stage 1, 2 or 3"),
-        ({"device": "cuda"}, "no CUDA device here"),
+        ({"device": "cuda"}, "device is cuda and torch sees no CUDA device"),
         ({"bfloat16": True}, "leave bfloat16 off"),
     ],
 )
