@@ -112,8 +112,8 @@ class GoodputRound:
         plain_s, with_probe_s = self._rounds_s(load.num_known)[:2]
         decoding_s = self._rounds_s(load.num_decoding)
         self._prefill_s = plain_s - decoding_s[0]
-        """Seconds of the rows of prompts, in which no token can be had: the value of a second is
-        that of rounds without them, for all that is drafted delays such a round."""
+        """Seconds of the rows of prompts, which are computed in any case: a second is worth what it
+        is in rounds without them."""
         plain = load.num_decoding / decoding_s[0]
         self._theta = sum(draft.mean for draft in drafts.values()) / len(drafts)
         """Acceptance of the mean request."""
