@@ -1,10 +1,7 @@
 """A CPU backend without the calls of whole rounds or of whole passes, as a reference for them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
-from torch import Tensor
 
 from eesd_dist.backends.cpu import BACKEND
 from eesd_dist.backends.cpu.compiled_model import CompiledModel
@@ -12,20 +9,11 @@ from eesd_dist.backends.cpu.engine import CpuEngine
 from eesd_dist.backends.cpu.model import CpuModel
 from eesd_dist.backends.cpu.sampling import CpuSampling
 from eesd_dist.devices import replaced_backend
-from eesd_dist.model.attention.pages import LayerPages
-from eesd_dist.model.layers.layer import DecoderLayer
+from eesd_dist.model.layers.paged_layers import LayerStack
 
 
 class _StepwiseModel(CompiledModel):
-    def fused_layers(
-        self,
-        layers: Sequence[DecoderLayer],
-        pages: Sequence[LayerPages],
-        rotations: Sequence[Tensor],
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-    ) -> None:
+    def fused_layers(self, stack: LayerStack) -> None:
         return None
 
 

@@ -15,11 +15,11 @@ from eesd_dist.backends.cpu.model import CpuModel
 from eesd_dist.backends.cpu.normed_product import NormedProduct
 from eesd_dist.backends.cpu.packed import KIND_NAMES, PackedProduct, kind_for
 from eesd_dist.config import DType, Numerics
-from eesd_dist.model.attention.pages import Attention, LayerPages
+from eesd_dist.model.attention.pages import Attention
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.kernels import TORCH_DTYPES, Candidate, Linear
-from eesd_dist.model.layers.layer import DecoderLayer
 from eesd_dist.model.layers.norms import RmsNorm
+from eesd_dist.model.layers.paged_layers import LayerStack
 
 
 class CompiledModel(CpuModel):
@@ -38,16 +38,8 @@ class CompiledModel(CpuModel):
     def attention(self, pages_PKX: Tensor, shape: AttentionShape) -> Attention:
         return CpuAttention(pages_PKX, shape)
 
-    def fused_layers(
-        self,
-        layers: Sequence[DecoderLayer],
-        pages: Sequence[LayerPages],
-        rotations: Sequence[Tensor],
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-    ) -> CompiledLayers | None:
-        return CompiledLayers.of(layers, pages, rotations)
+    def fused_layers(self, stack: LayerStack) -> CompiledLayers | None:
+        return CompiledLayers.of(stack.layers, stack.pages, stack.rotations)
 
     def normed_product(self, norm: RmsNorm, linear: Linear) -> NormedProduct | None:
         return NormedProduct.of(norm, linear) if isinstance(linear, PackedProduct) else None

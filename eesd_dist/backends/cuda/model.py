@@ -11,12 +11,12 @@ from eesd_dist.backends.cuda.product import TiledProduct
 from eesd_dist.backends.cuda.rows import normed
 from eesd_dist.backends.torch.model import TorchModel
 from eesd_dist.config import DType, Numerics
-from eesd_dist.model.attention.pages import Attention, LayerPages
+from eesd_dist.model.attention.pages import Attention
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.kernels import TORCH_DTYPES, Candidate, in_row_tiles, plain_linear
 from eesd_dist.model.kv_layout import PageForm
-from eesd_dist.model.layers.layer import DecoderLayer
 from eesd_dist.model.layers.norms import RmsNorm
+from eesd_dist.model.layers.paged_layers import LayerStack
 
 _TILE_ROWS = 16
 _NATIVE = Candidate("library", plain_linear)
@@ -49,18 +49,16 @@ class CudaModel(TorchModel):
     def attention(self, pages_PKX: Tensor, shape: AttentionShape) -> Attention:
         return CudaAttention(pages_PKX, shape)
 
-    def fused_layers(
-        self,
-        layers: Sequence[DecoderLayer],
-        pages: Sequence[LayerPages],
-        rotations: Sequence[Tensor],
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-    ) -> CudaLayers | None:
-        if not layers:
+    def fused_layers(self, stack: LayerStack) -> CudaLayers | None:
+        if not stack.layers:
             return None
-        return CudaLayers(layers, pages, rotations, hidden_size=hidden_size, dtype=dtype)
+        return CudaLayers(
+            stack.layers,
+            stack.pages,
+            stack.rotations,
+            hidden_size=stack.hidden_size,
+            dtype=stack.dtype,
+        )
 
     def settle(self, device: torch.device) -> None:
         """Waits for this thread's stream: rounds may run on another one."""

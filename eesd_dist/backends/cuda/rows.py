@@ -1,6 +1,5 @@
 """Work on rows between the products of a layer, on a GPU: one launch each."""
 
-import torch
 import triton
 from torch import Tensor
 
@@ -13,27 +12,18 @@ _BLOCK = 1024
 
 # Shapes: T rows, D hidden channels, I intermediate channels.
 def normed(norm: RmsNorm, x_TD: Tensor, addend_TD: Tensor | None) -> Tensor:
-    """Adds `addend_TD` to x in place, and returns the norm of x, in one launch."""
-    return add_and_norm(
-        x_TD, addend_TD, weight_D=norm.scaled_weight_D, floor=norm.floor, dtype=norm.dtype
-    )
-
-
-def add_and_norm(
-    x_TD: Tensor, addend_TD: Tensor | None, *, weight_D: Tensor, floor: float, dtype: torch.dtype
-) -> Tensor:
-    """Adds `addend_TD` to x in place; returns the norm of x (see `RmsNorm`)."""
+    """Adds `addend_TD` to x in place; returns the norm of x, in one launch."""
     assert x_TD.dim() == 2, "rows"
     assert x_TD.is_contiguous(), "the kernel reads one row after the other"
     if addend_TD is not None:
         addend_TD = addend_TD.contiguous()
-    normed_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
+    normed_TD = x_TD.new_empty(x_TD.shape, dtype=norm.dtype)
     norm_kernel[(x_TD.shape[0],)](
         x_TD,
         x_TD if addend_TD is None else addend_TD,
-        weight_D,
+        norm.scaled_weight_D,
         normed_TD,
-        floor,
+        norm.floor,
         WIDTH=x_TD.shape[1],
         HAS_ADDED=addend_TD is not None,
         PADDED_WIDTH=triton.next_power_of_2(x_TD.shape[1]),

@@ -8,14 +8,13 @@ from torch import Tensor
 from eesd_dist.backends.torch.attention import RowByRowAttention
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.attention.pages import Attention, LayerPages
+from eesd_dist.model.attention.pages import Attention
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.elementwise import soft_capped
 from eesd_dist.model.kernels import TORCH_DTYPES, Candidate, Linear, plain_linear
 from eesd_dist.model.kv_layout import PageForm
-from eesd_dist.model.layers.layer import DecoderLayer
 from eesd_dist.model.layers.norms import RmsNorm
-from eesd_dist.model.layers.paged_layers import FusedLayers
+from eesd_dist.model.layers.paged_layers import FusedLayers, LayerStack
 
 
 # Shapes: T rows, D hidden channels, V vocabulary.
@@ -55,15 +54,7 @@ class TorchModel:
     def attention(self, pages_PKX: Tensor, shape: AttentionShape) -> Attention:
         return RowByRowAttention(pages_PKX, shape)
 
-    def fused_layers(
-        self,
-        layers: Sequence[DecoderLayer],
-        pages: Sequence[LayerPages],
-        rotations: Sequence[Tensor],
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-    ) -> FusedLayers | None:
+    def fused_layers(self, stack: LayerStack) -> FusedLayers | None:
         return None
 
     def normed_product(self, norm: RmsNorm, linear: Linear) -> Callable[[Tensor], Tensor] | None:

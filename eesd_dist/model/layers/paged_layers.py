@@ -6,7 +6,7 @@ Shared by spans and exit heads. Where the device has it, all layers of a pass ar
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +41,18 @@ class FusedLayers(Protocol):
         ...
 
 
+class LayerStack(NamedTuple):
+    """Consecutive layers with their pages."""
+
+    layers: tuple[DecoderLayer, ...]
+    pages: Sequence[LayerPages]
+    rotations: tuple[Tensor, ...]
+    """The table of each layer."""
+    hidden_size: int
+    dtype: torch.dtype
+    """Type in which they compute."""
+
+
 class LayersBackend(Protocol):
     """Part of a backend that layers use."""
 
@@ -48,17 +60,8 @@ class LayersBackend(Protocol):
     """True if layers may have run over rows that never arrived when a peer was lost: a mask does
     not remove NaN."""
 
-    def fused_layers(
-        self,
-        layers: Sequence[DecoderLayer],
-        pages: Sequence[LayerPages],
-        rotations: Sequence[Tensor],
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-    ) -> FusedLayers | None:
-        """Returns the layers as one call, None where these products have none. `rotations`: the
-        table of each layer."""
+    def fused_layers(self, stack: LayerStack) -> FusedLayers | None:
+        """Returns the layers as one call, None where these products have none."""
         ...
 
     def settle(self, device: torch.device) -> None:
@@ -119,11 +122,7 @@ class PagedLayers:
         self._scores = spec.traits.scores
         self._backend: LayersBackend = backend_of(device).model
         self.fused: FusedLayers | None = self._backend.fused_layers(
-            self._layers,
-            self._pages,
-            self._rotations,
-            hidden_size=spec.hidden_size,
-            dtype=dtype,
+            LayerStack(self._layers, self._pages, self._rotations, spec.hidden_size, dtype)
         )
         """The layers as one call; None where there is none."""
 

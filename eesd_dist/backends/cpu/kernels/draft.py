@@ -18,8 +18,8 @@ import numpy.typing as npt
 from eesd_dist.backends.cpu.compiled import inner, is_kept, kernel, use_in_kernels
 from eesd_dist.backends.cpu.kernels.choice import Floats
 from eesd_dist.backends.cpu.kernels.choosing import Choices, Masks, Memory, choose_tokens
-from eesd_dist.backends.cpu.kernels.lanes import address_of, load, store
-from eesd_dist.backends.cpu.kernels.layers import LayersCall, layers_kernel
+from eesd_dist.backends.cpu.kernels.lanes import address_of
+from eesd_dist.backends.cpu.kernels.layers import LayersCall, copy_row, layers_kernel
 from eesd_dist.backends.cpu.kernels.products import Kind, LmHead, thread_range
 from eesd_dist.backends.cpu.kernels.sources import Source, copy_rows
 from eesd_dist.backends.cpu.kernels.threads import wait
@@ -36,7 +36,7 @@ from eesd_dist.control.chain_rule import (
     wants_guess,
 )
 from eesd_dist.model import kv_layout
-from eesd_dist.model.kv_layout import LANES, Ints, RowArrays
+from eesd_dist.model.kv_layout import Ints, RowArrays
 
 Longs = npt.NDArray[np.int64]
 
@@ -290,12 +290,6 @@ def _decide(stage: Stage, batch: Batch, rules: Rules, drafted: Drafted, work: Wo
 
 
 @inner
-def _copy(target: int, source: int, width: int) -> None:
-    for d in range(0, width, LANES):
-        store(target, d, load(source, d))
-
-
-@inner
 def _close_gaps(batch: Batch, drafted: Drafted, width: int) -> None:
     """Moves the rows together."""
     row_bytes = drafted.rows_ND.strides[0]
@@ -305,7 +299,7 @@ def _close_gaps(batch: Batch, drafted: Drafted, width: int) -> None:
         num_rows = _end(batch, b) - batch.ints_4B[_FIRST, b] + drafted.counts_BN[b, NUM_DRAFTED]
         if source != target:
             for row in range(num_rows):
-                _copy(target + row * row_bytes, source + row * row_bytes, width)
+                copy_row(target + row * row_bytes, source + row * row_bytes, width)
         target += num_rows * row_bytes
 
 
@@ -389,7 +383,7 @@ def draft_round(
                 _decide(stage, batch, rules, drafted, work)
         else:
             for row in range(first_row, end_row):
-                _copy(work.longs_2M[_TARGET, row], scratch.x + row * scratch.x_bytes, width)
+                copy_row(work.longs_2M[_TARGET, row], scratch.x + row * scratch.x_bytes, width)
             if thread == 0:
                 _ask(batch, rules, drafted, work)
         wait(counters, num_threads)

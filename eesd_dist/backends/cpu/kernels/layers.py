@@ -208,9 +208,9 @@ def _keep_rows(
         row = outputs[at]
         if row == at:
             continue
-        _copy(scratch.x + at * scratch.x_bytes, scratch.x + row * scratch.x_bytes, widths.hidden)
+        copy_row(scratch.x + at * scratch.x_bytes, scratch.x + row * scratch.x_bytes, widths.hidden)
         wide_at = scratch.wide + at * scratch.wide_bytes
-        _copy(wide_at, scratch.wide + row * scratch.wide_bytes, num_queries)
+        copy_row(wide_at, scratch.wide + row * scratch.wide_bytes, num_queries)
         rows.table_R[at] = rows.table_R[row]
         rows.position_R[at] = rows.position_R[row]
         rows.in_order_R[at] = rows.in_order_R[row]
@@ -218,7 +218,7 @@ def _keep_rows(
 
 
 @inner
-def _copy(target_at: int, source_at: int, width: int) -> None:
+def copy_row(target_at: int, source_at: int, width: int) -> None:
     """Copies numbers, and what follows them up to a whole vector."""
     for at in range(0, width, LANES):
         store(target_at, at, load(source_at, at))
