@@ -29,12 +29,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Protocol, cast
 
 import torch
@@ -153,6 +153,7 @@ class _Link:
         """`life`: a receive that is never answered."""
         self._lock = threading.Lock()
         self._is_gone = False
+        self._on_gone: list[Callable[[], None]] = []
         self._unconfirmed: deque[Work] = deque()
         """Small sends, oldest first: Gloo drops sends without a reference."""
         self._outcomes: set[Future[None]] = set()
@@ -188,6 +189,14 @@ class _Link:
             with self._lock:
                 self._outcomes.discard(outcome)
 
+    def call_when_gone(self, act: Callable[[], None]) -> None:
+        """Calls this once, from another thread or at once, when the connection has ended."""
+        with self._lock:
+            is_gone = self._is_gone
+            self._on_gone.append(act)
+        if is_gone:
+            act()
+
     def join(self) -> None:
         """Waits for the watching thread; call after closing the connection."""
         self._watch.join(1.0)
@@ -197,6 +206,9 @@ class _Link:
             life.wait(NO_DEADLINE)
         with self._lock:
             self._is_gone = True
+            watchers = tuple(self._on_gone)
+        for act in watchers:
+            act()
         self._jobs.put(None)
         time.sleep(_LAST_WORDS_S)
         with self._lock:
@@ -285,6 +297,11 @@ class GlooPlane:
     def irecv(self, x: Tensor, *, source: int, tag: int) -> Pending:
         work = self._backend.recv([x], source, tag)
         return Pending(work, self._links[source] if x.nbytes >= _LARGE_BYTES else None)
+
+    def call_when_gone(self, act: Callable[[int], None]) -> None:
+        """Calls this with each peer when the connection to it has ended."""
+        for peer, link in self._links.items():
+            link.call_when_gone(partial(act, peer))
 
     def abort(self) -> None:
         """Ends all transfers in progress, here and at the peers, by closing the connections."""

@@ -35,6 +35,7 @@ from eesd_dist.transport.counts import (
     captured_counts,
 )
 from eesd_dist.transport.gloo import GlooPlane, Pending
+from eesd_dist.transport.host_sums import HostSums
 from eesd_dist.transport.nccl import NcclPlane
 from eesd_dist.transport.rank_sums import sum_in_rank_order
 
@@ -121,7 +122,9 @@ class ProcessGroup:
         device: torch.device,
         gloo: GlooPlane,
         nccl: NcclPlane | None = None,
+        host_sums: HostSums | None = None,
     ) -> None:
+        """`host_sums`: sums inside of compiled calls, of ranks on one host."""
         self.name = name
         self.epoch = epoch
         self.members = tuple(members)
@@ -131,6 +134,9 @@ class ProcessGroup:
         self._others = [peer for peer in range(len(members)) if peer != rank]
         self._gloo = gloo
         self._nccl = nccl
+        self._host_sums = host_sums
+        if host_sums is not None:
+            gloo.call_when_gone(host_sums.end_waits_for)
         self._aborted: str | None = None
         self._number: int | None = None
         self._round_id: int | None = None
@@ -266,6 +272,31 @@ class ProcessGroup:
             self._start_send(x, to=peer, operation=operation, tally=tally) for peer in self._others
         ]
 
+    @property
+    def sums_on_host(self) -> bool:
+        """True if compiled calls sum over the ranks. The same on every rank."""
+        return self._host_sums is not None
+
+    @property
+    def host_sums(self) -> HostSums:
+        """Sums inside of compiled calls; call `finish_sums` after each call."""
+        assert self._host_sums is not None, "a group whose ranks sum by messages"
+        return self._host_sums
+
+    def finish_sums(self) -> None:
+        """Counts the sums of a compiled call. Raises PeerLost if a rank was lost."""
+        sums = self.host_sums
+        sums.count(self._all_reduce)
+        self.contributed_unix_s = sums.contributed_unix_s
+        lost = sums.lost
+        if lost is not None:
+            raise self.lost(
+                lost.rank,
+                operation=self._all_reduce.kind + self._of_round,
+                reason=self._aborted or lost.reason,
+                round_id=self._round_id,
+            )
+
     def fits_graphs(self, num_bytes: int) -> bool:
         """Returns whether sums and gathers of up to so many bytes can be in a CUDA graph, of use in
         this epoch only. The same on every rank. A rank may replay such a graph while another one
@@ -318,6 +349,8 @@ class ProcessGroup:
                 self.name, self.epoch, reason,
             )  # fmt: skip
         self._gloo.abort()
+        if self._host_sums is not None:
+            self._host_sums.abort()
         if self._nccl is not None:
             self._nccl.abort()
 

@@ -4,12 +4,15 @@
 an epoch. `GroupHandle` refers to the group of the present epoch.
 """
 
+from typing import Protocol
+
 from torch import Tensor
 
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.contracts import TensorGroup
 from eesd_dist.transport.counts import GroupCounts
 from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.host_sums import HostSums
 from eesd_dist.transport.thread_group import ThreadGroup
 
 
@@ -112,6 +115,27 @@ class GroupHandle:
     def counts(self) -> GroupCounts:
         """Returns the counts of the present epoch."""
         return self._group.counts()
+
+
+class HostGroup(Protocol):
+    """Ranks of one host that sum inside of compiled calls."""
+
+    @property
+    def host_sums(self) -> HostSums: ...
+
+    def finish_sums(self) -> None:
+        """Counts the sums of a call. Raises PeerLost if a rank's part did not come."""
+        ...
+
+
+def host_group_of(group: TensorGroup) -> HostGroup | None:
+    """Returns the group of the present epoch, if its ranks sum inside of compiled calls: the same
+    answer on every rank."""
+    if isinstance(group, GroupHandle):
+        group = group.current
+    if isinstance(group, ProcessGroup | ThreadGroup) and group.size > 1 and group.sums_on_host:
+        return group
+    return None
 
 
 def process_group_of(group: TensorGroup) -> ProcessGroup | None:

@@ -25,6 +25,7 @@ from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.contracts import Record
 from eesd_dist.transport.gloo import Connection, GlooDevice, GlooPlane, SocketAddress
 from eesd_dist.transport.group import OWN_FAILURES, ProcessGroup, own_failure
+from eesd_dist.transport.host_sums import HostSums, join_host_sums
 from eesd_dist.transport.nccl import NcclPlane
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,10 @@ def build_group(
     `address` is the one at which the other ranks reach this host. `members` are the ranks' names
     in errors, stage and rank ("verify rank 0"); without them ranks are named after the group. The
     ranks' nodes, exchanged here, are added to the names. `ordered_sums`: sums are taken in rank
-    order on GPUs too (`NcclPlane`); on CPUs they always are. `in_memory`: GPUs of one node sum in
-    each other's memory, where they can. `refusals` counts connections of
-    others than the ranks. Raises PeerLost, EngineError when this rank's own device fails, or
-    ConfigError if the ranks compute on different types of device.
+    order on GPUs too (`NcclPlane`); on CPUs they always are. `in_memory`: the ranks of one node sum
+    in each other's memory, where they can. `refusals` counts connections of others than the ranks.
+    Raises PeerLost, EngineError when this rank's own device fails, or ConfigError if the ranks
+    compute on different types of device.
     """
     names = tuple(members or (f"{name} rank {peer}" for peer in range(size)))
     assert len(names) == size, f"{len(names)} names for a group of {size} ranks"
@@ -85,8 +86,13 @@ def build_group(
             exchange, GlooDevice(address, refusals=refusals), address=address, device=device
         )
         try:
-            nccl = None
-            if device != HOST:
+            nccl, host_sums = None, None
+            if device == HOST:
+                if size > 1 and in_memory:
+                    host_sums = _host_sums(
+                        exchange, name=name, address=address, timeout_s=timeout_s
+                    )
+            else:
                 nccl = NcclPlane(
                     exchange.store("nccl", timeout_s=exchange.timeout_s),
                     rank=rank,
@@ -110,7 +116,19 @@ def build_group(
         device=device,
         gloo=gloo,
         nccl=nccl,
+        host_sums=host_sums,
     )
+
+
+def _host_sums(
+    exchange: "_Exchange", *, name: str, address: str, timeout_s: float
+) -> HostSums | None:
+    """Returns the sums of ranks that are all on one host; None where they are not."""
+    sums = join_host_sums(exchange, node=address, timeout_s=timeout_s)
+    if isinstance(sums, str):
+        logger.info("sums_by_messages group=%s reason=%s", name, sums)
+        return None
+    return sums
 
 
 def _sum_in_memory(

@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
 from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.transport.commands import Command
 from eesd_dist.transport.counts import GroupCounts, Tally
+from eesd_dist.transport.host_sums import HostSums, has_futex
 from eesd_dist.transport.rank_sums import sum_in_rank_order
+from eesd_dist.transport.sum_layout import MEMORY_BYTES
 
 DEFAULT_TIMEOUT_S = 20.0
 
@@ -40,6 +43,12 @@ class _Meeting:
         self._arrived = [0] * len(members)
         self._reason: str | None = None
         """Reason why the group was aborted; None while it is not."""
+        self._memory = np.zeros((len(members), MEMORY_BYTES), np.uint8)
+
+    def host_sums(self, *, rank: int) -> HostSums:
+        """Returns a rank's sums inside of compiled calls."""
+        addresses = [int(memory.ctypes.data) for memory in self._memory]
+        return HostSums(self._memory, tuple(addresses), rank=rank, timeout_s=self.timeout_s)
 
     def exchange(self, x: Tensor, *, rank: int, operation: str) -> list[Tensor]:
         """Returns every rank's x, in rank order. All ranks share the tensors: do not write them."""
@@ -54,6 +63,12 @@ class _Meeting:
             else:
                 self._wait_for_all(turn, operation=operation)
             return [self._part(slot, x, operation=operation) for slot in slots]
+
+    def lost(self, rank: int, *, operation: str, reason: str) -> PeerLost:
+        """Returns the error of a wait for a rank that ended with this reason."""
+        with self._condition:
+            self._refuse_if_ended(operation)
+        return PeerLost(peer=self.members[rank], operation=operation, reason=reason)
 
     def abort(self, reason: str) -> None:
         with self._condition:
@@ -100,6 +115,7 @@ class ThreadGroup:
         self._rank = rank
         self._meeting = meeting
         self._tallies = {kind: Tally(kind) for kind in ("all_reduce", "all_gather", "broadcast")}
+        self.host_sums = meeting.host_sums(rank=rank)
 
     @property
     def rank(self) -> int:
@@ -125,6 +141,18 @@ class ThreadGroup:
         contributions = self._exchange(x.clone(), kind="broadcast")
         return x if self._rank == source else x.copy_(contributions[source])
 
+    @property
+    def sums_on_host(self) -> bool:
+        """True if compiled calls sum over the ranks."""
+        return has_futex()
+
+    def finish_sums(self) -> None:
+        """Counts the sums of a compiled call. Raises PeerLost if a rank was lost."""
+        self.host_sums.count(self._tallies["all_reduce"])
+        lost = self.host_sums.lost
+        if lost is not None:
+            raise self._meeting.lost(lost.rank, operation="all_reduce", reason=lost.reason)
+
     def counts(self) -> GroupCounts:
         """Returns a snapshot. From any thread."""
         used = [tally for tally in self._tallies.values() if tally.number]
@@ -133,6 +161,7 @@ class ThreadGroup:
     def abort(self, reason: str = "the group was aborted") -> None:
         """Wakes every rank that waits in this group. From any thread."""
         self._meeting.abort(reason)
+        self.host_sums.abort()
 
     def _exchange(self, x: Tensor, *, kind: str) -> list[Tensor]:
         tally = self._tallies[kind]

@@ -157,6 +157,7 @@ class PageMoves:
                 device=page_device if link.backend == "nccl" else "cpu",
                 address=self._address,
                 members=link.ends,
+                in_memory=False,
                 refusals=self._refusals,
             )
             self._keep(link.meeting.number, group)

@@ -1,10 +1,9 @@
 """Calls a compiled function in one or more threads, each with its part of the work."""
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from threading import Lock
 
 import numpy as np
 import torch
@@ -14,7 +13,8 @@ from eesd_dist.backends.cpu.kernels.threads import NUM_COUNTERS
 _WORTH_A_THREAD = 1 << 21
 """Products per thread and call: below, a thread costs more than it saves."""
 _no_counters = np.zeros(NUM_COUNTERS, np.int64)
-_submitting = Lock()
+_own = threading.local()
+"""Pools of the calling thread, by number of threads: those of two ranks may wait for each other."""
 
 
 class KernelClock:
@@ -43,17 +43,18 @@ def call_in_threads(function: Callable[..., None], num_threads: int, *args: obje
 
 def _call_in_pool(function: Callable[..., None], num_threads: int, *args: object) -> None:
     counters = np.zeros(NUM_COUNTERS, np.int64)
-    # Parts wait for each other: those of two calls must not take turns in the queue.
-    with _submitting:
-        waiting = [
-            _pool(num_threads).submit(function, *args, counters, thread, num_threads)
-            for thread in range(1, num_threads)
-        ]
+    waiting = [
+        _pool(num_threads).submit(function, *args, counters, thread, num_threads)
+        for thread in range(1, num_threads)
+    ]
     function(*args, counters, 0, num_threads)
     for task in waiting:
         task.result()
 
 
-@cache
 def _pool(num_threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=num_threads - 1, thread_name_prefix="kernel")
+    """Returns the pool of this thread. It ends with the thread."""
+    pools: dict[int, ThreadPoolExecutor] = _own.__dict__.setdefault("pools", {})
+    if num_threads not in pools:
+        pools[num_threads] = ThreadPoolExecutor(num_threads - 1, thread_name_prefix="kernel")
+    return pools[num_threads]

@@ -74,8 +74,7 @@ class RoundDrafter:
         if not isinstance(lm_head, NormedProduct) or embedding_VD is None:
             return None
         fits = (
-            layers.is_single_rank
-            and head_layer.is_single_rank
+            layers.group.size == 1
             and layers.kind.dtype == head_layer.kind.dtype == lm_head.product.kind
             and embedding_VD.dtype in (torch.float32, torch.bfloat16)
             and lm_head.product.num_out >= 2

@@ -53,6 +53,8 @@ from eesd_dist.model.kv_layout import NO_ROWS, RowArrays
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
 from eesd_dist.model.layers.norms import JointNorm
 from eesd_dist.transport.contracts import TensorGroup
+from eesd_dist.transport.group_handles import HostGroup, host_group_of
+from eesd_dist.transport.sum_layout import NO_SUMS, SLOT_BYTES
 
 _FLOAT_BYTES = 4
 _NO_INTS = np.zeros(0, np.int32)
@@ -120,7 +122,7 @@ class CompiledLayers:
         self._calls: dict[int, LayersCall] = {}
         """Calls by number of rows, a power of two, in the present memory."""
         # Compiled while weights are loaded, not by the first request.
-        self._run(NO_ROWS, self.call_over(0).scratch, 0, 0, False, False)
+        self._run(NO_ROWS, self.call_over(0), 0, 0, False, False)
 
     @classmethod
     def of(
@@ -158,17 +160,18 @@ class CompiledLayers:
         x_TD = self._padded(hidden_TD)
         is_whole = self._widths.hidden == self._hidden_size
         result_TD = x_TD if is_whole else x_TD.narrow(1, 0, self._hidden_size)
-        is_single_rank, end_half = self._group.size == 1, 2 * len(self._layers)
-        halves = 1 if not is_single_rank else end_half if after_layer is None else 2
-        scratch = self.call_over(len(x_TD)).scratch._replace(x=x_TD.data_ptr())
-        run = partial(self._run, rows.arrays, scratch)
+        needs_no_messages, end_half = self.needs_no_messages, 2 * len(self._layers)
+        halves = 1 if not needs_no_messages else end_half if after_layer is None else 2
+        call = self.call_over(len(x_TD))
+        call = call._replace(scratch=call.scratch._replace(x=x_TD.data_ptr()))
+        run = partial(self._run, rows.arrays, call)
         is_pending = False
         for first in range(0, end_half, halves):
             end = first + halves
             is_finished = end == end_half or (end % 2 == 0 and after_layer is not None)
-            run(first, end, is_pending, is_finished and is_single_rank)
-            if not is_single_rank:
-                self._sum_over_ranks(scratch, len(x_TD))
+            run(first, end, is_pending, is_finished and needs_no_messages)
+            if not needs_no_messages:
+                self._sum_over_ranks(call.scratch, len(x_TD))
                 if is_finished:
                     run(end, end, True, True)
             is_pending = not is_finished
@@ -180,8 +183,9 @@ class CompiledLayers:
         """Writes the keys and values of rows [T, D], of one layer: no rank waits for another."""
         assert len(self._layers) == 1, "the keys of a later layer follow from the one before"
         x_TD = self._padded(hidden_TD)
-        scratch = self.call_over(len(x_TD)).scratch._replace(x=x_TD.data_ptr())
-        self._run(rows.arrays, scratch, 0, 1, False, False, num_outputs=0)
+        call = self.call_over(len(x_TD))
+        call = call._replace(scratch=call.scratch._replace(x=x_TD.data_ptr()))
+        self._run(rows.arrays, call, 0, 1, False, False, num_outputs=0)
 
     @property
     def kind(self) -> Kind:
@@ -193,9 +197,28 @@ class CompiledLayers:
         return self._hidden_size
 
     @property
-    def is_single_rank(self) -> bool:
-        """True if no other rank has a part of these layers."""
-        return self._group.size == 1
+    def group(self) -> TensorGroup:
+        """The ranks that each have a part of these layers."""
+        return self._group
+
+    @property
+    def needs_no_messages(self) -> bool:
+        """True if one call runs all of the layers: of one rank, or of ranks that sum inside of it.
+        The same on every rank, and in the present epoch only."""
+        return self._group.size == 1 or self._host_group is not None
+
+    @property
+    def _host_group(self) -> HostGroup | None:
+        """The group, if it sums inside of calls."""
+        fits = self._widths.hidden * _FLOAT_BYTES <= SLOT_BYTES
+        return host_group_of(self._group) if fits else None
+
+    def finish_sums(self) -> None:
+        """Counts the sums of the last call over these layers. Raises PeerLost if a rank was lost:
+        the results are garbage then."""
+        group = self._host_group
+        if group is not None:
+            group.finish_sums()
 
     @property
     def products_per_row(self) -> int:
@@ -208,9 +231,12 @@ class CompiledLayers:
 
     def call_over(self, num_rows: int) -> LayersCall:
         """Returns what another kernel needs to run these layers over so many rows, at `scratch.x`.
-        The call uses the memory of `forward`, and is valid until the next call of either."""
+        The call uses the memory of `forward`, and is valid until the next call of either. Call
+        `finish_sums` after it."""
         with self._lock:  # another thread may be compiling
-            return self._call_over(1 << max(num_rows - 1, 0).bit_length())
+            call = self._call_over(1 << max(num_rows - 1, 0).bit_length())
+        group = self._host_group
+        return call if group is None else call._replace(sums=group.host_sums.call)
 
     def _call_over(self, capacity: int) -> LayersCall:
         cached = self._calls.get(capacity)
@@ -227,6 +253,7 @@ class CompiledLayers:
             norms=self._norms,
             scratch=scratch,
             table=self._table,
+            sums=NO_SUMS,
         )
         return call
 
@@ -240,7 +267,7 @@ class CompiledLayers:
     def _run(
         self,
         rows: RowArrays,
-        scratch: Scratch,
+        call: LayersCall,
         first_half: int,
         end_half: int,
         is_pending: bool,
@@ -253,11 +280,7 @@ class CompiledLayers:
             layers_kernel(),
             threads_for(int(len(rows.position_R) * self._products_per_row * share)),
             self._kind,
-            self._geometry,
-            self._widths,
-            self._norms,
-            scratch,
-            self._table,
+            *call,
             rows,
             first_half,
             end_half,
@@ -266,6 +289,7 @@ class CompiledLayers:
             _NO_INTS,
             len(rows.position_R) if num_outputs is None else num_outputs,
         )
+        self.finish_sums()
 
     def _sum_over_ranks(self, scratch: Scratch, num_rows: int) -> None:
         """Sums what the half adds, in place."""

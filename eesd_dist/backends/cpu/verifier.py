@@ -1,4 +1,4 @@
-"""Verifies rounds in one compiled call, for a stage of one rank on a CPU."""
+"""Verifies rounds in one compiled call, for a stage on CPUs of one host."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -31,31 +31,40 @@ from eesd_dist.transport.contracts import Segment
 
 # Shapes: T rows, D hidden channels, S sampled rows.
 class Verifier:
-    """Layers [N, L), LM head and rule of one rank as one kernel. One call at a time."""
+    """Layers [N, L), LM head and rule of one rank as one kernel. One call at a time; every rank of
+    a group makes the same calls."""
 
-    def __init__(self, layers: CompiledLayers, head: NormedProduct) -> None:
+    def __init__(self, layers: CompiledLayers, head: NormedProduct, *, vocab_start: int) -> None:
+        """`vocab_start`: the token of the head's first column."""
         self._layers = layers
         self._head = head
         self._lm_head = head.call
-        self._ids_V = np.arange(self._head.product.num_out, dtype=np.int32)
+        columns = range(vocab_start, vocab_start + head.product.num_out)
+        self._ids_V = np.array(columns, dtype=np.int32)
         self._memory = MemoryByThreads(len(self._ids_V))
         nothing = source_of(torch.zeros(0, layers.hidden_size))
         self._run(nothing, NO_ROWS, new_choices(0, with_gaps=False), NO_MASKS)  # compiles
 
     @classmethod
     def of(cls, span: LlamaSpan) -> Self | None:
-        """Returns None for a stage that has no such kernel: products that are not compiled, a part
-        of the layers, capped logits."""
+        """Returns None for a stage that has no such kernel: products that are not compiled, capped
+        logits, a rank without tokens."""
         layers = span.paged.fused
         head = None if span.logits_head is None else span.logits_head.fused
         if not (isinstance(layers, CompiledLayers) and isinstance(head, NormedProduct)):
             return None
-        fits = layers.is_single_rank and layers.kind.dtype == head.product.kind
-        return cls(layers, head) if fits else None
+        if layers.kind.dtype != head.product.kind or span.spec.vocab_size < layers.group.size:
+            return None
+        return cls(layers, head, vocab_start=span.vocab_start)
 
-    def verify(self, segments: Sequence[Segment], hidden_TD: Tensor) -> npt.NDArray[np.int32]:
-        """Returns the target's token after each sampled row. Tokens are chosen by their score
-        alone, from among all that the masks leave."""
+    def verify(
+        self, segments: Sequence[Segment], hidden_TD: Tensor
+    ) -> npt.NDArray[np.int32] | None:
+        """Returns the target's token after each sampled row; None if the ranks sum by messages.
+        Tokens are chosen by their score alone, from among all that the masks leave. Raises
+        PeerLost."""
+        if not self._layers.needs_no_messages:
+            return None
         if hidden_TD.dtype != torch.float32 or hidden_TD.stride(1) != 1:
             hidden_TD = hidden_TD.to(torch.float32, memory_format=torch.contiguous_format)
         rows = row_arrays(
@@ -100,3 +109,4 @@ class Verifier:
             choices,
             masks_MU,
         )
+        self._layers.finish_sums()

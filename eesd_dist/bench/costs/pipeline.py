@@ -100,4 +100,5 @@ def _group(
         timeout_s=config.parallel.timeout_s,
         join_timeout_s=_JOIN_S,
         members=members,
+        in_memory=name == "verify",
     )

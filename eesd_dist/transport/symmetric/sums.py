@@ -7,6 +7,8 @@ from torch import Tensor
 
 from eesd_dist.devices import HOST
 from eesd_dist.transport.counts import WHOLE_BYTES
+from eesd_dist.transport.peer_memory import Joining, Mapping, PeerMemory, share_memory
+from eesd_dist.transport.symmetric import driver
 from eesd_dist.transport.symmetric.kernel import (
     DATA,
     NUM_WARPS,
@@ -14,7 +16,6 @@ from eesd_dist.transport.symmetric.kernel import (
     gather_kernel,
     sum_kernel,
 )
-from eesd_dist.transport.symmetric.memory import Joining, PeerMemory, share_memory
 
 CAPACITY = 4 << 20
 """Bytes that a launch sums; a larger tensor is summed in several launches."""
@@ -24,12 +25,34 @@ _TILE_BYTES = 4096
 MEMORY_BYTES = DATA + 4 * CAPACITY
 """Memory of a rank."""
 _KINDS = (torch.bfloat16, torch.float16, torch.float32)
+_retired: list[Mapping] = []
+"""Mappings without a user. They are not freed at once: the garbage collector may run during a
+capture, and kernels that were queued earlier may run."""
+
+
+class GpuMemory:
+    """Implements `peer_memory.MemorySource` by the driver of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.retired = _retired
+        self._device = device
+
+    def allocate(self, num_bytes: int) -> tuple[Mapping, int]:
+        return driver.allocate(num_bytes, device=self._device.index)
+
+    def map_peer(self, descriptor: int, size: int) -> Mapping:
+        return driver.map_peer(descriptor, size, device=self._device.index)
+
+    def synchronize(self) -> None:
+        torch.cuda.set_device(self._device)  # the driver's calls need its context
+        torch.cuda.synchronize(self._device)
 
 
 def join_symmetric(joining: Joining, *, device: torch.device, node: str) -> "SymmetricSums | str":
     """Returns the sums, or the reason why these ranks have none: the same on every rank. Raises
     PeerLost for a missing rank."""
-    memory = share_memory(MEMORY_BYTES, device=device, node=node, joining=joining)
+    source = GpuMemory(device)
+    memory = share_memory(MEMORY_BYTES, source=source, node=node, joining=joining)
     if isinstance(memory, str):
         return memory
     return SymmetricSums(memory, rank=joining.rank, device=device)

@@ -80,6 +80,7 @@ class EpochGroups:
                 address=self.address,
                 members=members,
                 ordered_sums=self._config.model.numerics == "invariant",
+                in_memory=name in ("draft", "verify"),
                 refusals=self.refusals,
             )
         finally:

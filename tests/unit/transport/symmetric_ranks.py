@@ -7,9 +7,9 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
+from eesd_dist.transport.peer_memory import PeerMemory
 from eesd_dist.transport.symmetric import sums
 from eesd_dist.transport.symmetric.kernel import DATA
-from eesd_dist.transport.symmetric.memory import PeerMemory
 from eesd_dist.transport.symmetric.sums import SymmetricSums
 
 CAPACITY = 4096

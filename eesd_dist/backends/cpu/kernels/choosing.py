@@ -1,6 +1,7 @@
 """The part of compiled calls that chooses tokens after rows: norm, LM head, noise and choice.
 
-Choices are those of `rule.choose` and `rule.draft_choice`, bit for bit.
+Choices are those of `rule.choose` and `rule.draft_choice`, bit for bit. Ranks that have a part of
+the vocabulary each choose among their own tokens, then among their best ones.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,12 @@ from eesd_dist.backends.cpu.kernels.choice import (
 from eesd_dist.backends.cpu.kernels.lanes import address_of
 from eesd_dist.backends.cpu.kernels.layers import Scratch
 from eesd_dist.backends.cpu.kernels.products import Kind, LmHead, multiply, norm_rows, thread_range
+from eesd_dist.backends.cpu.kernels.rank_sums import best_over_ranks
 from eesd_dist.backends.cpu.kernels.threads import wait
 from eesd_dist.backends.cpu.kernels.tiles import BLOCK, MOST_ROWS, in_blocks
 from eesd_dist.model.kv_layout import Ints
 from eesd_dist.sampling.rule import WIDEST_GAP
+from eesd_dist.transport.sum_layout import SumsCall
 
 _FLOAT_BYTES = 4
 _WIDEST_GAP = np.float32(WIDEST_GAP)
@@ -68,6 +71,8 @@ class Choices(NamedTuple):
     """-1: the mask leaves no token."""
     gaps_S: Floats
     """Best score minus the second one; empty: not wanted."""
+    scores_2S: Floats
+    """Scores of the best two tokens; of the second only where gaps are wanted."""
 
 
 class MemoryByThreads:
@@ -107,6 +112,7 @@ def new_choices(count: int, *, with_gaps: bool) -> Choices:
         masks_S=np.full(count, -1, np.int32),
         tokens_S=np.zeros(count, np.int32),
         gaps_S=np.zeros(count if with_gaps else 0, np.float32),
+        scores_2S=np.full((2, count), _NEVER),
     )
 
 
@@ -157,12 +163,21 @@ def _choose(
             _mask(masks_MU[choices.masks_S[row]], ids_V, scores_V, keys_V)
         if len(choices.gaps_S) > 0:
             best, second = two_largest(keys_V)
-            gap = float32(scores_V[best] - scores_V[second])
-            choices.gaps_S[row] = min(gap, _WIDEST_GAP)
+            choices.scores_2S[1, row] = scores_V[second]
         else:
             best = first_largest(keys_V)
+        choices.scores_2S[0, row] = scores_V[best]
         choices.tokens_S[row] = ids_V[best]
-        if choices.masks_S[row] >= 0 and not scores_V[best] > _NEVER:
+
+
+@inner
+def _judge(choices: Choices, first: int, end: int) -> None:
+    """Fills the gaps of rows [first, end), and the token of a row of which a mask leaves none."""
+    for row in range(first, end):
+        best, second = choices.scores_2S[0, row], choices.scores_2S[1, row]
+        if len(choices.gaps_S) > 0:
+            choices.gaps_S[row] = min(float32(best - second), _WIDEST_GAP)
+        if choices.masks_S[row] >= 0 and not best > _NEVER:
             choices.tokens_S[row] = -1
 
 
@@ -173,6 +188,7 @@ def choose_tokens(
     ids_V: Ints,
     memory: Memory,
     scratch: Scratch,
+    sums: SumsCall,
     choices: Choices,
     masks_MU: Masks,
     num_sampled: int,
@@ -214,4 +230,11 @@ def choose_tokens(
         )
         wait(counters, num_threads)
         _choose(memory, choices, masks_MU, ids_V, first, first + own_first, first + own_end, thread)
+        if sums.size == 1:
+            _judge(choices, first + own_first, first + own_end)
+        wait(counters, num_threads)
+    if sums.size > 1:
+        if thread == 0:
+            best_over_ranks(sums, choices.tokens_S, choices.scores_2S, num_sampled)
+            _judge(choices, 0, num_sampled)
         wait(counters, num_threads)

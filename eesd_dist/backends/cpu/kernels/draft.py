@@ -37,6 +37,7 @@ from eesd_dist.control.chain_rule import (
 )
 from eesd_dist.model import kv_layout
 from eesd_dist.model.kv_layout import Ints, RowArrays
+from eesd_dist.transport import sum_layout
 
 Longs = npt.NDArray[np.int64]
 
@@ -57,7 +58,7 @@ _TABLE, _POSITION, _IN_ORDER, _ZEROS = range(4)
 _NUM_ROWS, _NUM_ALIVE = range(2)
 NUM_WORK_COUNTS = 2
 
-_PARTS = (kv_layout, chain_rule)
+_PARTS = (kv_layout, sum_layout, chain_rule)
 _run_layers = layers_kernel()
 use_in_kernels(chain_rule.PORTABLE)
 
@@ -353,6 +354,7 @@ def draft_round(
             call.norms,
             scratch,
             call.table,
+            call.sums,
             rows,
             np.int64(0),
             2 * len(call.table),
@@ -372,6 +374,7 @@ def draft_round(
                 stage.ids_V,
                 stage.memory,
                 scratch,
+                call.sums,
                 work.choices,
                 batch.masks_MU,
                 work.counts[_NUM_ALIVE],

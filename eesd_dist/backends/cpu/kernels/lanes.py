@@ -221,6 +221,22 @@ def floats(address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def _ints_at(typing: Any, address: Any) -> tuple[Any, Generator]:
+    """Returns a pointer to int32 numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int32)(types.int64), generate
+
+
+@njit(nogil=True, error_model="numpy")
+def ints(address):  # type: ignore[no-untyped-def]
+    """Returns the int32 numbers from an address on, as `floats`."""
+    return carray(_ints_at(address), (1 << 40,))
+
+
+@intrinsic
 def address_of(typing: Any, array: Any) -> tuple[Any, Generator]:
     """Returns the address of an array's first number."""
 

@@ -1,8 +1,8 @@
 """The layers of a span on a CPU: one compiled call for all rows and all layers.
 
 A layer has two halves, attention and MLP, each of which ends with a product that is added to the
-rows. The addition belongs to the half that follows, so that tensor-parallel ranks can sum the
-product between two calls. The residual stream, the heads and the sums of products are float32; the
+rows. Tensor-parallel ranks of one host sum the product at the end of the half, inside of the call.
+The addition belongs to the half that follows, so that others can sum between two calls. The residual stream, the heads and the sums of products are float32; the
 inputs of products are what the weights' kind wants (`tiles`).
 
 Every thread of a call runs this function with its part of the rows, channels or heads, and waits
@@ -37,11 +37,14 @@ from eesd_dist.backends.cpu.kernels.products import (
     norm_row,
     thread_range,
 )
+from eesd_dist.backends.cpu.kernels.rank_sums import sum_over_ranks
 from eesd_dist.backends.cpu.kernels.threads import wait
 from eesd_dist.backends.cpu.kernels.tiles import BLOCK
 from eesd_dist.backends.cpu.kernels.vector_math import gelu_tanh, silu
 from eesd_dist.model import kv_layout
 from eesd_dist.model.kv_layout import LANES, RowArrays
+from eesd_dist.transport import sum_layout
+from eesd_dist.transport.sum_layout import SumsCall
 
 _FLOAT_BYTES = 4
 
@@ -111,6 +114,8 @@ class LayersCall(NamedTuple):
     norms: Norms
     scratch: Scratch
     table: npt.NDArray[np.int64]
+    sums: SumsCall
+    """Of ranks that sum inside of the call."""
 
 
 @inner
@@ -265,6 +270,7 @@ def run_layers(
     norms: Norms,
     scratch: Scratch,
     table: npt.NDArray[np.int64],
+    sums: SumsCall,
     rows: RowArrays,
     first_half: int,
     end_half: int,
@@ -281,7 +287,7 @@ def run_layers(
     `is_pending`: `scratch.addend` is to be added first; `is_finished`: also the last half's.
     The last layer stores the keys and values of all rows, and computes rows `outputs`, of which
     there are `num_outputs` in ascending order: they are then the first ones of `scratch.x`. Unless
-    these are all rows, `rows` is overwritten.
+    these are all rows, `rows` is overwritten. If a rank is lost, the results are garbage.
     """
     num_rows = len(rows.position_R)
     first_row, end_row = thread_range(num_rows, thread, num_threads)
@@ -406,6 +412,17 @@ def run_layers(
             num_threads,
         )
         wait(counters, num_threads)
+        if sums.size > 1 and not sum_over_ranks(
+            sums,
+            scratch.addend,
+            scratch.addend_bytes,
+            widths.hidden,
+            num_rows,
+            counters,
+            thread,
+            num_threads,
+        ):
+            return
     if is_finished and is_pending:
         before = table[(end_half - 1) // 2]
         post_norm = MLP_POST_NORM if end_half % 2 == 0 else ATTENTION_POST_NORM
@@ -415,9 +432,9 @@ def run_layers(
 
 @cache
 def layers_kernel() -> Callable[..., None]:
-    return kernel(run_layers, kv_layout)
+    return kernel(run_layers, kv_layout, sum_layout)
 
 
 def is_layers_kernel_cached() -> bool:
     """Returns whether the kernel need not be compiled."""
-    return is_kept(run_layers, kv_layout)
+    return is_kept(run_layers, kv_layout, sum_layout)

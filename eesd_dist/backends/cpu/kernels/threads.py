@@ -8,8 +8,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
-from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
+
+from eesd_dist.backends.cpu.kernels.words import yield_core
 
 _I64 = ir.IntType(64)
 _SPINS = 4000
@@ -42,16 +43,6 @@ def _seen(typing: Any, counters: Any, at: Any) -> Any:
     return types.int64(counters, types.intp), generate
 
 
-@intrinsic
-def _yield_core(typing: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [])
-        builder.call(get_or_insert_function(builder.module, kind, "sched_yield"), [])
-        return context.get_dummy_value()
-
-    return types.none(), generate
-
-
 @njit(nogil=True, error_model="numpy")
 def wait(counters, num_threads):  # type: ignore[no-untyped-def]
     """Returns when all threads of this call are here. `counters`: int64, zeros before the call."""
@@ -66,4 +57,4 @@ def wait(counters, num_threads):  # type: ignore[no-untyped-def]
     while _seen(counters, _GENERATION) == generation:
         spins += 1
         if spins > _SPINS:
-            _yield_core()
+            yield_core()

@@ -19,8 +19,9 @@ from eesd_dist.backends.cpu.kernels.sources import Source, copy_rows
 from eesd_dist.backends.cpu.kernels.threads import wait
 from eesd_dist.model import kv_layout
 from eesd_dist.model.kv_layout import Ints, RowArrays
+from eesd_dist.transport import sum_layout
 
-_PARTS = (kv_layout,)
+_PARTS = (kv_layout, sum_layout)
 _run_layers = layers_kernel()
 
 
@@ -55,6 +56,7 @@ def verify_rows(
         layers.norms,
         scratch,
         layers.table,
+        layers.sums,
         rows,
         np.int64(0),
         2 * len(layers.table),
@@ -73,6 +75,7 @@ def verify_rows(
         ids_V,
         memory,
         scratch,
+        layers.sums,
         choices,
         masks_MU,
         len(choices.rows_S),

@@ -1,24 +1,16 @@
-"""The exchange of the ranks' memory: descriptors through sockets, one answer on every rank.
-
-The sockets are real, and so are the descriptors: they are of files in memory, since there is no
-driver of a GPU.
-"""
+"""The exchange of the ranks' memory: descriptors through sockets, one answer on every rank."""
 
 import ctypes
-import mmap
-import os
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
-import torch
 
-from eesd_dist.transport.symmetric import memory
-from eesd_dist.transport.symmetric.driver import DriverError, Mapping
-from eesd_dist.transport.symmetric.memory import PeerMemory, share_memory
+from eesd_dist.transport import peer_memory
+from eesd_dist.transport.host_sums import HostMemory
+from eesd_dist.transport.peer_memory import Mapping, PeerMemory, share_memory
 
-GPU = torch.device("cuda", 0)
 SIZE = 8192
 
 
@@ -51,55 +43,64 @@ class Rank:
         return 2.0
 
 
-class Host:
-    """Memory of the host in the place of a driver."""
+class CountedMapping:
+    """Addresses of a host, and whether they were given back."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._mapping = mapping
+        self.address, self.size = mapping.address, mapping.size
+        self.is_freed = False
+
+    def free(self) -> None:
+        self.is_freed = True
+        self._mapping.free()
+
+
+class Host(HostMemory):
+    """Memory of the host, which can refuse."""
 
     def __init__(self) -> None:
-        self.maps: dict[int, mmap.mmap] = {}
-        self.freed: list[mmap.mmap] = []
+        self.retired = []
+        self.maps: list[CountedMapping] = []
         self.num_mapped = 0
+        self.allocates = True
         self.refuses_to_map: int | None = None
         """Number of the mapping that fails."""
 
-    def allocate(self, num_bytes: int, *, device: int) -> tuple[Mapping, int]:
-        descriptor = os.memfd_create("rank")
-        os.truncate(descriptor, num_bytes)
-        return self._mapped(descriptor, num_bytes), descriptor
+    @property
+    def num_freed(self) -> int:
+        return sum(mapping.is_freed for mapping in self.maps)
 
-    def map_peer(self, descriptor: int, size: int, *, device: int) -> Mapping:
+    def allocate(self, num_bytes: int) -> tuple[Mapping, int]:
+        if not self.allocates:
+            raise RuntimeError("cuMemCreate: CUDA_ERROR_NOT_SUPPORTED")
+        mapping, descriptor = super().allocate(num_bytes)
+        return self._counted(mapping), descriptor
+
+    def map_peer(self, descriptor: int, size: int) -> Mapping:
         self.num_mapped += 1
         if self.num_mapped == self.refuses_to_map:
-            raise DriverError("cuMemMap: CUDA_ERROR_INVALID_DEVICE")
-        return self._mapped(descriptor, size)
+            raise RuntimeError("cuMemMap: CUDA_ERROR_INVALID_DEVICE")
+        return self._counted(super().map_peer(descriptor, size))
 
-    def free(self, address: int) -> None:
-        self.freed.append(self.maps.pop(address))
-
-    def _mapped(self, descriptor: int, size: int) -> Mapping:
-        mapped = mmap.mmap(descriptor, size)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        self.maps[address] = mapped
-        return Mapping(address, size)
+    def _counted(self, mapping: Mapping) -> CountedMapping:
+        self.maps.append(CountedMapping(mapping))
+        return self.maps[-1]
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Host:
-    host = Host()
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(memory, "allocate", host.allocate)
-    monkeypatch.setattr(memory, "map_peer", host.map_peer)
-    monkeypatch.setattr(Mapping, "free", lambda mapping: host.free(mapping.address))
-    monkeypatch.setattr(memory, "_retired", [])
-    return host
+def host() -> Host:
+    return Host()
 
 
-def join(size: int, node: Callable[[int], str] = lambda rank: "10.0.0.1") -> list[PeerMemory | str]:
+def join(
+    host: Host, size: int, node: Callable[[int], str] = lambda rank: "10.0.0.1"
+) -> list[PeerMemory | str]:
     store = Store(size)
     answers: list[PeerMemory | str] = [""] * size
 
     def run(rank: int) -> None:
-        answers[rank] = share_memory(SIZE, device=GPU, node=node(rank), joining=Rank(store, rank))
+        answers[rank] = share_memory(SIZE, source=host, node=node(rank), joining=Rank(store, rank))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -111,7 +112,7 @@ def join(size: int, node: Callable[[int], str] = lambda rank: "10.0.0.1") -> lis
 
 
 def test_every_rank_sees_what_each_one_writes(host: Host) -> None:
-    ranks = [rank for rank in join(3) if isinstance(rank, PeerMemory)]
+    ranks = [rank for rank in join(host, 3) if isinstance(rank, PeerMemory)]
     assert len(ranks) == 3
     assert len(host.maps) == 9
     for at, own in enumerate(ranks):
@@ -121,11 +122,11 @@ def test_every_rank_sees_what_each_one_writes(host: Host) -> None:
 
 
 def test_memory_without_a_user_is_freed_by_the_next_group(host: Host) -> None:
-    ranks = join(2)
+    ranks = join(host, 2)
     del ranks
-    assert (len(host.maps), len(host.freed)) == (4, 0), "kernels may still use it"
-    ranks = join(2)
-    assert (len(host.maps), len(host.freed)) == (4, 4)
+    assert (len(host.maps), host.num_freed) == (4, 0), "kernels may still use it"
+    ranks = join(host, 2)
+    assert (len(host.maps), host.num_freed) == (8, 4)
     assert len(ranks) == 2
 
 
@@ -135,17 +136,13 @@ def test_all_ranks_have_the_same_reason(
 ) -> None:
     started_s = time.monotonic()
     if cause == "no driver":
-
-        def refuses(num_bytes: int, *, device: int) -> tuple[Mapping, int]:
-            raise DriverError("cuMemCreate: CUDA_ERROR_NOT_SUPPORTED")
-
-        monkeypatch.setattr(memory, "allocate", refuses)
+        host.allocates = False
     elif cause == "a mapping fails":
         host.refuses_to_map = 3
     elif cause == "one is silent":
-        monkeypatch.setattr(memory.socket, "send_fds", lambda *_: None)
+        monkeypatch.setattr(peer_memory.socket, "send_fds", lambda *_: None)
     answers = join(
-        3, (lambda rank: f"10.0.0.{rank % 2}") if cause == "another node" else lambda _: ""
+        host, 3, (lambda rank: f"10.0.0.{rank % 2}") if cause == "another node" else lambda _: ""
     )
     reasons = {
         "no driver": "cuMemCreate: CUDA_ERROR_NOT_SUPPORTED",
@@ -158,5 +155,5 @@ def test_all_ranks_have_the_same_reason(
     assert time.monotonic() - started_s < 10
     del answers
     num_maps = len(host.maps)
-    join(3)
-    assert len(host.freed) == num_maps
+    join(host, 3)
+    assert host.num_freed == num_maps

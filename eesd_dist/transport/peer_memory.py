@@ -1,4 +1,4 @@
-"""Memory of the GPUs of one node that every rank of a group has mapped.
+"""Memory of the ranks of one node that every rank of a group has mapped.
 
 Its ranks pass each other a file descriptor each, through Unix sockets in folders of their own,
 while they join; nothing is exchanged afterwards.
@@ -14,18 +14,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
-import torch
 from msgspec.msgpack import Decoder, encode
 
 from eesd_dist.transport.contracts import Record
-from eesd_dist.transport.symmetric.driver import DriverError, Mapping, allocate, map_peer
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_S = 10.0
 """Longest wait for a peer's descriptor, which it sends at once."""
-_retired: list[Mapping] = []
-"""Mappings without a user, which kernels that were queued earlier may still use."""
 
 
 class Joining(Protocol):
@@ -39,6 +35,42 @@ class Joining(Protocol):
         ...
 
     def left_s(self) -> float: ...
+
+
+class Mapping(Protocol):
+    """Addresses of a process that lead to memory."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def free(self) -> None:
+        """Gives the addresses back; nothing may use them any more. The memory lives until no
+        process has it. Raises RuntimeError."""
+        ...
+
+
+class MemorySource(Protocol):
+    """Makes memory that processes of one node can share. Methods raise RuntimeError or OSError
+    where that is not possible."""
+
+    retired: list[Mapping]
+    """Mappings without a user, which work that began earlier may still use."""
+
+    def allocate(self, num_bytes: int) -> tuple[Mapping, int]:
+        """Returns zeroed memory of at least so many bytes, and a file descriptor by which another
+        process maps it, to be closed by the caller."""
+        ...
+
+    def map_peer(self, descriptor: int, size: int) -> Mapping:
+        """Maps memory of another process."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until what was written is in the memory, and earlier mappings are out of use."""
+        ...
 
 
 class _Offer(Record, frozen=True):
@@ -56,34 +88,34 @@ _offers = Decoder(_Offer)
 class PeerMemory:
     """Maps one rank's memory and that of its peers."""
 
-    def __init__(self, mappings: Sequence[Mapping]) -> None:
+    def __init__(self, mappings: Sequence[Mapping], retired: list[Mapping]) -> None:
+        """`retired`: where the mappings go when this object is not used any more."""
         self.addresses = tuple(mapping.address for mapping in mappings)
         """Addresses of every rank's memory, in rank order."""
-        # Frees nothing now: the garbage collector may run during a capture, and kernels may run.
-        weakref.finalize(self, _retired.extend, mappings).atexit = False
+        # Frees nothing now: work that was queued or is running may use it.
+        weakref.finalize(self, retired.extend, mappings).atexit = False
 
 
 def share_memory(
-    num_bytes: int, *, device: torch.device, node: str, joining: Joining
+    num_bytes: int, *, source: MemorySource, node: str, joining: Joining
 ) -> PeerMemory | str:
     """Returns zeroed memory of so many bytes a rank, or the reason why there is none: every rank
     gets memory, or every rank the same reason. Raises PeerLost for a missing rank."""
-    torch.cuda.set_device(device)
-    torch.cuda.synchronize(device)  # the driver's calls need its context
-    _free_retired()
+    source.synchronize()
+    _free_retired(source.retired)
     with ExitStack() as stack:
         own: Mapping | None = None
         descriptor, refusal, path = -1, "", ""
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="eesd-"))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         try:
-            own, descriptor = allocate(num_bytes, device=device.index)
+            own, descriptor = source.allocate(num_bytes)
             stack.callback(os.close, descriptor)
             path = os.path.join(folder, "memory")
             listener.bind(path)
             listener.listen(64)
-            torch.cuda.synchronize(device)  # zeroed before a peer writes
-        except (DriverError, OSError) as error:
+            source.synchronize()  # zeroed before a peer writes
+        except (RuntimeError, OSError) as error:
             refusal = str(error)
         offer = _Offer(f"{_boot()} {node}", path, own.size if own else 0, refusal)
         offers = [_offers.decode(report) for report in joining.gathered("memory", encode(offer))]
@@ -91,20 +123,20 @@ def share_memory(
         if len({offer.node for offer in offers}) > 1:
             reason = "its ranks are on several nodes"
         elif len({offer.size for offer in offers}) > 1:
-            reason = reason or "its GPUs allocate in different steps"
+            reason = reason or "its ranks allocate in different steps"
         mappings: list[Mapping] = []
         if not reason:
             assert own is not None
             refusal = ""
             try:
-                mappings = _exchanged(own, descriptor, offers, listener, joining, device=device)
-            except (DriverError, OSError) as error:
+                mappings = _exchanged(own, descriptor, offers, listener, joining, source)
+            except (RuntimeError, OSError) as error:
                 refusal = f"rank {joining.rank}: {error}"
             refusals = joining.gathered("memory mapped", refusal.encode())
             reason = _first(report.decode() for report in refusals)
         if not reason:
-            return PeerMemory(mappings)
-        _retired.extend(mappings or ([own] if own else []))
+            return PeerMemory(mappings, source.retired)
+        source.retired.extend(mappings or ([own] if own else []))
         return reason
 
 
@@ -114,10 +146,9 @@ def _exchanged(
     offers: Sequence[_Offer],
     listener: socket.socket,
     joining: Joining,
-    *,
-    device: torch.device,
+    source: MemorySource,
 ) -> list[Mapping]:
-    """Returns the memory of every rank. Raises DriverError or OSError."""
+    """Returns the memory of every rank. Raises RuntimeError or OSError."""
     deadline = time.monotonic() + min(joining.left_s() / 2, _LONGEST_S)
     for peer, offer in enumerate(offers):
         if peer != joining.rank:
@@ -137,22 +168,22 @@ def _exchanged(
                 if len(message) < 4 or not received:
                     raise OSError("a peer sent no memory")
                 peer = int.from_bytes(message)
-                mappings[peer] = map_peer(received[0], own.size, device=device.index)
+                mappings[peer] = source.map_peer(received[0], own.size)
             finally:
                 for descriptor in received:
                     os.close(descriptor)
     except BaseException:
-        _retired.extend(mapping for peer, mapping in mappings.items() if peer != joining.rank)
+        source.retired.extend(mapping for peer, mapping in mappings.items() if peer != joining.rank)
         raise
     return [mappings[peer] for peer in range(len(offers))]
 
 
-def _free_retired() -> None:
-    retired, _retired[:] = _retired[:], []
-    for mapping in retired:
+def _free_retired(retired: list[Mapping]) -> None:
+    unused, retired[:] = retired[:], []
+    for mapping in unused:
         try:
             mapping.free()
-        except DriverError:
+        except RuntimeError:
             logger.exception("memory of a former group could not be freed")
 
 

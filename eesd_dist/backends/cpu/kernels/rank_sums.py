@@ -1,0 +1,214 @@
+"""Sums over the ranks of one host inside of a compiled call, and their best tokens.
+
+Each rank writes its part into a slot of its memory, meets the others, and adds up the parts of all
+ranks in their order, as `transport.rank_sums` does: the same bits on every rank, and for a row
+whatever the other rows are.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from eesd_dist.backends.cpu.compiled import inner
+from eesd_dist.backends.cpu.kernels.lanes import add, address_of, ints, load, store
+from eesd_dist.backends.cpu.kernels.products import thread_range
+from eesd_dist.backends.cpu.kernels.threads import wait
+from eesd_dist.backends.cpu.kernels.words import (
+    add_to_word,
+    monotonic_ns,
+    sleep_at,
+    unix_ns,
+    wake,
+    word_at,
+)
+from eesd_dist.model.kv_layout import LANES, Ints
+from eesd_dist.transport.sum_layout import (
+    ABORTED,
+    ARRIVED,
+    CONTRIBUTED_NS,
+    DEAD,
+    GONE,
+    LATE,
+    LEFT,
+    LOST,
+    NUM_SUMS,
+    REASON,
+    SLEEPERS,
+    SLOT_BYTES,
+    SLOTS,
+    STOPPED,
+    SUM_BYTES,
+    TURN,
+    WAIT_NS,
+    SumsCall,
+)
+
+_FLOAT_BYTES = 4
+_WORD_BYTES = 8
+_ROW_INTS = 4
+"""Integers of a row's best tokens in a slot: the token, and the bits of two scores."""
+_SPINS = 2000
+"""Looks at a rank's word before sleeping: some tens of microseconds."""
+_LONGEST_SLEEP_NS = 20_000_000
+"""After a sleep as long as this a thread looks whether its rank was aborted in between."""
+
+
+@inner
+def _state_word(sums: SumsCall, place: int) -> int:
+    """Returns a word of the state that another thread of this process may set."""
+    return word_at(address_of(sums.state) + place * _WORD_BYTES)
+
+
+@inner
+def _reason_to_stop(sums: SumsCall, peer: int) -> int:
+    """Returns why a wait for a rank is to end; 0: it is not."""
+    if _state_word(sums, STOPPED) != 0:
+        return LEFT
+    for other in range(sums.size):
+        if word_at(sums.bases_G[other] + ABORTED) != 0:
+            return LEFT
+    if _state_word(sums, GONE + peer) != 0:
+        return DEAD
+    return 0
+
+
+@inner
+def _wait_for(sums: SumsCall, peer: int, turn: int) -> int:
+    """Waits until a rank has filled its slot; returns why it was not waited for, 0 if it has."""
+    at = sums.bases_G[peer] + ARRIVED
+    for _ in range(_SPINS):
+        if word_at(at) >= turn:
+            return 0
+    deadline = monotonic_ns() + sums.timeout_ns
+    while True:
+        reason = _reason_to_stop(sums, peer)
+        arrived = word_at(at)
+        if arrived >= turn:
+            return 0
+        if reason != 0:
+            return reason
+        left_ns = deadline - monotonic_ns()
+        if left_ns <= 0:
+            return LATE
+        add_to_word(sums.bases_G[peer] + SLEEPERS, 1)
+        sleep_at(at, arrived, min(left_ns, _LONGEST_SLEEP_NS))
+        add_to_word(sums.bases_G[peer] + SLEEPERS, -1)
+
+
+@inner
+def _meet(sums: SumsCall) -> None:
+    """Ends a turn: this rank's slot is filled, and so are those of the others when this returns,
+    unless one was lost."""
+    state = sums.state
+    if state[LOST] != 0:
+        return
+    turn = state[TURN] + 1
+    state[TURN] = turn
+    state[CONTRIBUTED_NS] = unix_ns()
+    own = sums.bases_G[sums.rank]
+    add_to_word(own + ARRIVED, 1)
+    if word_at(own + SLEEPERS) > 0:
+        wake(own + ARRIVED)
+    began_ns = monotonic_ns()
+    for peer in range(sums.size):
+        if peer != sums.rank:
+            reason = _wait_for(sums, peer, turn)
+            if reason != 0:
+                state[LOST], state[REASON] = peer + 1, reason
+                break
+    state[WAIT_NS] += monotonic_ns() - began_ns
+
+
+@inner
+def _slot(sums: SumsCall, rank: int, turn: int) -> int:
+    """Returns the address of the slot that a rank fills for a turn."""
+    at: int = sums.bases_G[rank] + SLOTS + (turn % 2) * SLOT_BYTES
+    return at
+
+
+@inner
+def _copy(target_at: int, source_at: int, width: int) -> None:
+    for at in range(0, width, LANES):
+        store(target_at, at, load(source_at, at))
+
+
+@inner
+def sum_over_ranks(
+    sums: SumsCall,
+    rows_at: int,
+    row_bytes: int,
+    width: int,
+    num_rows: int,
+    counters: npt.NDArray[np.int64],
+    thread: int,
+    num_threads: int,
+) -> bool:
+    """Sums rows over the ranks, in place. Every thread of the call calls it; a thread has then the
+    rows of its `thread_range`. Returns False if a rank was lost: the sums are garbage.
+
+    `width`: numbers of a row, a multiple of a vector; a row fits into a slot.
+    """
+    most_rows = SLOT_BYTES // (width * _FLOAT_BYTES)
+    own_first, own_end = thread_range(num_rows, thread, num_threads)
+    for first in range(0, num_rows, most_rows):
+        end = min(first + most_rows, num_rows)
+        first_row, end_row = max(first, own_first), min(end, own_end)
+        turn = sums.state[TURN] + 1
+        for row in range(first_row, end_row):
+            target_at = _slot(sums, sums.rank, turn) + (row - first) * width * _FLOAT_BYTES
+            _copy(target_at, rows_at + row * row_bytes, width)
+        wait(counters, num_threads)
+        if thread == 0:
+            _meet(sums)
+        wait(counters, num_threads)
+        if sums.state[LOST] != 0:
+            return False
+        for row in range(first_row, end_row):
+            target_at = rows_at + row * row_bytes
+            skipped = (row - first) * width * _FLOAT_BYTES
+            for at in range(0, width, LANES):
+                total = load(_slot(sums, 0, turn) + skipped, at)
+                for rank in range(1, sums.size):
+                    total = add(total, load(_slot(sums, rank, turn) + skipped, at))
+                store(target_at, at, total)
+    if thread == 0 and num_rows > 0:
+        sums.state[NUM_SUMS] += 1
+        sums.state[SUM_BYTES] += num_rows * width * _FLOAT_BYTES
+    return True
+
+
+@inner
+def _key(bits: np.int32) -> np.int32:
+    """Returns a whole number in the order of the float32 numbers with these bits."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
+
+
+@inner
+def best_over_ranks(
+    sums: SumsCall, tokens_S: Ints, scores_2S: npt.NDArray[np.float32], num_rows: int
+) -> None:
+    """Replaces each rank's best token and best two scores by those of all ranks; of equal ones the
+    first, since ranks are in the order of their tokens. Only one thread of a call calls it."""
+    bits_2S = scores_2S.view(np.int32)
+    most_rows = SLOT_BYTES // (_ROW_INTS * _FLOAT_BYTES)
+    for first in range(0, num_rows, most_rows):
+        end = min(first + most_rows, num_rows)
+        turn = sums.state[TURN] + 1
+        own = ints(_slot(sums, sums.rank, turn))
+        for row in range(first, end):
+            at = (row - first) * _ROW_INTS
+            own[at], own[at + 1], own[at + 2] = tokens_S[row], bits_2S[0, row], bits_2S[1, row]
+        _meet(sums)
+        if sums.state[LOST] != 0:
+            return
+        for row in range(first, end):
+            at = (row - first) * _ROW_INTS
+            best = ints(_slot(sums, 0, turn))
+            token, one, two = best[at], best[at + 1], best[at + 2]
+            for rank in range(1, sums.size):
+                other = ints(_slot(sums, rank, turn))
+                if _key(other[at + 1]) > _key(one):
+                    two = one if _key(one) > _key(other[at + 2]) else other[at + 2]
+                    token, one = other[at], other[at + 1]
+                elif _key(other[at + 1]) > _key(two):
+                    two = other[at + 1]
+            tokens_S[row], bits_2S[0, row], bits_2S[1, row] = token, one, two
