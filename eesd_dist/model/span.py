@@ -67,6 +67,7 @@ class LlamaSpan:
         self.last = last
         self.compute_dtype = layers.compute_dtype
         """Type of hidden states in and out."""
+        self.num_ranks = shard.size
         self.vocab_start = shard.vocabulary.start
         self.vocab_size_local = len(shard.vocabulary)
         self._layers = layers

@@ -61,10 +61,15 @@ def has_compiler() -> bool:
 
 
 def wait_for_layers() -> None:
-    """Waits until the kernel of layers is kept, or no process on this machine compiles any."""
+    """Waits for the kernel of layers, as `wait_for`."""
     from eesd_dist.backends.cpu.kernels.layers import is_layers_kernel_cached
 
-    _wait_for(is_layers_kernel_cached, longest_s=_LONGEST_S)
+    wait_for(is_layers_kernel_cached)
+
+
+def wait_for(is_cached: Callable[[], bool]) -> None:
+    """Waits until a kernel is kept, or no process on this machine compiles any."""
+    _wait_for(is_cached, longest_s=_LONGEST_S)
 
 
 def compile_when_cached(

@@ -58,10 +58,14 @@ class CompiledEngine(CpuEngine):
     def verifier(
         self, span: LlamaSpan, *, compiles_in_background: bool
     ) -> LazyCompiled[RoundVerifier]:
-        from eesd_dist.backends.cpu.ahead import compile_when_cached
+        from eesd_dist.backends.cpu.ahead import compile_when_cached, wait_for
         from eesd_dist.backends.cpu.kernels.verify import is_verify_cached
         from eesd_dist.backends.cpu.verifier import Verifier
 
+        # The ranks of a group make the same calls: none starts without this one.
+        if compiles_in_background and span.num_ranks > 1:
+            wait_for(is_verify_cached)
+            compiles_in_background = False
         return compile_when_cached(
             partial(Verifier.of, span),
             is_cached=is_verify_cached,

@@ -19,6 +19,7 @@ from eesd_dist.backends.cpu.kernels.words import (
     unix_ns,
     wake,
     word_at,
+    yield_core,
 )
 from eesd_dist.model.kv_layout import LANES, Ints
 from eesd_dist.transport.sum_layout import (
@@ -46,8 +47,10 @@ _FLOAT_BYTES = 4
 _WORD_BYTES = 8
 _ROW_INTS = 4
 """Integers of a row's best tokens in a slot: the token, and the bits of two scores."""
-_SPINS = 2000
-"""Looks at a rank's word before sleeping: some tens of microseconds."""
+_LOOKS = 500
+"""Looks at a rank's word before the core is offered to others: a few microseconds."""
+_AWAKE_NS = 100_000
+"""Time before a thread sleeps."""
 _LONGEST_SLEEP_NS = 20_000_000
 """After a sleep as long as this a thread looks whether its rank was aborted in between."""
 
@@ -75,10 +78,13 @@ def _reason_to_stop(sums: SumsCall, peer: int) -> int:
 def _wait_for(sums: SumsCall, peer: int, turn: int) -> int:
     """Waits until a rank has filled its slot; returns why it was not waited for, 0 if it has."""
     at = sums.bases_G[peer] + ARRIVED
-    for _ in range(_SPINS):
-        if word_at(at) >= turn:
-            return 0
-    deadline = monotonic_ns() + sums.timeout_ns
+    began_ns = monotonic_ns()
+    while monotonic_ns() - began_ns < _AWAKE_NS:
+        for _ in range(_LOOKS):
+            if word_at(at) >= turn:
+                return 0
+        yield_core()
+    deadline = began_ns + sums.timeout_ns
     while True:
         reason = _reason_to_stop(sums, peer)
         arrived = word_at(at)
