@@ -54,12 +54,18 @@ class DraftedChain(NamedTuple):
 
 
 class ChainDrafter(Protocol):
-    """Layers [0, N) and the exit head of one rank. One call at a time."""
+    """Layers [0, N) and the exit head of one rank. One call at a time; every rank of a group makes
+    the same calls."""
 
     name: str
     """Name in the statistics of rounds."""
     has_masks: bool
     """True if guesses may have a mask."""
+
+    @property
+    def drafts_now(self) -> bool:
+        """False in an epoch in which the ranks of a group sum by messages, between two calls."""
+        ...
 
     def draft(self, chains: Sequence[ChainStart]) -> tuple[Tensor, list[DraftedChain]]:
         """Runs all known rows, and drafts after them. Returns the rows [T, D] after the layers,

@@ -1,8 +1,8 @@
 """Commands from the drafting actor to the other ranks of its stage, and their encoding.
 
-A command is one operation on the rows it names: the layers, the exit head's layer, its logits, a
-copy of slots, a change of the head. It is one message in the format of `wire`, with the command's
-number in the field of the round's id. Nothing here sends or computes.
+A command is one operation on the rows it names: the layers, the exit head's layer, its logits, the
+drafting of a round, a copy of slots, a change of the head. It is one message in the format of
+`wire`, with the command's number in the field of the round's id. Nothing here sends or computes.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from torch import Tensor, empty
 
 from eesd_dist.errors import WireError
-from eesd_dist.page_table import PageTable
 from eesd_dist.transport import wire
-from eesd_dist.transport.contracts import Move, Record, RowSegment
+from eesd_dist.transport.contracts import Doubles, Move, Record, RowSegment
 from eesd_dist.types import Count
 
-# Shapes: T rows, E width of the exit head's input, A rows that are drafted from, D hidden size.
+# Shapes: T rows, E width of the exit head's input, A rows that are drafted from, D hidden size,
+# L rows that the head has not read, K tokens at most, C points.
 
 _Segments = Annotated[Sequence[RowSegment], Meta(min_length=1)]
 
@@ -55,6 +55,37 @@ class RunLogits(_Operation, frozen=True, kw_only=True, eq=False):
     exit_AD: Tensor
 
 
+class ChainRecord(Record, frozen=True, kw_only=True):
+    """A request of a round that is drafted in one call: `backends.api.ChainStart`."""
+
+    tokens: Annotated[Sequence[Count], Meta(min_length=1)]
+    segment: RowSegment
+    max_draft: Count
+    num_lagging: Count
+    """Its part of the command's rows."""
+    prices: Count
+    """Index of the prices of its rule."""
+    curve: Count
+    """Index of the curve of its rule."""
+    numbers: Annotated[tuple[float, ...], Meta(min_length=12, max_length=12)]
+    """The other numbers of its rule, in their order."""
+    temperature: float
+    seed: int
+    mask: bytes
+
+
+class DraftChains(_Operation, frozen=True, kw_only=True, eq=False):
+    """Runs known rows of requests, and drafts after them, in one call."""
+
+    chains: Annotated[Sequence[ChainRecord], Meta(min_length=1)]
+    prices: Sequence[Doubles]
+    """[K + 1] each."""
+    curves: Sequence[Doubles]
+    """[C, 2] each."""
+    lagging_LD: Tensor | None
+    """The rows before the known ones that the head has not read, chain by chain; None: none."""
+
+
 class MoveSlots(_Operation, frozen=True, kw_only=True):
     """Copies slots of the layers and of the head; all are read before any is written."""
 
@@ -68,15 +99,15 @@ class TakeHead(_Operation, frozen=True, kw_only=True):
     sha256: str
 
 
-Command = RunLayers | RunHead | StoreHeadKv | RunLogits | MoveSlots | TakeHead
+Command = RunLayers | RunHead | StoreHeadKv | RunLogits | DraftChains | MoveSlots | TakeHead
 
 _TO_COME = empty(0)
 """Placeholder for a tensor while its command is decoded."""
 
 
 def _tensor_or_decoded(kind: object, encoded: object) -> object:
-    """Decodes page tables; tensors follow the payload."""
-    return wire.decoded(kind, encoded) if kind is PageTable else _TO_COME
+    """Decodes page tables and arrays; tensors follow the payload."""
+    return _TO_COME if kind is Tensor else wire.decoded(kind, encoded)
 
 
 _commands: Decoder[Command] = Decoder(Command, dec_hook=_tensor_or_decoded)
@@ -86,6 +117,8 @@ def encode_command(command: Command, *, epoch: int, number: int) -> wire.Message
     match command:
         case RunHead(hidden_TD=rows) | StoreHeadKv(hidden_TD=rows) | RunLogits(exit_AD=rows):
             separate: Tensor | None = rows
+        case DraftChains(lagging_LD=rows):
+            separate = rows
         case _:
             separate = None
     return wire.message_of(
@@ -110,11 +143,35 @@ def decode_command(
         case RunHead(segments=segments) | StoreHeadKv(segments=segments):
             command = replace(command, hidden_TD=_require_rows(rows, prefix))
             _expect_rows("rows", command.hidden_TD.shape[0], segments)
+        case DraftChains():
+            command = replace(command, lagging_LD=rows)
+            _check_chains(command)
         case RunLogits():
             command = replace(command, exit_AD=_require_rows(rows, prefix))
             if command.exit_AD.shape[0] < 1:
                 raise WireError("found 0 rows to draft from in a command, expected one or more")
     return command
+
+
+def _check_chains(command: DraftChains) -> None:
+    for prices in command.prices:
+        if prices.ndim != 1 or not len(prices):
+            raise WireError(f"found prices of shape {prices.shape} in a command, expected [K + 1]")
+    for curve in command.curves:
+        if curve.ndim != 2 or curve.shape[1] != 2:
+            raise WireError(f"found a curve of shape {curve.shape} in a command, expected [C, 2]")
+    for chain in command.chains:
+        _expect_rows("tokens", len(chain.tokens), [chain.segment])
+        for name, at, tables in (
+            ("prices", chain.prices, command.prices),
+            ("a curve", chain.curve, command.curves),
+        ):
+            if at >= len(tables):
+                raise WireError(f"found {name} {at} in a command, expected less than {len(tables)}")
+    num_rows = 0 if command.lagging_LD is None else command.lagging_LD.shape[0]
+    expected = sum(chain.num_lagging for chain in command.chains)
+    if num_rows != expected:
+        raise WireError(f"found {num_rows} rows in a command, expected {expected} by its chains")
 
 
 def _require_rows(rows: Tensor | None, prefix: wire.Prefix) -> Tensor:

@@ -21,6 +21,7 @@ from eesd_dist.types import NO_TRAFFIC, ChoiceParams, Count, Traffic
 # Written out: from NumPy 2.5 on `npt.NDArray` is a name for this type, and not equal to it.
 Ints = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 Floats = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
+Doubles = np.ndarray[tuple[Any, ...], np.dtype[np.float64]]
 
 Unsigned = Annotated[int, Meta(ge=0)]
 """0 to 2**64 - 1: msgpack has no larger integer."""

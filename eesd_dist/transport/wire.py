@@ -32,6 +32,7 @@ from eesd_dist.devices import HOST
 from eesd_dist.errors import WireError
 from eesd_dist.page_table import PageTable
 from eesd_dist.transport.contracts import (
+    Doubles,
     Ints,
     Parents,
     Record,
@@ -47,7 +48,7 @@ from eesd_dist.types import Count
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 MAGIC = 0x45455344  # "EESD"
-VERSION = 9
+VERSION = 10
 ROUND_FRAME_BYTES = 32 << 10
 """Holds a small model's decode round, or a large one's header without its hidden states."""
 REPLY_FRAME_BYTES = 4 << 10
@@ -149,7 +150,7 @@ def decoded(kind: Any, encoded: object) -> object:
             raise ValueError(f"Expected pages as bytes, got {type(encoded).__name__}")
         return PageTable.from_bytes(encoded)
     array = msgspec.convert(encoded, _Array)
-    expected = "<i4" if kind == Ints else "<f4"
+    expected = "<i4" if kind == Ints else "<f8" if kind == Doubles else "<f4"
     if array.dtype != expected:
         raise ValueError(f"Expected `array` of {expected}, got {array.dtype}")
     return np.frombuffer(array.data, expected).reshape(array.shape)

@@ -1,4 +1,4 @@
-"""Drafts a round in one compiled call, for a stage of one rank on a CPU."""
+"""Drafts a round in one compiled call, for a stage on CPUs of one host."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -30,13 +30,15 @@ from eesd_dist.control.chain_rule import ChainReport, Doubles
 from eesd_dist.model.attention.rows import row_arrays
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kv_layout import NO_ROWS
+from eesd_dist.model.parallel import rank_range
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.noise import mixed_seed
 
 
 # Shapes: T known rows, N rows in the results, D padded hidden channels.
 class RoundDrafter:
-    """Layers [0, N) and the exit head of one rank as one kernel. One call at a time."""
+    """Layers [0, N) and the exit head of one rank as one kernel. One call at a time; every rank of
+    a group makes the same calls."""
 
     name = "compiled"
     has_masks = True
@@ -48,25 +50,23 @@ class RoundDrafter:
         head_layer: CompiledLayers,
         lm_head: NormedProduct,
         embedding_VD: Tensor,
-        vocab_ids: Tensor | None,
+        ids_V: Tensor,
     ) -> None:
-        """`vocab_ids`: target token of each draft index; None where they are the same."""
+        """`ids_V`: token of each column of the LM head."""
         self._layers, self._head_layer = layers, head_layer
         self._lm_head, self._owner = lm_head.call, lm_head
         self._embedding_VD = embedding_VD.detach().contiguous()
         self._embedding_bytes = self._embedding_VD.stride(0) * self._embedding_VD.itemsize
-        num_tokens = lm_head.product.num_out
-        ids_V = torch.arange(num_tokens) if vocab_ids is None else vocab_ids
         self._ids_V = ids_V.to(torch.int32).numpy().copy()
         self._embedding_at = self._embedding_VD.data_ptr()
         self._drafted_memory, self._work_memory = _new_drafted(1, 1), _new_work(1, 1)
-        self._memory = MemoryByThreads(num_tokens)
+        self._memory = MemoryByThreads(len(self._ids_V))
         self.draft([])  # compiles
 
     @classmethod
     def of(cls, span: LlamaSpan, head: ExitHead) -> Self | None:
-        """Returns None for a stage that has no such kernel: products that are not compiled, parts
-        of a head, a head that caps its logits, float16."""
+        """Returns None for a stage that has no such kernel: products that are not compiled, a head
+        that caps its logits, float16, a rank without tokens."""
         layers, head_layer = span.paged.fused, head.paged.fused
         lm_head, embedding_VD = head.logits_head.fused, span.embedding
         if not (isinstance(layers, CompiledLayers) and isinstance(head_layer, CompiledLayers)):
@@ -74,20 +74,25 @@ class RoundDrafter:
         if not isinstance(lm_head, NormedProduct) or embedding_VD is None:
             return None
         fits = (
-            layers.group.size == 1
-            and layers.kind.dtype == head_layer.kind.dtype == lm_head.product.kind
+            layers.kind.dtype == head_layer.kind.dtype == lm_head.product.kind
             and embedding_VD.dtype in (torch.float32, torch.bfloat16)
-            and lm_head.product.num_out >= 2
+            and head.vocab_size >= 2 * layers.group.size
         )
         if not fits:
             return None
+        columns = rank_range(head.vocab_size, layers.group.rank, layers.group.size)
+        ids_V = torch.arange(head.vocab_size) if head.vocab_ids is None else head.vocab_ids
         return cls(
             layers=layers,
             head_layer=head_layer,
             lm_head=lm_head,
             embedding_VD=embedding_VD,
-            vocab_ids=head.vocab_ids,
+            ids_V=ids_V[columns.start : columns.stop],
         )
+
+    @property
+    def drafts_now(self) -> bool:
+        return self._layers.needs_no_messages
 
     def draft(self, chains: Sequence[ChainStart]) -> tuple[Tensor, list[DraftedChain]]:
         """Runs all known rows, and drafts after them. Returns the rows [T, D] after the layers,
@@ -108,6 +113,7 @@ class RoundDrafter:
             drafted,
             self._work(num, max(num_committed, max_read, num)),
         )
+        self._layers.finish_sums()
         return self._results(chains, rows_ND, drafted)
 
     def _batch(self, chains: Sequence[ChainStart]) -> tuple[Batch, int, int]:

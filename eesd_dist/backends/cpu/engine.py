@@ -1,8 +1,10 @@
 """Rounds on a CPU: a stage's work as one compiled call, where there is a compiler."""
 
 import platform
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +15,8 @@ from eesd_dist.config import DType, Numerics
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kernels import LinearPacker
 from eesd_dist.model.span import LlamaSpan
+
+T = TypeVar("T")
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -33,7 +37,7 @@ class CpuEngine(TorchEngine):
 
 
 class CompiledEngine(CpuEngine):
-    """Draft and verify stages of one rank as one call each."""
+    """Draft and verify stages as one call each."""
 
     compiles_kernels = True
 
@@ -45,32 +49,45 @@ class CompiledEngine(CpuEngine):
     def drafter(
         self, span: LlamaSpan, head: ExitHead, *, compiles_in_background: bool
     ) -> LazyCompiled[ChainDrafter]:
-        from eesd_dist.backends.cpu.ahead import compile_when_cached
         from eesd_dist.backends.cpu.drafter import RoundDrafter
         from eesd_dist.backends.cpu.kernels.draft import is_draft_cached
 
-        return compile_when_cached(
+        return _compiled(
             partial(RoundDrafter.of, span, head),
             is_cached=is_draft_cached,
-            is_needed=not compiles_in_background,
+            in_background=compiles_in_background,
+            num_ranks=span.num_ranks,
         )
 
     def verifier(
         self, span: LlamaSpan, *, compiles_in_background: bool
     ) -> LazyCompiled[RoundVerifier]:
-        from eesd_dist.backends.cpu.ahead import compile_when_cached, wait_for
         from eesd_dist.backends.cpu.kernels.verify import is_verify_cached
         from eesd_dist.backends.cpu.verifier import Verifier
 
-        # The ranks of a group make the same calls: none starts without this one.
-        if compiles_in_background and span.num_ranks > 1:
-            wait_for(is_verify_cached)
-            compiles_in_background = False
-        return compile_when_cached(
+        return _compiled(
             partial(Verifier.of, span),
             is_cached=is_verify_cached,
-            is_needed=not compiles_in_background,
+            in_background=compiles_in_background,
+            num_ranks=span.num_ranks,
         )
+
+
+def _compiled(
+    make: Callable[[], T | None],
+    *,
+    is_cached: Callable[[], bool],
+    in_background: bool,
+    num_ranks: int,
+) -> LazyCompiled[T]:
+    """Returns `ahead.compile_when_cached`; a group waits until the kernel is there, since its ranks
+    make the same calls."""
+    from eesd_dist.backends.cpu.ahead import compile_when_cached, wait_for
+
+    if in_background and num_ranks > 1:
+        wait_for(is_cached)
+        in_background = False
+    return compile_when_cached(make, is_cached=is_cached, is_needed=not in_background)
 
 
 def _cpu_model() -> str:

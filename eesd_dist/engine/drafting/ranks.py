@@ -20,6 +20,7 @@ from eesd_dist.backends.api import ChainDrafter, engine_on
 from eesd_dist.backends.lazy import LazyCompiled
 from eesd_dist.backends.row_slices import uploaded
 from eesd_dist.config import Numerics
+from eesd_dist.engine.drafting.chain_commands import LeadingDrafter, chains_of
 from eesd_dist.errors import CheckpointError, ConfigError, WireError
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
@@ -29,6 +30,7 @@ from eesd_dist.model.span import LlamaSpan
 from eesd_dist.transport.command_stream import CommandSink, CommandSource
 from eesd_dist.transport.commands import (
     Command,
+    DraftChains,
     MoveSlots,
     RunHead,
     RunLayers,
@@ -127,7 +129,8 @@ class DraftShard:
 
     @property
     def drafter(self) -> ChainDrafter | None:
-        return self._round_drafter.get()
+        drafter = self._round_drafter.get()
+        return drafter if drafter is not None and drafter.drafts_now else None
 
     def run_layers(
         self,
@@ -208,7 +211,6 @@ class LeadingShard:
     def __init__(self, own: DraftShard, commands: CommandSink) -> None:
         self._own = own
         self._commands = commands
-        self.drafter = None
         self.begin()
 
     @property
@@ -222,6 +224,11 @@ class LeadingShard:
     @property
     def group(self) -> TensorGroup:
         return self._own.group
+
+    @property
+    def drafter(self) -> ChainDrafter | None:
+        own = self._own.drafter
+        return None if own is None else LeadingDrafter(own, self._commands)
 
     def run_layers(
         self,
@@ -336,6 +343,8 @@ def _obey(command: Command, shard: DraftShard, heads: HeadShelf) -> None:
         case RunLogits(exit_AD=exit_AD):
             _expect_rows(exit_AD, shard.span)
             shard.logits(exit_AD)
+        case DraftChains():
+            _draft(command, shard)
         case MoveSlots(moves=moves):
             highest = max(max(move) for move in moves)
             _expect_below("slot", highest, shard.num_pages * shard.page_size)
@@ -345,10 +354,29 @@ def _obey(command: Command, shard: DraftShard, heads: HeadShelf) -> None:
                 shard.take_head(heads.take(command))
 
 
-def _expect_pages(segments: Sequence[RowSegment], shard: DraftShard) -> None:
+def _draft(command: DraftChains, shard: DraftShard) -> None:
+    """Drafts with the other ranks. Raises WireError for a command that does not fit this stage."""
+    if command.lagging_LD is not None:
+        _expect_rows(command.lagging_LD, shard.span)
+    for chain in command.chains:
+        _expect_below("token", max(chain.tokens), shard.span.spec.vocab_size)
+        _expect_pages([chain.segment], shard, num_more=chain.max_draft)
+        if chain.mask and len(chain.mask) != 4 * (-(-shard.span.spec.vocab_size // 32)):
+            raise WireError(f"found a mask of {len(chain.mask)} bytes, expected a bit a token")
+    drafter = shard.drafter
+    if drafter is None:
+        raise WireError(
+            "found a round to be drafted in one call, which this rank cannot: start every rank "
+            "with the same configuration"
+        )
+    drafter.draft(chains_of(command))
+
+
+def _expect_pages(segments: Sequence[RowSegment], shard: DraftShard, *, num_more: int = 0) -> None:
+    """`num_more`: rows that may follow each segment."""
     for rows in segments:
         _expect_below("page", max(rows.pages, default=0), shard.num_pages)
-        last = rows.start + rows.num_rows - 1
+        last = rows.start + rows.num_rows - 1 + num_more
         _expect_below("KV slot", last, len(rows.pages) * shard.page_size)
 
 

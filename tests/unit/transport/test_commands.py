@@ -1,5 +1,6 @@
 """Commands arrive as they were announced, or are rejected."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,9 @@ from eesd_dist.errors import WireError
 from eesd_dist.page_table import PageTable
 from eesd_dist.transport import wire
 from eesd_dist.transport.commands import (
+    ChainRecord,
     Command,
+    DraftChains,
     MoveSlots,
     RunHead,
     RunLayers,
@@ -47,10 +50,35 @@ def commands(draw: st.DrawFn) -> Command:
         RunHead(segments=segments, hidden_TD=x),
         StoreHeadKv(segments=segments, hidden_TD=x),
         RunLogits(exit_AD=x.bfloat16()),
+        chains_command(segments, x if draw(st.booleans()) else None),
         MoveSlots(moves=[(num_rows, 4), (5, 6)]),
         TakeHead(folder=draw(st.text(max_size=30)), sha256="ab" * 32),
     ]
     return draw(st.sampled_from(choices))
+
+
+def chains_command(segments: list[RowSegment], lagging_LD: Tensor | None) -> DraftChains:
+    num_lagging = 0 if lagging_LD is None else lagging_LD.shape[0]
+    return DraftChains(
+        chains=[
+            ChainRecord(
+                tokens=list(range(segment.num_rows)),
+                segment=segment,
+                max_draft=at,
+                num_lagging=num_lagging if not at else 0,
+                prices=0,
+                curve=at % 2,
+                numbers=tuple(0.1 * n for n in range(12)),
+                temperature=0.7,
+                seed=2**63 + at,
+                mask=b"\x01" * (4 * at),
+            )
+            for at, segment in enumerate(segments)
+        ],
+        prices=[np.array([0.0, 0.1 + 0.2])],
+        curves=[np.zeros((0, 2)), np.array([[0.1, 0.3]])],
+        lagging_LD=lagging_LD,
+    )
 
 
 def decoded(message: wire.Message, *, epoch: int = 4) -> Command:
@@ -65,7 +93,13 @@ def decoded(message: wire.Message, *, epoch: int = 4) -> Command:
 def plain(command: Command) -> tuple[object, list[object]]:
     """Returns a comparable form: tensors as lists, with their types."""
     fields = [getattr(command, name) for name in command.__struct_fields__]
-    return type(command), [(x.dtype, x.tolist()) if isinstance(x, Tensor) else x for x in fields]
+    return type(command), [_comparable(x) for x in fields]
+
+
+def _comparable(x: object) -> object:
+    if isinstance(x, list):
+        return [_comparable(item) for item in x]
+    return (x.dtype, x.shape, x.tolist()) if isinstance(x, Tensor | np.ndarray) else x
 
 
 @given(commands())

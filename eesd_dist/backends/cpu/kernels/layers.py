@@ -2,8 +2,9 @@
 
 A layer has two halves, attention and MLP, each of which ends with a product that is added to the
 rows. Tensor-parallel ranks of one host sum the product at the end of the half, inside of the call.
-The addition belongs to the half that follows, so that others can sum between two calls. The residual stream, the heads and the sums of products are float32; the
-inputs of products are what the weights' kind wants (`tiles`).
+The addition belongs to the half that follows, so that others can sum between two calls. The
+residual stream, the heads and the sums of products are float32; the inputs of products are what the
+weights' kind wants (`tiles`).
 
 Every thread of a call runs this function with its part of the rows, channels or heads, and waits
 for the others between the steps. No number depends on how they are divided.

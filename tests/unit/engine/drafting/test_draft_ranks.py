@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from eesd_dist.backends.api import ChainStart
+from eesd_dist.backends.row_slices import RowSlice
 from eesd_dist.config import EngineConfig
+from eesd_dist.control.chain_rule import REFUSAL, of_length
 from eesd_dist.engine.build import build_draft_shard, head_shelf, load_draft_weights, load_next_head
+from eesd_dist.engine.drafting.chain_commands import command_of
 from eesd_dist.engine.drafting.ranks import (
     DraftCompute,
     DraftShard,
@@ -20,6 +24,9 @@ from eesd_dist.engine.drafting.ranks import (
 from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import CheckpointError, PeerLost, WireError
 from eesd_dist.model.attention.rows import RowSegment
+from eesd_dist.page_table import PageTable
+from eesd_dist.sampling.row_rules import RowRule
+from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.transport.commands import (
     Command,
     MoveSlots,
@@ -30,13 +37,13 @@ from eesd_dist.transport.commands import (
 )
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.thread_group import ThreadCommandSource, ThreadGroup
-from eesd_dist.types import LoadProgress
+from eesd_dist.types import LoadProgress, SamplingParams
 from tests.support.drafters import save_head
 from tests.support.thread_ranks import on_ranks, thread_commands
 from tests.unit.engine.conftest import MakeConfig
 
 NUM_RANKS = 2
-PAGES = (4, 2, 9)
+PAGES = PageTable((4, 2, 9))
 ROW = RowSegment(0, 1, (0,))
 
 Result = TypeVar("Result")
@@ -135,6 +142,100 @@ def test_a_row_has_the_same_bits_with_any_others(make_config: MakeConfig) -> Non
     assert torch.equal(whole_TD, singles_TD)
 
 
+def start(max_draft: int, temperature: float, **changes: object) -> ChainStart:
+    chain = ChainStart(
+        tokens=[40],
+        segment=RowSegment(13, 1, PAGES),
+        max_draft=max_draft,
+        rule=of_length(max_draft),
+        temperature=temperature,
+        seed=3,
+    )
+    return chain._replace(**changes)
+
+
+def after_prompt(compute: DraftCompute, *, num_read: int) -> RowSlice:
+    """Runs a prompt; returns the rows of it that the head has not read."""
+    prompt_TD = compute.run_layers(list(range(5, 18)), [RowSegment(0, 13, PAGES)])
+    compute.run_head(prompt_TD[:num_read], [RowSegment(0, num_read, PAGES)])
+    return RowSlice(prompt_TD, num_read, 13)
+
+
+Drafted = tuple[list[int], list[float], Tensor]
+
+
+def in_one_call(compute: DraftCompute, length: int, temperature: float) -> Drafted:
+    lagging = after_prompt(compute, num_read=9)
+    assert compute.drafter is not None
+    others = [  # a prompt, and a guess that is not taken
+        start(0, 0.0, tokens=[7, 8, 9], segment=RowSegment(0, 3, PageTable((6,)))),
+        start(1, 0.8, rule=REFUSAL, segment=RowSegment(0, 1, PageTable((8,)))),
+    ]
+    chain = start(length, temperature, lagging=[lagging])
+    _, (drafted_chain, *_) = compute.drafter.draft([chain, *others])
+    return drafted_chain.tokens, drafted_chain.gaps, drafted_chain.rows_TD.tensor
+
+
+def by_steps(compute: DraftCompute, length: int, temperature: float) -> Drafted:
+    unread = [after_prompt(compute, num_read=9).tensor]
+    tokens, gaps, rows, token = [], [], [], 40
+    for step in range(length + 1):
+        at = 13 + step
+        hidden_1D = compute.run_layers([token], [RowSegment(at, 1, PAGES)]).clone()
+        rows.append(hidden_1D)
+        unread.append(hidden_1D)
+        if step == length:
+            break
+        input_ME = torch.cat(unread)
+        segment = RowSegment(at + 1 - len(input_ME), len(input_ME), PAGES)
+        exit_MD = compute.run_head(input_ME, [segment])
+        sampling = SamplingParams(temperature=temperature, seed=3)
+        assert compute.head is not None
+        choice = draft_choice(
+            compute.logits(exit_MD[-1:]),
+            [RowRule.of(sampling, position=at + 1, num_prompt=13)],
+            vocab_ids=compute.head.vocab_ids,
+        )
+        token, unread = int(choice.tokens[0, 0]), []
+        tokens.append(token)
+        gaps.append(float(choice.gaps[0]))
+    return tokens, gaps, torch.cat(rows)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("head", ["sometimes", "truncated"])
+@pytest.mark.parametrize(("dtype", "others"), [("float32", 1), ("bfloat16", 1), ("float32", 3)])
+def test_ranks_draft_in_one_call_what_they_draft_step_by_step(
+    dtype: str, others: int, head: str, temperature: float, make_config: MakeConfig
+) -> None:
+    config = make_config(head, dtype=dtype)
+    tokens, gaps, rows_TD = on_every_rank(
+        config, lambda compute: by_steps(compute, 4, temperature), others=others
+    )
+    drafted_tokens, drafted_gaps, drafted_TD = on_every_rank(
+        config, lambda compute: in_one_call(compute, 4, temperature), others=others
+    )
+    assert drafted_tokens == tokens
+    assert drafted_gaps == gaps
+    assert torch.equal(drafted_TD, rows_TD)
+
+
+def test_ranks_that_sum_by_messages_have_no_such_call_and_the_same_bits(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    expected = on_every_rank(config, lambda compute: by_steps(compute, 4, 0.8))
+    monkeypatch.setattr(ThreadGroup, "sums_on_host", False)
+
+    def work(compute: DraftCompute) -> Drafted:
+        assert compute.drafter is None
+        return by_steps(compute, 4, 0.8)
+
+    tokens, gaps, rows_TD = on_every_rank(config, work)
+    assert (tokens, gaps) == expected[:2]
+    assert torch.equal(rows_TD, expected[2])
+
+
 def test_a_swapped_head_is_the_same_on_every_rank(
     heads: dict[str, Path], make_config: MakeConfig
 ) -> None:
@@ -160,6 +261,11 @@ def test_progress_is_over_when_the_exit_head_is_there_too(
     assert {p.bytes_total for p in seen} == {seen[-1].bytes_done}
     assert [p.piece for p in seen][-2:] == ["embedding", "exit head"]
     assert seen[-1].bytes_done - seen[-2].bytes_done == head_bytes
+
+
+def chains(**changes: object) -> Command:
+    chain = start(2, 0.0, segment=RowSegment(0, 1, PageTable((0,))))
+    return command_of([chain._replace(**changes)])
 
 
 def follower(config: EngineConfig) -> tuple[DraftShard, HeadShelf]:
@@ -191,6 +297,10 @@ def follow_command(config: EngineConfig, command: Command) -> None:
             "found KV slot 16 in a command, expected less than 16",
         ),
         (MoveSlots(moves=((0, 96 * 16),)), "found slot 1536 in a command"),
+        (chains(tokens=[96]), "found token 96 in a command, expected less than 96"),
+        (chains(max_draft=16), "found KV slot 16 in a command, expected less than 16"),
+        (chains(mask=b"1234"), "found a mask of 4 bytes, expected a bit a token"),
+        (chains(lagging=[RowSlice(torch.zeros(2, 3), 0, 2)]), "found rows of 3 x torch.float32"),
         (
             RunHead(segments=(ROW,), hidden_TD=torch.zeros(1, 3)),
             "found rows of 3 x torch.float32 with a command, expected",
