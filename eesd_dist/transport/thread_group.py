@@ -111,11 +111,12 @@ class _Meeting:
 class ThreadGroup:
     """A rank's view of a group of threads of this process."""
 
-    def __init__(self, *, rank: int, meeting: _Meeting) -> None:
+    def __init__(self, *, rank: int, meeting: _Meeting, in_memory: bool) -> None:
         self._rank = rank
         self._meeting = meeting
         self._tallies = {kind: Tally(kind) for kind in ("all_reduce", "all_gather", "broadcast")}
         self.host_sums = meeting.host_sums(rank=rank)
+        self._in_memory = in_memory
 
     @property
     def rank(self) -> int:
@@ -144,7 +145,7 @@ class ThreadGroup:
     @property
     def sums_on_host(self) -> bool:
         """True if compiled calls sum over the ranks."""
-        return has_futex()
+        return self._in_memory and has_futex()
 
     def finish_sums(self) -> None:
         """Counts the sums of a compiled call. Raises PeerLost if a rank was lost."""
@@ -175,11 +176,16 @@ class ThreadGroup:
 
 
 def thread_group(
-    size: int, *, name: str = "thread", timeout_s: float = DEFAULT_TIMEOUT_S
+    size: int,
+    *,
+    name: str = "thread",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    in_memory: bool = True,
 ) -> list[ThreadGroup]:
-    """Returns the views of all ranks, in rank order; `name` is the stage's name in errors."""
+    """Returns the views of all ranks, in rank order; `name` is the stage's name in errors;
+    `in_memory`: compiled calls sum over the ranks."""
     meeting = _Meeting(members=[f"{name} rank {rank}" for rank in range(size)], timeout_s=timeout_s)
-    return [ThreadGroup(rank=rank, meeting=meeting) for rank in range(size)]
+    return [ThreadGroup(rank=rank, meeting=meeting, in_memory=in_memory) for rank in range(size)]
 
 
 CommandQueue = queue.SimpleQueue[Command | None]

@@ -199,11 +199,11 @@ def planted(name: str, *, seed: int = 0) -> type[Pipeline]:
     """Returns a pipeline with this error in its verify stage, the same one in every engine."""
 
     class PlantedRanks(VerifyRanks):
-        def __init__(self, config: EngineConfig) -> None:
+        def __init__(self, config: EngineConfig, *, in_memory: bool) -> None:
             cache = config.cache
             assert cache.num_pages is not None, "an engine of the fuzz has so many pages"
             self._plant = _PLANTS[name](Random(f"{name} {seed}"), cache.page_size, cache.num_pages)
-            super().__init__(config)
+            super().__init__(config, in_memory=in_memory)
 
         def group_of(self, handle: GroupHandle) -> TensorGroup:
             return self._plant.group(handle)

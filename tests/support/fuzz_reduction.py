@@ -163,6 +163,7 @@ def _simpler(setup: EngineSetup) -> Iterator[EngineSetup]:
     spec, scheduler, link = setup.speculation, setup.scheduler, setup.link
     yield replace(setup, link=replace(link, kind="inline"))
     yield replace(setup, link=replace(link, encoded=False))
+    yield replace(setup, link=replace(link, sums="messages"))
     yield replace(setup, link=replace(link, late_masks=0.0))
     yield replace(setup, speculation=_but(spec, max_draft_tokens=0))
     yield replace(setup, speculation=_but(spec, tree=_but(spec.tree, shape="none")))

@@ -51,13 +51,15 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Link between the engine and its verify stage."""
+    """Links between the engine and its verify stage, and between the ranks of a stage."""
 
     kind: Literal["inline", "thread"]
     """`inline`: verified while the engine waits, so that a case repeats exactly. `thread`: verified
     in a separate thread, so that replies arrive at any time."""
     encoded: bool = False
     """True if rounds and replies are encoded and decoded as between processes."""
+    sums: Literal["memory", "messages"] = "memory"
+    """How the ranks of a stage sum: inside of compiled calls, or between two calls."""
     late_masks: float = 0.0
     """Probability that a mask is late: its request sits the round out, or its draft is cut."""
     seed: int = 0

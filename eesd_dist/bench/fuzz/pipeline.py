@@ -25,8 +25,9 @@ class Pipeline:
     def __init__(self, world: World, setup: EngineSetup, *, folder: Path) -> None:
         config = engine_config(world, setup, folder=folder)
         self._link = setup.link
-        self._verify = self.verify_ranks(config)
-        self._draft = DraftRanks(config)
+        in_memory = setup.link.sums == "memory"
+        self._verify = self.verify_ranks(config, in_memory=in_memory)
+        self._draft = DraftRanks(config, in_memory=in_memory)
         self._channel = _channel(self._link, self._verify.verify)
         self._epoch = 0
         self._loss: Loss | None = None

@@ -105,8 +105,10 @@ def _handle(rank: int, size: int) -> GroupHandle:
 class VerifyRanks:
     """Verify stage of one pipeline."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, in_memory: bool) -> None:
+        """`in_memory`: ranks sum inside of compiled calls."""
         self._config = config
+        self._in_memory = in_memory
         self._size = config.parallel.verify_tensor_parallel_size
         self.loses_a_rank = Countdown()
         """Counts rounds of the last rank."""
@@ -171,7 +173,12 @@ class VerifyRanks:
         return stage.verify
 
     def _meet(self) -> None:
-        groups = thread_group(self._size, name="verify", timeout_s=self._config.parallel.timeout_s)
+        groups = thread_group(
+            self._size,
+            name="verify",
+            timeout_s=self._config.parallel.timeout_s,
+            in_memory=self._in_memory,
+        )
         self._followers = Followers("verify", groups)
         self._queues: list[queue.SimpleQueue[Round | None]] = []
         if self._size == 1:
@@ -214,8 +221,10 @@ class _CountedSource:
 class DraftRanks:
     """Draft stage of one pipeline: rank 0's shard and the followers."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, in_memory: bool) -> None:
+        """`in_memory`: ranks sum inside of compiled calls."""
         self._config = config
+        self._in_memory = in_memory
         self._size = config.parallel.draft_tensor_parallel_size
         self.loses_a_rank = Countdown()
         """Counts commands of the last rank."""
@@ -263,7 +272,12 @@ class DraftRanks:
         return [PageStore(shard.span, shard.head) for shard in self._shards]
 
     def _meet(self) -> None:
-        groups = thread_group(self._size, name="draft", timeout_s=self._config.parallel.timeout_s)
+        groups = thread_group(
+            self._size,
+            name="draft",
+            timeout_s=self._config.parallel.timeout_s,
+            in_memory=self._in_memory,
+        )
         self._followers = Followers("draft", groups)
         if self._size == 1:
             return

@@ -143,7 +143,7 @@ def plain_setup(world: World, *, num_positions: int) -> EngineSetup:
         scheduler=SchedulerConfig(max_running=1, overlap=False),
         speculation=SpeculationConfig(max_draft_tokens=0),
         cost=_COST,
-        link=Link(kind="inline"),
+        link=Link(kind="inline", sums="messages"),
     )
 
 

@@ -137,6 +137,7 @@ def _link(rng: Random, *, is_on_cpu: bool) -> Link:
     return Link(
         kind=rng.choice(("inline", "inline", "thread")),
         encoded=is_on_cpu and rng.random() < 0.3,
+        sums="memory" if rng.random() < 0.75 else "messages",
         seed=rng.randrange(1000),
         late_masks=rng.choice((0.0, 0.1, 0.4)),
     )
