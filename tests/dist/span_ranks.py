@@ -18,11 +18,13 @@ def tokens() -> Tensor:
     return torch.randint(0, 96, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5))
 
 
-def compute_as_rank(at: Address, rank: int, folder: Path, dtype: DType, size: int) -> list[Tensor]:
+def compute_as_rank(
+    at: Address, rank: int, folder: Path, dtype: DType, size: int, in_memory: bool
+) -> list[Tensor]:
     """Returns the full-vocabulary logits of a prefill and of plain decoding, gathered from all
-    ranks."""
+    ranks. `in_memory`: they sum inside of compiled calls."""
     torch.set_num_threads(1)
-    group = join_verify_stage(at, rank, timeout_s=TIMEOUT_S, size=size)
+    group = join_verify_stage(at, rank, timeout_s=TIMEOUT_S, size=size, in_memory=in_memory)
     stages = Stages.load(folder, group=group, dtype=dtype)
     chunks = [25, 7, 28]
     runs = [

@@ -40,16 +40,23 @@ def test_processes_compute_the_model_and_keep_the_rows_bits(
         expected_TV = model(tokens()[None]).logits[0]
         # A processor that multiplies bfloat16 rounds the inputs of products: less than the library.
         library_TV = model.bfloat16()(tokens()[None]).logits[0].float()
-    host = StoreHost()
-    with ExitStack() as peers:
-        for rank in range(1, size):
-            peers.enter_context(peer_process(compute_as_rank, host.at, rank, tmp_path, dtype, size))
-        chunked_TV, decoded_TV = compute_as_rank(host.at, 0, tmp_path, dtype, size)
+    chunked_TV, decoded_TV = computed(tmp_path, dtype, size, in_memory=True)
     if dtype == "bfloat16":
         assert rms(chunked_TV - expected_TV) <= rms(library_TV - expected_TV)
     else:
         assert float((chunked_TV - expected_TV).abs().max()) <= 1e-4
     assert torch.equal(decoded_TV, chunked_TV)
+    for ours_TV in computed(tmp_path, dtype, size, in_memory=False):
+        assert torch.equal(ours_TV, chunked_TV)
+
+
+def computed(folder: Path, dtype: DType, size: int, *, in_memory: bool) -> list[torch.Tensor]:
+    host = StoreHost()
+    work = (folder, dtype, size, in_memory)
+    with ExitStack() as peers:
+        for rank in range(1, size):
+            peers.enter_context(peer_process(compute_as_rank, host.at, rank, *work))
+        return compute_as_rank(host.at, 0, *work)
 
 
 def rms(x: torch.Tensor) -> float:

@@ -1,5 +1,6 @@
 """Compiled calls that only sum over ranks, or only choose among their best tokens."""
 
+import time
 from typing import Any
 
 import numba
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from eesd_dist.backends.cpu.calls import call_in_threads
 from eesd_dist.backends.cpu.kernels.rank_sums import best_over_ranks, sum_over_ranks
+from eesd_dist.backends.cpu.kernels.threads import NUM_COUNTERS
+from eesd_dist.backends.cpu.kernels.words import monotonic_ns
 from eesd_dist.transport.group_handles import HostGroup
 from eesd_dist.transport.thread_group import thread_group
 
@@ -23,10 +26,32 @@ def _best(sums, tokens_S, scores_2S):  # type: ignore[no-untyped-def]
     best_over_ranks(sums, tokens_S, scores_2S, len(tokens_S))
 
 
+@numba.njit(nogil=True, error_model="numpy")
+def _sums_with_work(sums, row_at, width, count, work_ns, counters):  # type: ignore[no-untyped-def]
+    for _ in range(count):
+        began_ns = monotonic_ns()
+        while monotonic_ns() - began_ns < work_ns:
+            pass
+        sum_over_ranks(sums, row_at, 4 * width, width, 1, counters, 0, 1)
+
+
 def compile_calls() -> None:
     """Compiles, which takes longer than the shortest deadlines."""
     (alone,) = thread_group(1)
     summed(alone, torch.zeros(1, 16))
+    seconds_of_sums(alone, width=16, count=1, work_s=0.0)
+
+
+def seconds_of_sums(group: HostGroup, *, width: int, count: int, work_s: float) -> float:
+    """Returns the seconds of so many sums of a row, with work before each."""
+    row_D = torch.zeros(width)
+    began_s = time.perf_counter()
+    counters = np.zeros(NUM_COUNTERS, np.int64)
+    work_ns = int(work_s * 1e9)
+    _sums_with_work(group.host_sums.call, row_D.data_ptr(), width, count, work_ns, counters)
+    took_s = time.perf_counter() - began_s
+    group.finish_sums()
+    return took_s
 
 
 def summed(group: HostGroup, x_TD: Tensor, *, num_threads: int = 1) -> Tensor:

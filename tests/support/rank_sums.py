@@ -1,21 +1,18 @@
-"""Times sums over ranks as in the layers: between processes of this machine, with work in between.
-
-A rank that has computed since its last sum wakes up later than one that only sums: a tight loop of
-sums is faster than the sums of a verify pass, by a third on two CPU cores.
-"""
+"""Times sums over ranks as in the layers: between processes of a host, with work in between."""
 
 import multiprocessing
-import statistics
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import torch
 
+from eesd_dist.model.kv_layout import LANES
 from eesd_dist.statistics import usual_s
 from eesd_dist.transport.authentication.handshake import Address
 from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.rendezvous import build_group, connect_store
+from tests.support.host_sum_calls import compile_calls, seconds_of_sums
 
 _SUMS = 50
 """Sums of one figure, about as many as in a verify pass."""
@@ -66,6 +63,7 @@ def _run_rank(
     results: Connection,
 ) -> None:
     torch.set_num_threads(1)
+    compile_calls()
     group = build_group(
         connect_store(at, timeout_s=_TIMEOUT_S),
         epoch=0,
@@ -74,44 +72,15 @@ def _run_rank(
         size=num_ranks,
         timeout_s=_TIMEOUT_S,
     )
-    work = _Work(work_s)
     medians = []
     for size_bytes in sizes:
-        x = torch.zeros(max(size_bytes // 4, 1))
+        width = -(-size_bytes // (4 * LANES)) * LANES
         times = []
         for _ in range(_REPEATS):
             time.sleep(_PAUSE_S)
-            started = time.perf_counter()
-            for _ in range(_SUMS):
-                work.do()
-                group.all_reduce(x)
-            times.append((time.perf_counter() - started) / _SUMS - work.seconds)
+            took_s = seconds_of_sums(group, width=width, count=_SUMS, work_s=work_s)
+            times.append(took_s / _SUMS - work_s)
         medians.append(round(max(usual_s(times), 1e-7), 9))
     if rank == 0:
         results.send(medians)
     group.all_reduce(torch.zeros(1))  # so that no rank leaves before the others are done
-
-
-class _Work:
-    """Products that take about so many seconds."""
-
-    def __init__(self, target_s: float) -> None:
-        self._x = torch.randn(4, 192)
-        self._weight = torch.randn(192, 448)
-        once = min(self._once() for _ in range(200))
-        self._count = round(target_s / once)
-        self.seconds = statistics.median(self._timed() for _ in range(50))
-
-    def do(self) -> None:
-        for _ in range(self._count):
-            self._x @ self._weight
-
-    def _timed(self) -> float:
-        started = time.perf_counter()
-        self.do()
-        return time.perf_counter() - started
-
-    def _once(self) -> float:
-        started = time.perf_counter()
-        self._x @ self._weight
-        return time.perf_counter() - started

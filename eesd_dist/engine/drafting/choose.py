@@ -18,8 +18,8 @@ LevelReason = Literal[
     "evidence", "rejection", "no_call", "tree", "features", "grammar", "sampling", "controller"
 ]
 """Reasons for drafting level by level: evidence is logged; rejection sampling; no call for this
-stage (several ranks, no kernels, or they are still being compiled); a tree; features are returned;
-a grammar; penalties or tight filters; the controller decides on every token."""
+stage (ranks on several hosts, no kernels, or they are still being compiled); a tree; features are
+returned; a grammar; penalties or tight filters; the controller decides on every token."""
 
 
 def choose_drafters(

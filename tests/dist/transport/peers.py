@@ -63,7 +63,9 @@ def join_channel(at: Address, rank: int, *, timeout_s: float, epoch: int = 1) ->
     )
 
 
-def join_verify_stage(at: Address, rank: int, *, timeout_s: float, size: int = 2) -> ProcessGroup:
+def join_verify_stage(
+    at: Address, rank: int, *, timeout_s: float, size: int = 2, in_memory: bool = True
+) -> ProcessGroup:
     return build_group(
         connect_store(at, timeout_s=10),
         epoch=1,
@@ -73,6 +75,7 @@ def join_verify_stage(at: Address, rank: int, *, timeout_s: float, size: int = 2
         timeout_s=timeout_s,
         join_timeout_s=20.0,
         members=[f"verify rank {number}" for number in range(size)],
+        in_memory=in_memory,
     )
 
 
