@@ -115,7 +115,8 @@ class EngineBackend(Protocol):
         self, span: LlamaSpan, head: ExitHead, *, compiles_in_background: bool
     ) -> LazyCompiled[ChainDrafter]:
         """Returns layers and head as one call for a round, where this machine and stage have it.
-        `compiles_in_background`: if it is not compiled yet, work starts without it."""
+        `compiles_in_background`: if it is not compiled yet, work of a single rank starts without
+        it."""
         ...
 
     def verifier(

@@ -57,7 +57,7 @@ class VerifyStage:
         compiles_in_background: bool = False,
     ) -> None:
         """`compiles_in_background`: if the kernel is not cached, work starts without the compiled
-        pass."""
+        pass, but for a group of ranks."""
         self.span = span
         self.group = group
         self._page_size = page_size

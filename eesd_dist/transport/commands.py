@@ -161,7 +161,15 @@ def _check_chains(command: DraftChains) -> None:
         if curve.ndim != 2 or curve.shape[1] != 2:
             raise WireError(f"found a curve of shape {curve.shape} in a command, expected [C, 2]")
     for chain in command.chains:
-        _expect_rows("tokens", len(chain.tokens), [chain.segment])
+        segment = chain.segment
+        _expect_rows("tokens", len(chain.tokens), [segment])
+        if segment.parents:
+            raise WireError("found a tree in a command that drafts chains, expected no parents")
+        if chain.num_lagging > segment.start:
+            raise WireError(
+                f"found {chain.num_lagging} rows before KV slot {segment.start} in a command, "
+                f"expected {segment.start} or fewer"
+            )
         for name, at, tables in (
             ("prices", chain.prices, command.prices),
             ("a curve", chain.curve, command.curves),

@@ -23,8 +23,9 @@ class OperationCounts:
 class GroupCounts:
     """Counts of one rank in its group so far.
 
-    On the CPU bytes are those given to the sockets. On a GPU they are estimated as for a ring,
-    since NCCL does not report them, and seconds are not measured.
+    On the CPU bytes are those given to the sockets, or written for the other ranks of the host. On
+    a GPU they are estimated as for a ring, since NCCL does not report them, and seconds are not
+    measured.
     """
 
     by_kind: Mapping[str, OperationCounts]

@@ -3,7 +3,8 @@
 `ProcessGroup` joins the processes of one epoch. Tensors on the CPU go over Gloo, tensors on a GPU
 over NCCL; callers do not see which. It never touches torch's process-global default group.
 
-On the CPU a collective is a handful of point-to-point transfers. Each wait is for one peer (so
+On the CPU a collective is a handful of point-to-point transfers, or a part of a compiled call of
+ranks that share a host (`host_sums`). Each wait is for one peer (so
 PeerLost names it), Gloo's worker thread is not involved, and sums are always taken in rank order,
 in float32 for narrower types, whatever the size of the tensor. So all ranks hold the same bits, and
 a row's sum does not depend on the other rows of the batch (`numerics: invariant`).
@@ -287,7 +288,7 @@ class ProcessGroup:
         """Counts the sums of a compiled call. Raises PeerLost if a rank was lost."""
         sums = self.host_sums
         sums.count(self._all_reduce)
-        self.contributed_unix_s = sums.contributed_unix_s
+        self.contributed_unix_s = max(self.contributed_unix_s, sums.contributed_unix_s)
         lost = sums.lost
         if lost is not None:
             raise self.lost(

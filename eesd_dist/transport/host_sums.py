@@ -64,6 +64,8 @@ _retired: list[Mapping] = []
 class HostMemory:
     """Implements `peer_memory.MemorySource` by memory without a name: nothing is left behind."""
 
+    refusals: tuple[type[Exception], ...] = (OSError,)
+
     def __init__(self) -> None:
         self.retired = _retired
 

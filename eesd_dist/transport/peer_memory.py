@@ -53,9 +53,10 @@ class Mapping(Protocol):
 
 
 class MemorySource(Protocol):
-    """Makes memory that processes of one node can share. Methods raise RuntimeError or OSError
-    where that is not possible."""
+    """Makes memory that processes of one node can share."""
 
+    refusals: tuple[type[Exception], ...]
+    """Errors where that is not possible: OSError, and others that `allocate` and `map_peer` raise."""
     retired: list[Mapping]
     """Mappings without a user, which work that began earlier may still use."""
 
@@ -106,16 +107,16 @@ def share_memory(
     with ExitStack() as stack:
         own: Mapping | None = None
         descriptor, refusal, path = -1, "", ""
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="eesd-"))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="eesd-"))
             own, descriptor = source.allocate(num_bytes)
             stack.callback(os.close, descriptor)
             path = os.path.join(folder, "memory")
             listener.bind(path)
             listener.listen(64)
             source.synchronize()  # zeroed before a peer writes
-        except (RuntimeError, OSError) as error:
+        except source.refusals as error:
             refusal = str(error)
         offer = _Offer(f"{_boot()} {node}", path, own.size if own else 0, refusal)
         offers = [_offers.decode(report) for report in joining.gathered("memory", encode(offer))]
@@ -130,7 +131,7 @@ def share_memory(
             refusal = ""
             try:
                 mappings = _exchanged(own, descriptor, offers, listener, joining, source)
-            except (RuntimeError, OSError) as error:
+            except source.refusals as error:
                 refusal = f"rank {joining.rank}: {error}"
             refusals = joining.gathered("memory mapped", refusal.encode())
             reason = _first(report.decode() for report in refusals)
@@ -148,7 +149,7 @@ def _exchanged(
     joining: Joining,
     source: MemorySource,
 ) -> list[Mapping]:
-    """Returns the memory of every rank. Raises RuntimeError or OSError."""
+    """Returns the memory of every rank. Raises one of `source.refusals`."""
     deadline = time.monotonic() + min(joining.left_s() / 2, _LONGEST_S)
     for peer, offer in enumerate(offers):
         if peer != joining.rank:

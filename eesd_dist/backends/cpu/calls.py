@@ -14,7 +14,8 @@ _WORTH_A_THREAD = 1 << 21
 """Products per thread and call: below, a thread costs more than it saves."""
 _no_counters = np.zeros(NUM_COUNTERS, np.int64)
 _own = threading.local()
-"""Pools of the calling thread, by number of threads: those of two ranks may wait for each other."""
+"""The pool of the calling thread: the parts of two ranks in one process may wait for each other."""
+_MOST_THREADS = 256
 
 
 class KernelClock:
@@ -44,7 +45,7 @@ def call_in_threads(function: Callable[..., None], num_threads: int, *args: obje
 def _call_in_pool(function: Callable[..., None], num_threads: int, *args: object) -> None:
     counters = np.zeros(NUM_COUNTERS, np.int64)
     waiting = [
-        _pool(num_threads).submit(function, *args, counters, thread, num_threads)
+        _pool().submit(function, *args, counters, thread, num_threads)
         for thread in range(1, num_threads)
     ]
     function(*args, counters, 0, num_threads)
@@ -52,9 +53,10 @@ def _call_in_pool(function: Callable[..., None], num_threads: int, *args: object
         task.result()
 
 
-def _pool(num_threads: int) -> ThreadPoolExecutor:
-    """Returns the pool of this thread. It ends with the thread."""
-    pools: dict[int, ThreadPoolExecutor] = _own.__dict__.setdefault("pools", {})
-    if num_threads not in pools:
-        pools[num_threads] = ThreadPoolExecutor(num_threads - 1, thread_name_prefix="kernel")
-    return pools[num_threads]
+def _pool() -> ThreadPoolExecutor:
+    """Returns the pool of this thread. It starts threads when they are needed, and ends with this
+    one."""
+    pool: ThreadPoolExecutor | None = getattr(_own, "pool", None)
+    if pool is None:
+        pool = _own.pool = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="kernel")
+    return pool

@@ -113,7 +113,8 @@ class RoundDrafter:
             drafted,
             self._work(num, max(num_committed, max_read, num)),
         )
-        self._layers.finish_sums()
+        if chains:  # else another thread may sum now
+            self._layers.finish_sums()
         return self._results(chains, rows_ND, drafted)
 
     def _batch(self, chains: Sequence[ChainStart]) -> tuple[Batch, int, int]:

@@ -84,10 +84,10 @@ def _compiled(
     make the same calls."""
     from eesd_dist.backends.cpu.ahead import compile_when_cached, wait_for
 
-    if in_background and num_ranks > 1:
+    if num_ranks > 1:
         wait_for(is_cached)
-        in_background = False
-    return compile_when_cached(make, is_cached=is_cached, is_needed=not in_background)
+    is_needed = num_ranks > 1 or not in_background
+    return compile_when_cached(make, is_cached=is_cached, is_needed=is_needed)
 
 
 def _cpu_model() -> str:

@@ -289,7 +289,8 @@ class CompiledLayers:
             _NO_INTS,
             len(rows.position_R) if num_outputs is None else num_outputs,
         )
-        self.finish_sums()
+        if end_half > first_half and num_outputs != 0:  # else another thread may sum now
+            self.finish_sums()
 
     def _sum_over_ranks(self, scratch: Scratch, num_rows: int) -> None:
         """Sums what the half adds, in place."""

@@ -109,4 +109,5 @@ class Verifier:
             choices,
             masks_MU,
         )
-        self._layers.finish_sums()
+        if num_rows:  # else another thread may sum now
+            self._layers.finish_sums()

@@ -113,7 +113,7 @@ class DraftShard:
         compiles_in_background: bool = False,
     ) -> None:
         """`compiles_in_background`: if the kernel is not cached, work starts without the compiled
-        call."""
+        call, but for a group of ranks."""
         self.span = span
         self.head = head
         self.group = group

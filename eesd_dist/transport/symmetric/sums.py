@@ -33,6 +33,8 @@ capture, and kernels that were queued earlier may run."""
 class GpuMemory:
     """Implements `peer_memory.MemorySource` by the driver of a GPU."""
 
+    refusals: tuple[type[Exception], ...] = (driver.DriverError, OSError)
+
     def __init__(self, device: torch.device) -> None:
         self.retired = _retired
         self._device = device

@@ -50,7 +50,10 @@ def commands(draw: st.DrawFn) -> Command:
         RunHead(segments=segments, hidden_TD=x),
         StoreHeadKv(segments=segments, hidden_TD=x),
         RunLogits(exit_AD=x.bfloat16()),
-        chains_command(segments, x if draw(st.booleans()) else None),
+        chains_command(
+            [replace(segment, start=5000, parents=()) for segment in segments],
+            x if draw(st.booleans()) else None,
+        ),
         MoveSlots(moves=[(num_rows, 4), (5, 6)]),
         TakeHead(folder=draw(st.text(max_size=30)), sha256="ab" * 32),
     ]
@@ -132,6 +135,28 @@ def test_a_command_with_a_broken_bit_is_refused(command: Command, data: st.DataO
     message.frame.view(torch.uint8)[at] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(WireError):
         decoded(message)
+
+
+@pytest.mark.parametrize(
+    ("segment", "changes", "error"),
+    [
+        (RowSegment(3, 2, PageTable((1,)), (-1, 0)), {}, "expected no parents"),
+        (RowSegment(1, 2, PageTable((1,))), {}, "found 2 rows before KV slot 1"),
+        (RowSegment(3, 1, PageTable((1,))), {}, "found 2 rows in a command, expected 1 by its"),
+        (RowSegment(3, 2, PageTable((1,))), {"prices": []}, "found prices 0 in a command"),
+        (RowSegment(3, 2, PageTable((1,))), {"prices": [np.zeros((2, 2))]}, "prices of shape"),
+        (RowSegment(3, 2, PageTable((1,))), {"curves": [np.zeros(4)]}, "curve of shape"),
+    ],
+)
+def test_chains_that_cannot_be_are_refused(
+    segment: RowSegment, changes: dict[str, object], error: str
+) -> None:
+    command = chains_command([segment], torch.zeros(2, 3))
+    if segment.num_rows == 1:
+        (chain,) = command.chains
+        command = replace(command, chains=[replace(chain, num_lagging=1)])
+    with pytest.raises(WireError, match=error):
+        decoded(encode_command(replace(command, **changes), epoch=4, number=1))
 
 
 GOOD = RowSegment(3, 2, PageTable((1, 0)), (-1, 0))

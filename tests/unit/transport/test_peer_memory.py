@@ -1,6 +1,7 @@
 """The exchange of the ranks' memory: descriptors through sockets, one answer on every rank."""
 
 import ctypes
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -58,6 +59,8 @@ class CountedMapping:
 
 class Host(HostMemory):
     """Memory of the host, which can refuse."""
+
+    refusals = (RuntimeError, OSError)
 
     def __init__(self) -> None:
         self.retired = []
@@ -130,13 +133,17 @@ def test_memory_without_a_user_is_freed_by_the_next_group(host: Host) -> None:
     assert len(ranks) == 2
 
 
-@pytest.mark.parametrize("cause", ["no driver", "another node", "a mapping fails", "one is silent"])
+@pytest.mark.parametrize(
+    "cause", ["no driver", "no folder", "another node", "a mapping fails", "one is silent"]
+)
 def test_all_ranks_have_the_same_reason(
     cause: str, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started_s = time.monotonic()
     if cause == "no driver":
         host.allocates = False
+    elif cause == "no folder":
+        monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     elif cause == "a mapping fails":
         host.refuses_to_map = 3
     elif cause == "one is silent":
@@ -146,6 +153,7 @@ def test_all_ranks_have_the_same_reason(
     )
     reasons = {
         "no driver": "cuMemCreate: CUDA_ERROR_NOT_SUPPORTED",
+        "no folder": "No such file or directory",
         "another node": "its ranks are on several nodes",
         "a mapping fails": "CUDA_ERROR_INVALID_DEVICE",
         "one is silent": "a peer sent no memory",

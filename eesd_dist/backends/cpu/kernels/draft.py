@@ -246,8 +246,8 @@ def _ask(batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
 
 
 @inner
-def _takes(rule: ChainRule, drafted: Drafted, b: int, gap: np.float32) -> bool:
-    """Decides on a request's guess, and counts it."""
+def _takes(rule: ChainRule, drafted: Drafted, b: int, token: int, gap: np.float32) -> bool:
+    """Decides on a request's guess, and counts it. No token (-1) is not taken."""
     counts_N, sums_N = drafted.counts_BN[b], drafted.sums_BN[b]
     num_drafted, answer = counts_N[NUM_DRAFTED], counts_N[_ANSWER]
     drawn, mean = acceptance(rule, num_drafted, float(gap))
@@ -262,6 +262,7 @@ def _takes(rule: ChainRule, drafted: Drafted, b: int, gap: np.float32) -> bool:
     if answer == LOOK:
         counts_N[_NUM_LOOKS] += 1
         sums_N[_LOOKED] += max(value, 0.0) - rule.guess_price
+    is_drafted = is_drafted and token >= 0
     sums_N[_SPENT] += spent
     counts_N[_NUM_GUESSES] += 1
     counts_N[NUM_DRAFTED] += is_drafted
@@ -278,7 +279,7 @@ def _decide(stage: Stage, batch: Batch, rules: Rules, drafted: Drafted, work: Wo
         num_drafted = drafted.counts_BN[b, NUM_DRAFTED]
         drafted.tokens_BK[b, num_drafted] = token
         drafted.gaps_BK[b, num_drafted] = work.choices.gaps_S[at]
-        if not _takes(_rule(rules, b), drafted, b, work.choices.gaps_S[at]):
+        if not _takes(_rule(rules, b), drafted, b, token, work.choices.gaps_S[at]):
             continue
         source = stage.embedding_at + token * stage.embedding_bytes
         table = batch.rows.table_R[batch.ints_4B[_FIRST, b]]
@@ -326,7 +327,7 @@ def draft_round(
         _begin(batch, drafted, work)
     wait(counters, num_threads)
     is_committed, is_guess = True, False
-    while num_rows > 0:
+    while num_rows > 0 and stage.layers.sums.state[sum_layout.LOST] == 0:
         call = stage.head if is_guess else stage.layers
         # One place that runs layers: each is compiled again.
         rows = batch.rows

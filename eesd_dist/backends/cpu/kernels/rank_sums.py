@@ -62,39 +62,35 @@ def _state_word(sums: SumsCall, place: int) -> int:
 
 
 @inner
-def _reason_to_stop(sums: SumsCall, peer: int) -> int:
-    """Returns why a wait for a rank is to end; 0: it is not."""
-    if _state_word(sums, STOPPED) != 0:
-        return LEFT
-    for other in range(sums.size):
-        if word_at(sums.bases_G[other] + ABORTED) != 0:
-            return LEFT
+def _lost_rank(sums: SumsCall, peer: int) -> tuple[int, int]:
+    """Returns the rank because of which a wait for `peer` is to end, and why; 0 for no reason."""
     if _state_word(sums, GONE + peer) != 0:
-        return DEAD
-    return 0
+        return peer, DEAD
+    for other in range(sums.size):
+        if other != sums.rank and word_at(sums.bases_G[other] + ABORTED) != 0:
+            return other, LEFT
+    return peer, LEFT if _state_word(sums, STOPPED) != 0 else 0
 
 
 @inner
-def _wait_for(sums: SumsCall, peer: int, turn: int) -> int:
-    """Waits until a rank has filled its slot; returns why it was not waited for, 0 if it has."""
+def _wait_for(sums: SumsCall, peer: int, turn: int, began_ns: int) -> tuple[int, int]:
+    """Waits until a rank has filled its slot. Returns the rank that was lost, and why; 0: none."""
     at = sums.bases_G[peer] + ARRIVED
-    began_ns = monotonic_ns()
     while monotonic_ns() - began_ns < _AWAKE_NS:
         for _ in range(_LOOKS):
             if word_at(at) >= turn:
-                return 0
+                return peer, 0
         yield_core()
-    deadline = began_ns + sums.timeout_ns
     while True:
-        reason = _reason_to_stop(sums, peer)
+        lost, reason = _lost_rank(sums, peer)
         arrived = word_at(at)
         if arrived >= turn:
-            return 0
+            return peer, 0
         if reason != 0:
-            return reason
-        left_ns = deadline - monotonic_ns()
+            return lost, reason
+        left_ns = began_ns + sums.timeout_ns - monotonic_ns()
         if left_ns <= 0:
-            return LATE
+            return peer, LATE
         add_to_word(sums.bases_G[peer] + SLEEPERS, 1)
         sleep_at(at, arrived, min(left_ns, _LONGEST_SLEEP_NS))
         add_to_word(sums.bases_G[peer] + SLEEPERS, -1)
@@ -105,8 +101,6 @@ def _meet(sums: SumsCall) -> None:
     """Ends a turn: this rank's slot is filled, and so are those of the others when this returns,
     unless one was lost."""
     state = sums.state
-    if state[LOST] != 0:
-        return
     turn = state[TURN] + 1
     state[TURN] = turn
     state[CONTRIBUTED_NS] = unix_ns()
@@ -117,9 +111,9 @@ def _meet(sums: SumsCall) -> None:
     began_ns = monotonic_ns()
     for peer in range(sums.size):
         if peer != sums.rank:
-            reason = _wait_for(sums, peer, turn)
+            lost, reason = _wait_for(sums, peer, turn, began_ns)
             if reason != 0:
-                state[LOST], state[REASON] = peer + 1, reason
+                state[LOST], state[REASON] = lost + 1, reason
                 break
     state[WAIT_NS] += monotonic_ns() - began_ns
 
@@ -153,6 +147,8 @@ def sum_over_ranks(
 
     `width`: numbers of a row, a multiple of a vector; a row fits into a slot.
     """
+    if sums.state[LOST] != 0:  # a late rank may still read the slot of the last turn but one
+        return False
     most_rows = SLOT_BYTES // (width * _FLOAT_BYTES)
     own_first, own_end = thread_range(num_rows, thread, num_threads)
     for first in range(0, num_rows, most_rows):
@@ -194,6 +190,8 @@ def best_over_ranks(
 ) -> None:
     """Replaces each rank's best token and best two scores by those of all ranks; of equal ones the
     first, since ranks are in the order of their tokens. Only one thread of a call calls it."""
+    if sums.state[LOST] != 0:
+        return
     bits_2S = scores_2S.view(np.int32)
     most_rows = SLOT_BYTES // (_ROW_INTS * _FLOAT_BYTES)
     for first in range(0, num_rows, most_rows):

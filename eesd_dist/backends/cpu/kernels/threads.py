@@ -1,7 +1,7 @@
 """Waiting between the threads of one compiled call.
 
 The threads of a call wait for each other between its steps, microseconds apart: too often for the
-system's locks. A thread that finds the others late gives its core away.
+system's locks. A thread that finds the others late gives its core away, and sleeps in the end.
 """
 
 from typing import Any
@@ -10,13 +10,18 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from eesd_dist.backends.cpu.kernels.words import yield_core
+from eesd_dist.backends.cpu.kernels.lanes import address_of
+from eesd_dist.backends.cpu.kernels.words import sleep_at, wake, yield_core
 
 _I64 = ir.IntType(64)
 _SPINS = 4000
 """Looks at the counter before the core is given away: some microseconds."""
 _GENERATION = 16
 """Place of the second counter, on a cache line of its own."""
+_SLEEPERS = 24
+_YIELDS = 500
+"""Offers of the core before a thread sleeps."""
+_LONGEST_SLEEP_NS = 20_000_000
 
 NUM_COUNTERS = 32
 
@@ -52,9 +57,15 @@ def wait(counters, num_threads):  # type: ignore[no-untyped-def]
     if _added(counters, 0, 1) == num_threads - 1:
         _added(counters, 0, -num_threads)
         _added(counters, _GENERATION, 1)
+        if _seen(counters, _SLEEPERS) > 0:
+            wake(address_of(counters) + _GENERATION * 8)
         return
     spins = 0
     while _seen(counters, _GENERATION) == generation:
         spins += 1
-        if spins > _SPINS:
+        if spins > _SPINS + _YIELDS:
+            _added(counters, _SLEEPERS, 1)
+            sleep_at(address_of(counters) + _GENERATION * 8, generation, _LONGEST_SLEEP_NS)
+            _added(counters, _SLEEPERS, -1)
+        elif spins > _SPINS:
             yield_core()

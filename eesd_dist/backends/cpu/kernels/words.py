@@ -12,7 +12,8 @@ from eesd_dist.transport.sum_layout import FUTEX_CALLS
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _TIMESPEC = ir.ArrayType(_I64, 2)
-_FUTEX = FUTEX_CALLS.get(platform.machine(), 0)
+_FUTEX = FUTEX_CALLS.get(platform.machine(), 0) if platform.system() == "Linux" else 0
+"""0: threads do not sleep here, they offer their cores."""
 _WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
 _REAL_TIME, _MONOTONIC = 0, 1
 _NS_PER_S = 1_000_000_000
@@ -89,11 +90,15 @@ def yield_core(typing: Any) -> Any:
     """Gives the core to another thread that wants it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I32, [])
-        builder.call(get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        _offer_core(builder)
         return context.get_dummy_value()
 
     return types.none(), generate
+
+
+def _offer_core(builder: Any) -> None:
+    kind = ir.FunctionType(_I32, [])
+    builder.call(get_or_insert_function(builder.module, kind, "sched_yield"), [])
 
 
 def _pointer(builder: Any, address: Any) -> Any:
@@ -107,6 +112,8 @@ def _field(builder: Any, time: Any, at: int) -> Any:
 
 def _system_call(builder: Any, address: Any, operation: Any, value: Any, time: Any) -> None:
     kind = ir.FunctionType(_I64, [_I64], var_arg=True)
+    if not _FUTEX:
+        return _offer_core(builder)
     function = get_or_insert_function(builder.module, kind, "syscall")
     zero = ir.Constant(_I64, 0)
     builder.call(function, [ir.Constant(_I64, _FUTEX), address, operation, value, time, zero, zero])

@@ -15,7 +15,7 @@ from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.model.degrees import tensor_parallel_degrees
 from eesd_dist.model.spec import ModelSpec
 
-_DEGREES = (1, 2, 3, 4, 6)
+_DEGREES = (1, 2, 3, 4, 6, 8)
 _PAGE_SIZES = (4, 8, 16, 32)
 
 

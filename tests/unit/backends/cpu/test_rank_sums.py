@@ -1,5 +1,6 @@
 """Sums over the ranks of one host inside of compiled calls, with ranks in threads."""
 
+import ctypes
 import threading
 import time
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.rank_sums import sum_in_rank_order
-from eesd_dist.transport.sum_layout import SLOT_BYTES
+from eesd_dist.transport.sum_layout import MEMORY_BYTES, SLOT_BYTES
 from eesd_dist.transport.thread_group import ThreadGroup, thread_group
 from tests.support.host_sum_calls import best, summed
 from tests.support.thread_ranks import on_ranks
@@ -106,6 +107,42 @@ def test_an_aborted_group_ends_the_wait_of_a_rank_that_sleeps(by: int) -> None:
         summed(groups[0], torch.ones(2, 16))
     timer.join()
     assert time.monotonic() - started_s < LATE_S
+
+
+def test_the_rank_that_left_is_named_not_the_one_that_is_waited_for() -> None:
+    groups = thread_group(3, timeout_s=60.0)
+    groups[2].host_sums.abort()
+    with pytest.raises(PeerLost, match=r"lost thread rank 2 .* the group was aborted"):
+        summed(groups[0], ONES)
+
+
+def test_all_waits_of_a_sum_have_one_deadline() -> None:
+    groups = thread_group(3, timeout_s=1.0)
+
+    def come_late() -> None:
+        with pytest.raises(PeerLost):
+            summed(groups[1], ONES)
+
+    timer = threading.Timer(0.7, come_late)
+    timer.start()
+    started_s = time.monotonic()
+    with pytest.raises(PeerLost, match=r"lost thread rank 2 .* no answer within 1 s"):
+        summed(groups[0], ONES)
+    assert time.monotonic() - started_s < 1.6
+    groups[1].host_sums.end_waits_for(2)
+    timer.join()
+
+
+def test_a_rank_that_has_lost_another_writes_no_slot_any_more() -> None:
+    groups = thread_group(2, timeout_s=0.1)
+    with pytest.raises(PeerLost):
+        summed(groups[0], ONES)
+    before = groups[0].host_sums.call.bases_G[0]
+    memory = ctypes.string_at(int(before), MEMORY_BYTES)
+    for _ in range(2):
+        with pytest.raises(PeerLost):
+            summed(groups[0], 7 * ONES)
+    assert ctypes.string_at(int(before), MEMORY_BYTES) == memory
 
 
 def test_a_rank_whose_connection_has_ended_is_not_waited_for() -> None:
