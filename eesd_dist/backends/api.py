@@ -63,7 +63,7 @@ class ChainDrafter(Protocol):
     """True if guesses may have a mask."""
 
     @property
-    def drafts_now(self) -> bool:
+    def is_usable(self) -> bool:
         """False in an epoch in which the ranks of a group sum by messages, between two calls."""
         ...
 

@@ -62,7 +62,7 @@ class ChainRecord(Record, frozen=True, kw_only=True):
     segment: RowSegment
     max_draft: Count
     num_lagging: Count
-    """Its part of the command's rows."""
+    """Number of rows of the command that belong to it."""
     prices: Count
     """Index of the prices of its rule."""
     curve: Count

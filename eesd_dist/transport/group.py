@@ -281,7 +281,7 @@ class ProcessGroup:
     @property
     def host_sums(self) -> HostSums:
         """Sums inside of compiled calls; call `finish_sums` after each call."""
-        assert self._host_sums is not None, "a group whose ranks sum by messages"
+        assert self._host_sums is not None, "the ranks of this group sum by messages"
         return self._host_sums
 
     def finish_sums(self) -> None:

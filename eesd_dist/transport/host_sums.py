@@ -40,7 +40,7 @@ _WAKE, _ALL = 1, 2**31 - 1
 
 
 class LostRank(NamedTuple):
-    """A rank whose part of a sum did not come."""
+    """A rank that did not send its part of a sum, and why."""
 
     rank: int
     reason: str
@@ -129,13 +129,13 @@ class HostSums:
 
     @property
     def lost(self) -> LostRank | None:
-        """The rank whose part did not come; results are garbage then, and no later sum waits."""
+        """The rank that sent no part; results are garbage then, and no later sum waits."""
         state = self.call.state
         if not state[LOST]:
             return None
         reasons = {LEFT: "the group was aborted", DEAD: "its connection is gone"}
-        late = f"no answer within {self.call.timeout_ns / 1e9:g} s"
-        return LostRank(int(state[LOST]) - 1, reasons.get(int(state[REASON]), late))
+        timeout = f"no answer within {self.call.timeout_ns / 1e9:g} s"
+        return LostRank(int(state[LOST]) - 1, reasons.get(int(state[REASON]), timeout))
 
     def end_waits_for(self, rank: int) -> None:
         """Ends the waits for a rank that will not come. From any thread."""

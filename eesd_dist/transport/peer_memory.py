@@ -56,7 +56,7 @@ class MemorySource(Protocol):
     """Makes memory that processes of one node can share."""
 
     refusals: tuple[type[Exception], ...]
-    """Errors where that is not possible: OSError, and others that `allocate` and `map_peer` raise."""
+    """Errors of `allocate` and `map_peer` where that is not possible, OSError among them."""
     retired: list[Mapping]
     """Mappings without a user, which work that began earlier may still use."""
 

@@ -52,4 +52,4 @@ def new_state(size: int) -> npt.NDArray[np.int64]:
 
 
 NO_SUMS = SumsCall(0, 1, np.zeros(1, np.int64), new_state(1), 0)
-"""Of a group of one rank, or of one that sums between two calls."""
+"""Call of one rank, or of a group that sums between two calls."""

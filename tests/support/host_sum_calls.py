@@ -37,9 +37,9 @@ def _sums_with_work(sums, row_at, width, count, work_ns, counters):  # type: ign
 
 def compile_calls() -> None:
     """Compiles, which takes longer than the shortest deadlines."""
-    (alone,) = thread_group(1)
-    summed(alone, torch.zeros(1, 16))
-    seconds_of_sums(alone, width=16, count=1, work_s=0.0)
+    (single_rank,) = thread_group(1)
+    summed(single_rank, torch.zeros(1, 16))
+    seconds_of_sums(single_rank, width=16, count=1, work_s=0.0)
 
 
 def seconds_of_sums(group: HostGroup, *, width: int, count: int, work_s: float) -> float:

@@ -91,7 +91,7 @@ class RoundDrafter:
         )
 
     @property
-    def drafts_now(self) -> bool:
+    def is_usable(self) -> bool:
         return self._layers.needs_no_messages
 
     def draft(self, chains: Sequence[ChainStart]) -> tuple[Tensor, list[DraftedChain]]:

@@ -30,7 +30,7 @@ class GraphDrafter:
 
     name = "graph"
     has_masks = False
-    drafts_now = True
+    is_usable = True
 
     def __init__(self, steps: DraftSteps) -> None:
         self._steps = steps

@@ -59,7 +59,7 @@ class Link:
     encoded: bool = False
     """True if rounds and replies are encoded and decoded as between processes."""
     sums: Literal["memory", "messages"] = "memory"
-    """How the ranks of a stage sum: inside of compiled calls, or between two calls."""
+    """Way in which the ranks of a stage sum: inside of compiled calls, or between two calls."""
     late_masks: float = 0.0
     """Probability that a mask is late: its request sits the round out, or its draft is cut."""
     seed: int = 0

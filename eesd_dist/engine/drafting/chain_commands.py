@@ -26,8 +26,8 @@ class LeadingDrafter:
         self.has_masks = own.has_masks
 
     @property
-    def drafts_now(self) -> bool:
-        return self._own.drafts_now
+    def is_usable(self) -> bool:
+        return self._own.is_usable
 
     def draft(self, chains: Sequence[ChainStart]) -> tuple[Tensor, list[DraftedChain]]:
         self._commands.announce(command_of(chains))

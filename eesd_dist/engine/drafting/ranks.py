@@ -130,7 +130,7 @@ class DraftShard:
     @property
     def drafter(self) -> ChainDrafter | None:
         drafter = self._round_drafter.get()
-        return drafter if drafter is not None and drafter.drafts_now else None
+        return drafter if drafter is not None and drafter.is_usable else None
 
     def run_layers(
         self,

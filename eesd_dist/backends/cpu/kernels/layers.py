@@ -116,7 +116,7 @@ class LayersCall(NamedTuple):
     scratch: Scratch
     table: npt.NDArray[np.int64]
     sums: SumsCall
-    """Of ranks that sum inside of the call."""
+    """Sums over ranks, inside of the call."""
 
 
 @inner

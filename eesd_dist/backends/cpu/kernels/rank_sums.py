@@ -52,13 +52,13 @@ _LOOKS = 500
 _AWAKE_NS = 100_000
 """Time before a thread sleeps."""
 _LONGEST_SLEEP_NS = 20_000_000
-"""After a sleep as long as this a thread looks whether its rank was aborted in between."""
+"""Longest sleep, after which a thread looks whether its rank was aborted in between."""
 
 
 @inner
-def _state_word(sums: SumsCall, place: int) -> int:
+def _state_word(sums: SumsCall, index: int) -> int:
     """Returns a word of the state that another thread of this process may set."""
-    return word_at(address_of(sums.state) + place * _WORD_BYTES)
+    return word_at(address_of(sums.state) + index * _WORD_BYTES)
 
 
 @inner
@@ -149,10 +149,10 @@ def sum_over_ranks(
     """
     if sums.state[LOST] != 0:  # a late rank may still read the slot of the last turn but one
         return False
-    most_rows = SLOT_BYTES // (width * _FLOAT_BYTES)
+    rows_per_slot = SLOT_BYTES // (width * _FLOAT_BYTES)
     own_first, own_end = thread_range(num_rows, thread, num_threads)
-    for first in range(0, num_rows, most_rows):
-        end = min(first + most_rows, num_rows)
+    for first in range(0, num_rows, rows_per_slot):
+        end = min(first + rows_per_slot, num_rows)
         first_row, end_row = max(first, own_first), min(end, own_end)
         turn = sums.state[TURN] + 1
         for row in range(first_row, end_row):
@@ -193,9 +193,9 @@ def best_over_ranks(
     if sums.state[LOST] != 0:
         return
     bits_2S = scores_2S.view(np.int32)
-    most_rows = SLOT_BYTES // (_ROW_INTS * _FLOAT_BYTES)
-    for first in range(0, num_rows, most_rows):
-        end = min(first + most_rows, num_rows)
+    rows_per_slot = SLOT_BYTES // (_ROW_INTS * _FLOAT_BYTES)
+    for first in range(0, num_rows, rows_per_slot):
+        end = min(first + rows_per_slot, num_rows)
         turn = sums.state[TURN] + 1
         own = ints(_slot(sums, sums.rank, turn))
         for row in range(first, end):
@@ -206,13 +206,15 @@ def best_over_ranks(
             return
         for row in range(first, end):
             at = (row - first) * _ROW_INTS
-            best = ints(_slot(sums, 0, turn))
-            token, one, two = best[at], best[at + 1], best[at + 2]
+            first_rank = ints(_slot(sums, 0, turn))
+            token, best_bits, second_bits = first_rank[at], first_rank[at + 1], first_rank[at + 2]
             for rank in range(1, sums.size):
                 other = ints(_slot(sums, rank, turn))
-                if _key(other[at + 1]) > _key(one):
-                    two = one if _key(one) > _key(other[at + 2]) else other[at + 2]
-                    token, one = other[at], other[at + 1]
-                elif _key(other[at + 1]) > _key(two):
-                    two = other[at + 1]
-            tokens_S[row], bits_2S[0, row], bits_2S[1, row] = token, one, two
+                if _key(other[at + 1]) > _key(best_bits):
+                    second_bits = (
+                        best_bits if _key(best_bits) > _key(other[at + 2]) else other[at + 2]
+                    )
+                    token, best_bits = other[at], other[at + 1]
+                elif _key(other[at + 1]) > _key(second_bits):
+                    second_bits = other[at + 1]
+            tokens_S[row], bits_2S[0, row], bits_2S[1, row] = token, best_bits, second_bits

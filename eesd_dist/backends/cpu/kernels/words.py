@@ -40,9 +40,9 @@ def add_to_word(typing: Any, address: Any, x: Any) -> Any:
 
 
 @intrinsic
-def sleep_at(typing: Any, address: Any, value: Any, most_ns: Any) -> Any:
+def sleep_at(typing: Any, address: Any, value: Any, limit_ns: Any) -> Any:
     """Sleeps until `wake` is called with this address, unless the int64 there is not `value` any
-    more; `most_ns` nanoseconds at most, less than a second. May return earlier."""
+    more; `limit_ns` nanoseconds at most, less than a second. May return earlier."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         time = alloca_once(builder, _TIMESPEC)

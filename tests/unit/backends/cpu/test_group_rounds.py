@@ -47,10 +47,10 @@ def a_header(rng: random.Random, *, start: int) -> RoundHeader:
     return RoundHeader(epoch=0, round_id=start, segments=tuple(segments))
 
 
-def verify(config: EngineConfig, group: ThreadGroup, *, in_one_call: bool) -> list[list[int]]:
+def verify(config: EngineConfig, group: ThreadGroup, *, with_call: bool) -> list[list[int]]:
     stage: VerifyStage = load_verify_weights(config, group).stage(num_pages=16)
     assert stage.verifier is not None
-    if not in_one_call:
+    if not with_call:
         stage._verifier = LazyCompiled.without()
     rng, generator = random.Random(5), torch.Generator().manual_seed(5)
     tokens: list[list[int]] = []
@@ -66,8 +66,8 @@ def test_ranks_verify_in_one_call_what_they_verify_layer_by_layer(
     dtype: str, num_ranks: int, make_config: MakeConfig
 ) -> None:
     config = make_config(dtype=dtype)
-    expected = on_ranks(num_ranks, lambda group: verify(config, group, in_one_call=False))
-    actual = on_ranks(num_ranks, lambda group: verify(config, group, in_one_call=True))
+    expected = on_ranks(num_ranks, lambda group: verify(config, group, with_call=False))
+    actual = on_ranks(num_ranks, lambda group: verify(config, group, with_call=True))
     assert actual == expected
     assert all(tokens == actual[0] for tokens in actual)
 
@@ -76,6 +76,6 @@ def test_a_group_that_sums_by_messages_verifies_the_same_without_the_call(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config()
-    expected = on_ranks(2, lambda group: verify(config, group, in_one_call=True))
+    expected = on_ranks(2, lambda group: verify(config, group, with_call=True))
     monkeypatch.setattr(ThreadGroup, "sums_on_host", False)
-    assert on_ranks(2, lambda group: verify(config, group, in_one_call=True)) == expected
+    assert on_ranks(2, lambda group: verify(config, group, with_call=True)) == expected

@@ -64,10 +64,10 @@ def test_the_best_tokens_of_ranks_are_those_of_all_columns() -> None:
 
     def work(group: ThreadGroup) -> tuple[list[int], list[list[float]]]:
         first = group.rank * width
-        part_SV = scores_SV[:, first : first + width]
-        own_SV = np.argsort(-part_SV, axis=1, kind="stable")
-        own_2S = np.take_along_axis(part_SV, own_SV[:, :2], axis=1).T
-        tokens_S, scores_2S = best(group, (first + own_SV[:, 0]).astype(np.int32), own_2S)
+        shard_SV = scores_SV[:, first : first + width]
+        local_SV = np.argsort(-shard_SV, axis=1, kind="stable")
+        local_2S = np.take_along_axis(shard_SV, local_SV[:, :2], axis=1).T
+        tokens_S, scores_2S = best(group, (first + local_SV[:, 0]).astype(np.int32), local_2S)
         return tokens_S.tolist(), scores_2S.tolist()
 
     for tokens, scores in on_ranks(num_ranks, work):
@@ -88,13 +88,13 @@ def test_sums_are_counted_with_their_bytes_each_way() -> None:
 
 def test_a_rank_that_does_not_take_part_is_named_and_no_later_sum_waits() -> None:
     group = thread_group(3, name="verify", timeout_s=0.3)[0]
-    for at_most_s in (LATE_S, 0.2):
+    for limit_s in (LATE_S, 0.2):
         started_s = time.monotonic()
         with pytest.raises(
             PeerLost, match=r"lost verify rank 1 during all_reduce: no answer within 0\.3 s"
         ):
             summed(group, torch.ones(2, 16))
-        assert time.monotonic() - started_s < at_most_s
+        assert time.monotonic() - started_s < limit_s
 
 
 @pytest.mark.parametrize("by", [0, 1])
