@@ -11,9 +11,9 @@ from torch import Tensor
 
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.rank_sums import sum_in_rank_order
-from eesd_dist.transport.sum_layout import MEMORY_BYTES, SLOT_BYTES
+from eesd_dist.transport.sum_layout import MEMORY_BYTES, SLOT_BYTES, TURN
 from eesd_dist.transport.thread_group import ThreadGroup, thread_group
-from tests.support.host_sum_calls import best, summed
+from tests.support.host_sum_calls import best, compile_calls, summed
 from tests.support.thread_ranks import on_ranks
 
 WIDTH = 192
@@ -88,13 +88,12 @@ def test_sums_are_counted_with_their_bytes_each_way() -> None:
 
 def test_a_rank_that_does_not_take_part_is_named_and_no_later_sum_waits() -> None:
     group = thread_group(3, name="verify", timeout_s=0.3)[0]
-    for limit_s in (LATE_S, 0.2):
-        started_s = time.monotonic()
+    for _ in range(2):
         with pytest.raises(
             PeerLost, match=r"lost verify rank 1 during all_reduce: no answer within 0\.3 s"
         ):
             summed(group, torch.ones(2, 16))
-        assert time.monotonic() - started_s < limit_s
+        assert group.host_sums.call.state[TURN] == 1
 
 
 @pytest.mark.parametrize("by", [0, 1])
@@ -116,19 +115,21 @@ def test_the_rank_that_left_is_named_not_the_one_that_is_waited_for() -> None:
         summed(groups[0], ONES)
 
 
+@pytest.mark.alone
 def test_all_waits_of_a_sum_have_one_deadline() -> None:
-    groups = thread_group(3, timeout_s=1.0)
+    compile_calls()
+    groups = thread_group(3, timeout_s=2.0)
 
     def come_late() -> None:
         with pytest.raises(PeerLost):
             summed(groups[1], ONES)
 
-    timer = threading.Timer(0.7, come_late)
+    timer = threading.Timer(1.5, come_late)
     timer.start()
     started_s = time.monotonic()
-    with pytest.raises(PeerLost, match=r"lost thread rank 2 .* no answer within 1 s"):
+    with pytest.raises(PeerLost, match=r"lost thread rank 2 .* no answer within 2 s"):
         summed(groups[0], ONES)
-    assert time.monotonic() - started_s < 1.6
+    assert time.monotonic() - started_s < 3.2
     groups[1].host_sums.end_waits_for(2)
     timer.join()
 
