@@ -77,6 +77,51 @@ class ChainReport(NamedTuple):
     probed: bool
 
 
+NUM_NUMBERS = 12
+"""Numbers of a rule besides its arrays."""
+
+
+class RuleTables(NamedTuple):
+    """Rules as numbers. Rules share arrays that are the same object."""
+
+    numbers: list[tuple[float, ...]]
+    """NUM_NUMBERS of each rule."""
+    prices: list[Doubles]
+    curves: list[Doubles]
+    places: list[tuple[int, int]]
+    """Indices of each rule's prices and curve."""
+
+
+def tables_of(rules: Sequence[ChainRule]) -> RuleTables:
+    """Returns the tables of which `rule_of` makes the rules again."""
+    prices: dict[int, Doubles] = {}
+    curves: dict[int, Doubles] = {}
+    price_at: dict[int, int] = {}
+    curve_at: dict[int, int] = {}
+    numbers: list[tuple[float, ...]] = []
+    places: list[tuple[int, int]] = []
+    for own, guess, mean, hopeful, looks, probes, optimism, odds, shift, deviation in rules:
+        bias, depth, slope, slope_of_slope, curve = odds
+        before, after = (guess, mean, hopeful, looks, probes, optimism), (shift, deviation)
+        numbers.append((*before, bias, depth, slope, slope_of_slope, *after))
+        prices.setdefault(id(own), own)
+        curves.setdefault(id(curve), curve)
+        places.append(
+            (
+                price_at.setdefault(id(own), len(price_at)),
+                curve_at.setdefault(id(curve), len(curve_at)),
+            )
+        )
+    return RuleTables(numbers, list(prices.values()), list(curves.values()), places)
+
+
+def rule_of(numbers: Sequence[float], prices: Doubles, curve: Doubles) -> ChainRule:
+    """Returns the rule with these numbers, in the order of its fields."""
+    n = numbers
+    odds = LogOdds(n[6], n[7], n[8], n[9], curve)
+    return ChainRule(prices, n[0], n[1], n[2], n[3] != 0.0, n[4] != 0.0, n[5], odds, n[10], n[11])
+
+
 @cache
 def of_length(length: int) -> ChainRule:
     """Returns the rule that drafts so many tokens whatever the guesses are."""
@@ -270,6 +315,6 @@ def _straightened(curve: Doubles, forecast: float) -> float:
     return min(y, 1.0 - _EDGE)
 
 
-PORTABLE = (value_of_longer, wants_guess, acceptance, takes, _sigmoid, _straightened)
+PORTABLE = (value_of_longer, wants_guess, acceptance, takes, rule_of, _sigmoid, _straightened)
 """Functions of this module that kernels call; they compile them, since this module is imported
 everywhere."""

@@ -13,7 +13,6 @@ from eesd_dist.backends.cpu.kernels.choosing import MemoryByThreads, masks_of, n
 from eesd_dist.backends.cpu.kernels.draft import (
     NUM_COUNTS,
     NUM_DRAFTED,
-    NUM_NUMBERS,
     NUM_SUMS,
     NUM_WORK_COUNTS,
     Batch,
@@ -26,7 +25,7 @@ from eesd_dist.backends.cpu.kernels.draft import (
 from eesd_dist.backends.cpu.layers import CompiledLayers
 from eesd_dist.backends.cpu.normed_product import NormedProduct
 from eesd_dist.backends.row_slices import RowSlice
-from eesd_dist.control.chain_rule import ChainReport, Doubles
+from eesd_dist.control.chain_rule import NUM_NUMBERS, ChainReport, Doubles, tables_of
 from eesd_dist.model.attention.rows import row_arrays
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kv_layout import NO_ROWS
@@ -248,32 +247,15 @@ _NO_RULES = Rules(
 
 
 def _rules(chains: Sequence[ChainStart]) -> Rules:
-    """Returns the rules; requests share prices and curves that are the same arrays."""
-    prices: dict[int, Doubles] = {}
-    curves: dict[int, Doubles] = {}
-    numbers_BN: list[tuple[float, ...]] = []
-    ints_B4: list[tuple[int, ...]] = []
-    price_at: dict[int, int] = {}
-    curve_at: dict[int, int] = {}
-    for chain in chains:
-        own, guess, mean, hopeful, looks, probes, optimism, odds, shift, deviation = chain.rule
-        bias, depth, slope, slope_of_slope, curve = odds
-        before, after = (guess, mean, hopeful, looks, probes, optimism), (shift, deviation)
-        numbers_BN.append((*before, bias, depth, slope, slope_of_slope, *after))
-        prices.setdefault(id(own), own)
-        curves.setdefault(id(curve), curve)
-        ints_B4.append(
-            (
-                price_at.setdefault(id(own), len(price_at)),
-                len(own),
-                curve_at.setdefault(id(curve), len(curve_at)),
-                len(curve),
-            )
-        )
+    tables = tables_of([chain.rule for chain in chains])
+    ints_B4 = [
+        (prices, len(tables.prices[prices]), curve, len(tables.curves[curve]))
+        for prices, curve in tables.places
+    ]
     return Rules(
-        numbers_BN=np.array(numbers_BN, np.float64),
-        prices_UK=_stacked(list(prices.values())),
-        curves_CQ2=_stacked(list(curves.values())),
+        numbers_BN=np.array(tables.numbers, np.float64),
+        prices_UK=_stacked(tables.prices),
+        curves_CQ2=_stacked(tables.curves),
         ints_B4=np.array(ints_B4, np.int32),
     )
 

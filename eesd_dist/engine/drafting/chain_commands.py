@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eesd_dist.backends.api import ChainDrafter, ChainStart, DraftedChain
 from eesd_dist.backends.row_slices import RowSlice, joined
-from eesd_dist.control.chain_rule import ChainRule, Doubles, LogOdds
+from eesd_dist.control.chain_rule import rule_of, tables_of
 from eesd_dist.transport.command_stream import CommandSink
 from eesd_dist.transport.commands import ChainRecord, DraftChains
 
@@ -36,39 +36,30 @@ class LeadingDrafter:
 
 # Shapes: L rows that the head has not read, D hidden channels.
 def command_of(chains: Sequence[ChainStart]) -> DraftChains:
-    """Returns the command for these requests. Requests share prices and curves that are the same
-    arrays."""
-    prices: dict[int, Doubles] = {}
-    curves: dict[int, Doubles] = {}
-    price_at: dict[int, int] = {}
-    curve_at: dict[int, int] = {}
-    records: list[ChainRecord] = []
+    """Returns the command for these requests."""
+    tables = tables_of([chain.rule for chain in chains])
     lagging = [rows for chain in chains if chain.max_draft for rows in chain.lagging]
-    for chain in chains:
-        own, guess, mean, hopeful, looks, probes, optimism, odds, shift, deviation = chain.rule
-        bias, depth, slope, slope_of_slope, curve = odds
-        prices.setdefault(id(own), own)
-        curves.setdefault(id(curve), curve)
-        before, after = (guess, mean, hopeful, looks, probes, optimism), (shift, deviation)
-        numbers = (*before, bias, depth, slope, slope_of_slope, *after)
-        records.append(
-            ChainRecord(
-                tokens=chain.tokens,
-                segment=chain.segment,
-                max_draft=chain.max_draft,
-                num_lagging=sum(rows.count for rows in chain.lagging) if chain.max_draft else 0,
-                prices=price_at.setdefault(id(own), len(price_at)),
-                curve=curve_at.setdefault(id(curve), len(curve_at)),
-                numbers=tuple(map(float, numbers)),
-                temperature=chain.temperature,
-                seed=chain.seed,
-                mask=chain.mask,
-            )
+    records = [
+        ChainRecord(
+            tokens=chain.tokens,
+            segment=chain.segment,
+            max_draft=chain.max_draft,
+            num_lagging=sum(rows.count for rows in chain.lagging) if chain.max_draft else 0,
+            prices=prices,
+            curve=curve,
+            numbers=tuple(map(float, numbers)),
+            temperature=chain.temperature,
+            seed=chain.seed,
+            mask=chain.mask,
         )
+        for chain, numbers, (prices, curve) in zip(
+            chains, tables.numbers, tables.places, strict=True
+        )
+    ]
     return DraftChains(
         chains=records,
-        prices=list(prices.values()),
-        curves=list(curves.values()),
+        prices=tables.prices,
+        curves=tables.curves,
         lagging_LD=joined(lagging) if lagging else None,
     )
 
@@ -82,26 +73,12 @@ def chains_of(command: DraftChains) -> list[ChainStart]:
     end = 0
     for record in command.chains:
         first, end = end, end + record.num_lagging
-        guess, mean, hopeful, looks, probes, optimism, *odds, shift, deviation = record.numbers
-        bias, depth, slope, slope_of_slope = odds
-        rule = ChainRule(
-            prices=prices[record.prices],
-            guess_price=guess,
-            mean=mean,
-            hopeful=hopeful,
-            looks=looks != 0.0,
-            probes=probes != 0.0,
-            optimism=optimism,
-            odds=LogOdds(bias, depth, slope, slope_of_slope, curves[record.curve]),
-            shift=shift,
-            deviation=deviation,
-        )
         chains.append(
             ChainStart(
                 tokens=record.tokens,
                 segment=record.segment,
                 max_draft=record.max_draft,
-                rule=rule,
+                rule=rule_of(record.numbers, prices[record.prices], curves[record.curve]),
                 lagging=[RowSlice(rows_LD, first, end)] if end > first else (),
                 temperature=record.temperature,
                 seed=record.seed,

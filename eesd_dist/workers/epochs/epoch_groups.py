@@ -41,7 +41,7 @@ class EpochGroups:
 
     def rounds(self, epoch: Epoch, *, rank: int) -> ProcessGroup:
         """Joins the drafting actor (0) and verify rank 0 (1)."""
-        return self._build(epoch, "rounds", rank, (_DRAFTER, "verify rank 0"))
+        return self._build(epoch, "rounds", rank, (_DRAFTER, "verify rank 0"), sums=False)
 
     def stage(self, epoch: Epoch, stage: StageName, *, rank: int) -> ProcessGroup:
         """Joins the ranks of a stage with several. Raises ConfigError where they share a GPU."""
@@ -56,14 +56,17 @@ class EpochGroups:
                 "placement.draft.num_gpus and placement.verify.num_gpus to 1, or "
                 f"{stage}_tensor_parallel_size to 1"
             )
-        return self._build(epoch, stage, rank, names)
+        return self._build(epoch, stage, rank, names, sums=True)
 
     def leave(self) -> None:
         """Makes joins that wait for their peers raise PeerLost. From any thread."""
         for store in tuple(self._connecting):
             store.close()
 
-    def _build(self, epoch: Epoch, name: str, rank: int, members: tuple[str, ...]) -> ProcessGroup:
+    def _build(
+        self, epoch: Epoch, name: str, rank: int, members: tuple[str, ...], *, sums: bool
+    ) -> ProcessGroup:
+        """`sums`: the group sums, in memory where it can; else it sends and receives alone."""
         device = self._device_of(epoch, name)
         store = StoreClient(epoch.store)
         self._connecting.add(store)
@@ -80,7 +83,7 @@ class EpochGroups:
                 address=self.address,
                 members=members,
                 ordered_sums=self._config.model.numerics == "invariant",
-                in_memory=name in ("draft", "verify"),
+                in_memory=sums,
                 refusals=self.refusals,
             )
         finally:

@@ -19,8 +19,8 @@ from eesd_dist.backends.cpu.compiled import inner, is_kept, kernel, use_in_kerne
 from eesd_dist.backends.cpu.kernels.choice import Floats
 from eesd_dist.backends.cpu.kernels.choosing import Choices, Masks, Memory, choose_tokens
 from eesd_dist.backends.cpu.kernels.lanes import address_of
-from eesd_dist.backends.cpu.kernels.layers import LayersCall, copy_row, layers_kernel
-from eesd_dist.backends.cpu.kernels.products import Kind, LmHead, thread_range
+from eesd_dist.backends.cpu.kernels.layers import LayersCall, layers_kernel
+from eesd_dist.backends.cpu.kernels.products import Kind, LmHead, copy_row, thread_range
 from eesd_dist.backends.cpu.kernels.sources import Source, copy_rows
 from eesd_dist.backends.cpu.kernels.threads import wait
 from eesd_dist.control import chain_rule
@@ -30,8 +30,8 @@ from eesd_dist.control.chain_rule import (
     PROBE,
     ChainRule,
     Doubles,
-    LogOdds,
     acceptance,
+    rule_of,
     takes,
     wants_guess,
 )
@@ -49,8 +49,6 @@ NUM_COUNTS = 5
 # draft, by the mean and by the draw.
 _LOOKED, _SPENT, _EXPECTED, _DRAWN = range(4)
 NUM_SUMS = 4
-# Columns of `Rules.numbers_BN`, the numbers of a `ChainRule` in their order.
-NUM_NUMBERS = 12
 _FIRST, _PLACE, _MOST, _LAGGING = range(4)
 _SOURCE, _TARGET = range(2)
 _TABLE, _POSITION, _IN_ORDER, _ZEROS = range(4)
@@ -106,7 +104,7 @@ class Rules(NamedTuple):
     """The requests' `ChainRule`s."""
 
     numbers_BN: Doubles
-    """Numbers of each rule, as NUM_NUMBERS says."""
+    """Numbers of each rule, as `chain_rule.rule_of` takes them."""
     prices_UK: Doubles
     curves_CQ2: Doubles
     ints_B4: Ints
@@ -144,19 +142,11 @@ class Work(NamedTuple):
 
 @inner
 def _rule(rules: Rules, b: int) -> ChainRule:
-    n = rules.numbers_BN[b]
     prices, num_prices, curve, num_points = rules.ints_B4[b]
-    return ChainRule(
+    return rule_of(
+        rules.numbers_BN[b],
         rules.prices_UK[prices, :num_prices],
-        n[0],
-        n[1],
-        n[2],
-        n[3] != 0.0,
-        n[4] != 0.0,
-        n[5],
-        LogOdds(n[6], n[7], n[8], n[9], rules.curves_CQ2[curve, :num_points]),
-        n[10],
-        n[11],
+        rules.curves_CQ2[curve, :num_points],
     )
 
 

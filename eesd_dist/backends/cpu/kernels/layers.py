@@ -34,6 +34,7 @@ from eesd_dist.backends.cpu.kernels.products import (
     add_normed_row,
     add_scaled_row,
     convert_row,
+    copy_row,
     multiply,
     norm_row,
     thread_range,
@@ -221,13 +222,6 @@ def _keep_rows(
         rows.position_R[at] = rows.position_R[row]
         rows.in_order_R[at] = rows.in_order_R[row]
         rows.branch_R[at] = rows.branch_R[row]
-
-
-@inner
-def copy_row(target_at: int, source_at: int, width: int) -> None:
-    """Copies numbers, and what follows them up to a whole vector."""
-    for at in range(0, width, LANES):
-        store(target_at, at, load(source_at, at))
 
 
 @inner

@@ -38,6 +38,13 @@ def thread_range(count: int, thread: int, num_threads: int) -> tuple[int, int]:
 
 
 @inner
+def copy_row(target_at: int, source_at: int, width: int) -> None:
+    """Copies numbers, and what follows them up to a whole vector."""
+    for at in range(0, width, LANES):
+        store(target_at, at, load(source_at, at))
+
+
+@inner
 def add_row(x_at: int, addend_at: int, width: int) -> None:
     for at in range(0, width, LANES):
         store(x_at, at, add(load(x_at, at), load(addend_at, at)))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from eesd_dist.backends.cpu.compiled import inner
 from eesd_dist.backends.cpu.kernels.lanes import add, address_of, ints, load, store
-from eesd_dist.backends.cpu.kernels.products import thread_range
+from eesd_dist.backends.cpu.kernels.products import copy_row, thread_range
 from eesd_dist.backends.cpu.kernels.threads import wait
 from eesd_dist.backends.cpu.kernels.words import (
     add_to_word,
@@ -126,12 +126,6 @@ def _slot(sums: SumsCall, rank: int, turn: int) -> int:
 
 
 @inner
-def _copy(target_at: int, source_at: int, width: int) -> None:
-    for at in range(0, width, LANES):
-        store(target_at, at, load(source_at, at))
-
-
-@inner
 def sum_over_ranks(
     sums: SumsCall,
     rows_at: int,
@@ -157,7 +151,7 @@ def sum_over_ranks(
         turn = sums.state[TURN] + 1
         for row in range(first_row, end_row):
             target_at = _slot(sums, sums.rank, turn) + (row - first) * width * _FLOAT_BYTES
-            _copy(target_at, rows_at + row * row_bytes, width)
+            copy_row(target_at, rows_at + row * row_bytes, width)
         wait(counters, num_threads)
         if thread == 0:
             _meet(sums)
