@@ -21,7 +21,7 @@ $(VENV)/.serving: pyproject.toml infra/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("found Python " + sys.version.split()[0] + ", need 3.11 or newer: make PYTHON=/path/to/python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (the first time downloads torch and Ray: some minutes)"
-	@$(PINNED) -e .
+	@$(PINNED) -e '.[batch]'
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.serving

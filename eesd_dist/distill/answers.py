@@ -13,10 +13,10 @@ from eesd_dist.config import DType, EngineConfig, ModelConfig, SpeculationConfig
 from eesd_dist.distill.compare import Judged, judge_text
 from eesd_dist.distill.executor import Executor
 from eesd_dist.distill.head_alone import HeadAlone, rounds_of
-from eesd_dist.distill.progress import progress_bar
 from eesd_dist.distill.sources import TextRows, engine_config
 from eesd_dist.distill.train.losses import DraftVocabulary
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.progress import progress_bar
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import (
     FeatureSpec,

@@ -28,11 +28,11 @@ from eesd_dist.distill.features import (
 )
 from eesd_dist.distill.folders import only_one, write_json
 from eesd_dist.distill.held_out import NUM_HELD_OUT, SHIPPED_PROMPTS, PromptChoice, read_texts
-from eesd_dist.distill.progress import progress_bar
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.model.config_fields import read_json
 from eesd_dist.model.heads.head_config import VerifierIdentity
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.progress import progress_bar
 
 _PROGRESS_FILE = "progress.json"
 """File with the seconds that earlier runs spent on an unfinished store."""

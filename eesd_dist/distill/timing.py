@@ -17,10 +17,10 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.regret import hindsight
 from eesd_dist.distill.answers import MAX_DRAFT_TOKENS, Machine, Query
 from eesd_dist.distill.executor import Executor
-from eesd_dist.distill.progress import progress_bar
 from eesd_dist.distill.sources import Written
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.progress import progress_bar
 from eesd_dist.statistics import Interval, Rows, bootstrap
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import Outcome

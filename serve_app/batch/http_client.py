@@ -11,8 +11,9 @@ from http import HTTPStatus
 import httpx
 
 from eesd_dist.errors import CapacityError, ConfigError, EesdError, EngineError, RequestError
-from serve_app.batch.reader import URL_OF_KIND
-from serve_app.openai.answers import Json
+from serve_app.batch.loop import ServiceAway
+from serve_app.batch.rows import URL_OF_KIND
+from serve_app.openai.sse import encoded
 from serve_app.openai.workloads import Kind
 
 _TIMEOUT_S = 3600.0
@@ -26,6 +27,10 @@ _FAULT_OF_THE_REQUEST = frozenset(
         HTTPStatus.UNPROCESSABLE_ENTITY,  # a poison request
     }
 )
+_AWAY = frozenset(
+    {HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT}
+)
+"""A service that starts, recovers or is being replaced, and the gateways before it."""
 _ADVICE: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "check the API key",
     HTTPStatus.FORBIDDEN: "check the API key, and what it may do",
@@ -63,20 +68,20 @@ class HttpClient:
         except _SURPRISES as error:
             raise ConfigError(self._no_such_service(answer, error)) from error
 
-    async def answer(self, kind: Kind, body: Mapping[str, object]) -> Json:
-        """Returns the response to the body of a row."""
+    async def answer(self, kind: Kind, body: Mapping[str, object]) -> bytes:
+        """Returns the response to the body of a row, in one line."""
         try:
             answer = await self._http.post(URL_OF_KIND[kind], json=body)
         except httpx.HTTPError as error:
-            raise EngineError(f"the service does not answer: {error!r}") from error
+            raise ServiceAway(f"the service does not answer: {error!r}") from error
         if not answer.is_success:
             raise _refusal(answer)
         try:
-            content: Json = answer.json()
-            int(content["usage"]["completion_tokens"])  # type: ignore[index]
+            content = answer.json()
+            int(content["usage"]["completion_tokens"])
         except _SURPRISES as error:
             raise EngineError(self._no_such_service(answer, error)) from error
-        return content
+        return encoded(content)
 
     async def aclose(self) -> None:
         await self._http.aclose()
@@ -99,7 +104,8 @@ def _refusal(answer: httpx.Response) -> EesdError:
         return _no_capacity(answer)
     if answer.status_code in _FAULT_OF_THE_REQUEST or _code(answer) == "model_not_found":
         return RequestError(_message_of(answer))
-    return EngineError(f"the service does not take the request: {_reason_of(answer)}")
+    kind = ServiceAway if answer.status_code in _AWAY else EngineError
+    return kind(f"the service does not take the request: {_reason_of(answer)}")
 
 
 def _no_capacity(answer: httpx.Response) -> CapacityError:

@@ -14,8 +14,7 @@ from eesd_dist.engine.local import EngineThread
 from eesd_dist.errors import EesdError
 from eesd_dist.types import Emission, Request, RequestId
 from eesd_dist.workers.streams.mailboxes import Mailboxes
-from serve_app.batch.runner import AnswerRow
-from serve_app.openai.answers import Json
+from serve_app.batch.loop import AnswerBody
 from serve_app.openai.context import RequestContext
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.text_service import TextService
@@ -75,11 +74,11 @@ class LocalClient:
         self._mail.fail_all(error)
 
 
-def answered_by(service: TextService) -> AnswerRow:
+def answered_by(service: TextService) -> AnswerBody:
     """Returns what answers the rows of a batch with this service."""
 
-    async def answer(kind: Kind, body: Mapping[str, object]) -> Json:
+    async def answer(kind: Kind, body: Mapping[str, object]) -> bytes:
         fields = (ChatFields if kind == "chat" else CompletionFields).model_validate(body)
-        return await service.whole(await service.prepared(fields, RequestContext()))
+        return await service.body(await service.prepared(fields, RequestContext()))
 
     return answer

@@ -3,67 +3,127 @@
 import asyncio
 import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, echo
 
+from eesd_dist.checks import require_extra
 from eesd_dist.command_line import given
 from eesd_dist.errors import ConfigError
 from serve_app.cli.configuration import EngineFlags, config_of
 
+if TYPE_CHECKING:
+    from serve_app.batch.job import BatchReport
+
+_INTERRUPTED = 130
+
 
 def batch(
     input_file: Annotated[
-        Path, Argument(metavar="IN.jsonl", help="OpenAI batch lines, or plain request bodies")
+        str,
+        Argument(
+            metavar="INPUT",
+            help="JSON lines (OpenAI's batch lines, or plain bodies), CSV or Parquet, also in gzip "
+            "or zstd: a file, a folder, a glob, a URI, or - for standard input",
+        ),
     ],
     output_file: Annotated[
-        Path, Argument(metavar="OUT.jsonl", help="continued where an earlier run stopped")
+        str,
+        Argument(
+            metavar="OUTPUT",
+            help="a .jsonl file, or a folder of parts (a URI, NAME.parquet, NAME/); continued "
+            "where an earlier run stopped",
+        ),
     ],
     engine: EngineFlags,
     url: Annotated[
         str | None,
         "a running service, which gets rows as they are; without it, the engine runs here",
     ] = None,
-    concurrency: Annotated[int, "rows in flight"] = 16,
+    concurrency: Annotated[int, "rows in flight"] = 64,
     seed: Annotated[int, "seed of the job; the seed of a row overrides it"] = 0,
     default: Annotated[
         tuple[str, ...], "--default FIELD=VALUE: body field of every row; may be repeated"
     ] = (),
+    override_model: Annotated[bool, "answer rows whatever model they name"] = False,
+    format: Annotated[Literal["jsonl", "parquet"] | None, "of the output (as its name says)"] = (
+        None
+    ),
     ordered: Annotated[bool, "write the output in the order of the input"] = False,
+    retry_errors: Annotated[bool, "run rows again that were refused as invalid"] = False,
+    max_errors: Annotated[int | None, "stop after more failed rows than this"] = None,
     force: Annotated[bool, "continue an output that was made with other settings"] = False,
-    quiet: Annotated[bool, "no progress bar"] = False,
+    quiet: Annotated[bool, "no progress"] = False,
 ) -> int:
-    """Runs a file of requests and writes one answer per line."""
+    """Runs a file of requests and writes one answer for each.
+
+    Rows that failed are in a file of errors next to the output. Exit status 0: all rows are
+    answered; 1: some have failed, or the job could not go on; 2: wrong files or options; 130:
+    stopped by a signal, to be continued by the same command.
+    """
+    require_extra("batch", "pyarrow", what="eesd batch")
     # torch takes seconds to import.
-    from serve_app.batch.runner import BatchOptions
+    from serve_app.batch.job import BatchOptions
+    from serve_app.batch.records import Recovery
     from serve_app.batch.start import run_in_process, run_over_http
 
+    if concurrency < 1:
+        raise ConfigError(f"--concurrency {concurrency}: expected 1 or more, nothing would be run")
     config = config_of(engine)
     options = BatchOptions(
-        concurrency=concurrency,
         seed=seed,
         defaults=defaults_of(default),
+        override_model=override_model,
+        format=format,
         ordered=ordered,
-        force=force,
+        recovery=Recovery(retry_errors=retry_errors, force=force),
+        max_errors=max_errors,
         show_progress=not quiet,
     )
-    files = (input_file, output_file)
+    words = (input_file, output_file)
     if url is None:
-        run = run_in_process(*files, config=config, options=options)
+        run = run_in_process(*words, config=config, options=options, concurrency=concurrency)
     else:
         _check_that_none_is_ignored(engine)
         key = os.environ.get(config.api_key_env) or None
-        run = run_over_http(*files, url=url, api_key=key, options=options)
-    report = asyncio.run(run)
+        run = run_over_http(*words, url=url, api_key=key, options=options, concurrency=concurrency)
+    try:
+        report = asyncio.run(_until_stopped(run))
+    except asyncio.CancelledError:
+        sys.stderr.write("eesd: stopped; finished rows are kept: the same command continues\n")
+        return _INTERRUPTED
+    _show(report)
+    return 1 if report.num_failed or report.num_failed_before else 0
+
+
+async def _until_stopped(run: Coroutine[Any, Any, "BatchReport"]) -> "BatchReport":
+    """Ends the run at SIGINT and SIGTERM; rows in flight are lost, and run again by the next."""
+    task = asyncio.ensure_future(run)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    return await task
+
+
+def _show(report: "BatchReport") -> None:
+    done = report.throughput
     echo(
         f"{report.num_rows} rows: {report.num_skipped} done before, {report.num_completed} "
-        f"answered, {report.num_failed} failed; {report.num_tokens} tokens"
+        f"answered, {report.num_failed} failed; {done.num_tokens} tokens"
     )
     if report.num_failed_before:
-        echo(f"{report.num_failed_before} of those done before had failed: correct their rows")
-    return 1 if report.num_failed or report.num_failed_before else 0
+        echo(
+            f"{report.num_failed_before} of those done before had failed: correct their rows, or "
+            "use --retry-errors"
+        )
+    if report.num_completed:
+        drafts = (
+            "" if done.acceptance is None else f", {done.acceptance:.2f} of the drafts accepted"
+        )
+        echo(f"{done.seconds:.1f} s, {done.tokens_per_s:.1f} tokens/s{drafts}")
 
 
 def _check_that_none_is_ignored(engine: EngineFlags) -> None:

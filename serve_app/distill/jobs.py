@@ -26,7 +26,6 @@ from ray.exceptions import RayError
 
 from eesd_dist.distill.collector import Chunk, MadeShard, ShardJob, ShardWorker
 from eesd_dist.distill.features import ShardEntry
-from eesd_dist.distill.progress import progress_bar
 from eesd_dist.distill.sources import TextRows
 from eesd_dist.distill.train.loop import train_rank
 from eesd_dist.distill.train.request import TrainRequest
@@ -39,6 +38,7 @@ from eesd_dist.errors import (
     os_error_text,
 )
 from eesd_dist.model.weights import weights_digest
+from eesd_dist.progress import progress_bar
 from eesd_dist.types import Request, RequestId
 from serve_app.service.connect import our_error
 

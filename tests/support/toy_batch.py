@@ -5,15 +5,19 @@ python -m tests.support.toy_batch IN.jsonl OUT.jsonl DELAY_S
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+from serve_app.batch.job import BatchOptions, BatchReport, ServedModel, run_batch
 from serve_app.batch.local_client import answered_by
-from serve_app.batch.runner import BatchOptions, BatchReport, ServedModel, run_batch
+from serve_app.batch.loop import RowLoop
+from serve_app.batch.start import row_loop
 from serve_app.openai.text_service import TextService
 from tests.support.toy_api import toy_preparation
 from tests.support.toy_engine import ToyEngine
 
-MODEL = ServedModel(name="toy", identity="v1")
+MODEL = ServedModel(name="toy", identity={"model_digest": "v1"})
 
 
 def run(
@@ -23,16 +27,23 @@ def run(
     engine: ToyEngine | None = None,
     model: ServedModel = MODEL,
     options: BatchOptions | None = None,
+    concurrency: int = 4,
 ) -> BatchReport:
     preparation = toy_preparation(model_name=model.name, max_model_len=200)
     service = TextService(engine or ToyEngine(vocab_size=128), preparation)
+
+    @asynccontextmanager
+    async def execution(options: BatchOptions) -> AsyncIterator[RowLoop]:
+        answer = answered_by(service)
+        yield row_loop(answer, model=model.name, options=options, concurrency=concurrency)
+
     return asyncio.run(
         run_batch(
-            input_file,
-            output_file,
-            answer=answered_by(service),
+            str(input_file),
+            str(output_file),
+            execution=execution,
             model=model,
-            options=options or BatchOptions(concurrency=4, show_progress=False),
+            options=options or BatchOptions(show_progress=False),
         )
     )
 

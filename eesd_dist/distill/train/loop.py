@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from eesd_dist.distill.folders import put_in_place
-from eesd_dist.distill.progress import progress_bar
 from eesd_dist.distill.train.batches import BatchReader, PlannedBatch
 from eesd_dist.distill.train.held_out_rows import held_out_batches
 from eesd_dist.distill.train.learner import Figures, HeadLearner, Progress
@@ -24,6 +23,7 @@ from eesd_dist.distill.train.learning_rate import LearningRate, Pace
 from eesd_dist.distill.train.request import TrainInputs, TrainRequest, device_of
 from eesd_dist.distill.train.run_folder import RunFolder
 from eesd_dist.errors import ConfigError
+from eesd_dist.progress import progress_bar
 from eesd_dist.provenance import collect_provenance
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError, EngineError, PoisonRequest
 from eesd_dist.text import Tokenizer
-from serve_app.batch.runner import BatchOptions, BatchReport
-from serve_app.batch.start import _identity, run_over_http
+from serve_app.batch.job import BatchOptions, BatchReport
+from serve_app.batch.record_files import errors_path_of
+from serve_app.batch.start import identity_of, run_over_http
 from serve_app.cli import main as cli
 from serve_app.cli.batch import defaults_of
 from tests.support.live_server import serving
@@ -61,9 +62,10 @@ class Job:
         self.rows.write_text("\n".join(lines) + "\n")
 
     def run(self) -> BatchReport:
-        options = BatchOptions(concurrency=4, show_progress=False)
-        files = (self.rows, self.out)
-        return asyncio.run(run_over_http(*files, url=self.url, api_key=None, options=options))
+        options = BatchOptions(show_progress=False)
+        files = (str(self.rows), str(self.out))
+        run = run_over_http(*files, url=self.url, api_key=None, options=options, concurrency=4)
+        return asyncio.run(run)
 
     def typed(self, *words: str) -> int:
         """The exit status of `eesd batch`."""
@@ -82,7 +84,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.batch.runner._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("serve_app.batch.loop._FIRST_PAUSE_S", 0.001)
 
 
 def test_a_route_that_is_away_ends_the_job_and_costs_no_row(job: Job) -> None:
@@ -101,7 +103,7 @@ def test_a_row_that_the_service_calls_poison_is_sent_once(job: Job) -> None:
     assert job.run().num_failed == 1
     assert job.run().num_failed_before == 1
     assert len(job.engine.requests) == 1
-    record = json.loads(job.out.read_text())
+    record = json.loads(errors_path_of(job.out).read_text())
     assert "do not send this one again" in record["error"]["message"]
 
 
@@ -123,7 +125,7 @@ def test_a_job_with_failed_rows_does_not_end_well_however_often_it_is_run(
 def test_no_row_at_a_time_is_no_job(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.write({"prompt": "x"})
     assert job.typed("--concurrency", "0") == 2
-    assert capsys.readouterr().err.startswith("eesd: concurrency is 0, expected 1 or more")
+    assert capsys.readouterr().err.startswith("eesd: --concurrency 0: expected 1 or more")
 
 
 def test_defaults_are_read_as_yaml_and_quoted_texts_stay_texts() -> None:
@@ -161,7 +163,7 @@ def test_a_row_of_another_model_is_its_own_error(job: Job) -> None:
     job.write({"prompt": "x", "model": "gpt"}, {"prompt": "x", "model": "toy"}, {"prompt": "x"})
     report = job.run()
     assert (report.num_completed, report.num_failed) == (2, 1)
-    assert "the model 'gpt' is not served here" in job.out.read_text()
+    assert "the model 'gpt' is not served here" in errors_path_of(job.out).read_text()
     assert job.run().num_failed_before == 1
 
 
@@ -176,20 +178,20 @@ def test_options_of_an_engine_are_refused_where_none_runs(
 @pytest.mark.parametrize(
     "name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"]
 )
-def test_what_makes_and_ends_texts_is_part_of_a_runs_identity(tmp_path: Path, name: str) -> None:
+def test_what_makes_and_ends_texts_is_part_of_a_runsidentity_of(tmp_path: Path, name: str) -> None:
     model = write_byte_level(tmp_path)
     config = EngineConfig.model_validate({"model": {"path": model, "dtype": "bfloat16"}})
-    before = _identity(config, max_model_len=64)
-    assert _identity(config, max_model_len=64) == before
+    before = identity_of(config, max_model_len=64)
+    assert identity_of(config, max_model_len=64) == before
     file = model / name
     file.write_text((file.read_text() if file.exists() else "{}") + " ")
-    assert _identity(config, max_model_len=64) != before
+    assert identity_of(config, max_model_len=64) != before
 
 
 def test_texts_of_rejection_sampling_are_other_texts(tmp_path: Path) -> None:
     model = write_byte_level(tmp_path)
     tree: dict[str, object] = {"model": {"path": model, "dtype": "bfloat16"}}
     rejection = EngineConfig.model_validate({**tree, "speculation": {"acceptance": "rejection"}})
-    assert _identity(rejection, max_model_len=64) != _identity(
+    assert identity_of(rejection, max_model_len=64) != identity_of(
         EngineConfig.model_validate(tree), max_model_len=64
     )

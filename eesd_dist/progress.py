@@ -1,4 +1,4 @@
-"""Progress of a step: a bar on a terminal, and in a log file a line a minute."""
+"""Progress of long work: a bar on a terminal, and in a log file a line a minute."""
 
 import sys
 from collections.abc import Iterable
@@ -30,6 +30,7 @@ def progress_bar(
     total: int | None = None,
     initial: int = 0,
     title: str | None = None,
+    is_shown: bool = True,
 ) -> "tqdm[Any]":
     """Returns a bar on stderr, over `items` or for a number of updates."""
     on_terminal = sys.stderr.isatty()
@@ -39,6 +40,7 @@ def progress_bar(
         total=total,
         initial=initial,
         unit=unit,
+        disable=not is_shown,
         file=sys.stderr if on_terminal else _Lines(sys.stderr),
         mininterval=0.1 if on_terminal else _LINE_S,
         maxinterval=10.0 if on_terminal else _LINE_S,

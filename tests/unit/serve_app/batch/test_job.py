@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.errors import ConfigError, EngineError, PoisonRequest, QueueFull
-from serve_app.batch.runner import BatchOptions
-from serve_app.batch.writer import OutputFile
+from serve_app.batch.job import BatchOptions
+from serve_app.batch.record_files import RecordFile, errors_path_of
+from serve_app.batch.records import Recovery
 from tests.support.toy_batch import MODEL, run
 from tests.support.toy_engine import ToyEngine
 
-QUIET = BatchOptions(concurrency=4, show_progress=False)
+QUIET = BatchOptions(show_progress=False)
+FORCED = replace(QUIET, recovery=Recovery(force=True))
 
 
 def _write(file: Path, rows: list[object]) -> Path:
@@ -64,7 +66,7 @@ def test_every_row_is_answered_once_under_its_id(rows: Path, tmp_path: Path) -> 
     report = run(rows, tmp_path / "out.jsonl")
     assert set(_texts(tmp_path / "out.jsonl")) == {f"r{i}" for i in range(20)}
     assert (report.num_rows, report.num_completed, report.num_failed) == (20, 20, 0)
-    assert report.num_tokens == 240
+    assert report.throughput.num_tokens == 240
 
 
 def test_a_killed_batch_goes_on_where_it_was_and_gives_the_same_texts(
@@ -123,20 +125,29 @@ def test_bad_rows_become_error_records_and_stop_no_other_row(tmp_path: Path) -> 
     with file.open("a") as lines:
         lines.write('{"id": "torn", "prom\n\n[1, 2]\n')
     report = run(file, tmp_path / "out.jsonl")
-    records = {str(r["custom_id"]): r for r in _records(tmp_path / "out.jsonl")}
-    expected = {name for name, _ in bad} | {"good", "line-10", "line-12"}
-    assert set(records) == expected
+    assert [r["custom_id"] for r in _records(tmp_path / "out.jsonl")] == ["good"]
+    records = {str(r["custom_id"]): r for r in _records(tmp_path / "out.errors.jsonl")}
+    assert len(records) == len(bad) + 2
+    assert {name for name, _ in bad} < set(records)
     assert report.num_completed == 1
-    assert records["good"]["error"] is None
-    for name in expected - {"good"}:
+    unnamed = [r for name, r in records.items() if name.startswith("row-")]
+    assert {str(r["error"]["message"]).partition(": ")[0] for r in unnamed} == {  # type: ignore[index]
+        f"{file}:10",
+        f"{file}:12",
+    }
+    for name in records:
         response = records[name]["response"]
         assert isinstance(response, dict)
         assert response["status_code"] == 400
         assert response["body"]["error"]["message"]
         assert records[name]["error"]
     second_run = run(file, tmp_path / "out.jsonl")
-    assert second_run.num_skipped == len(expected)
-    assert (second_run.num_failed, second_run.num_failed_before) == (0, len(expected) - 1)
+    assert second_run.num_skipped == len(records) + 1
+    assert (second_run.num_failed, second_run.num_failed_before) == (0, len(records))
+    retried = replace(QUIET, recovery=Recovery(retry_errors=True))
+    third_run = run(file, tmp_path / "out.jsonl", options=retried)
+    assert (third_run.num_skipped, third_run.num_failed) == (1, len(records))
+    assert len(_records(tmp_path / "out.errors.jsonl")) == len(records)
 
 
 def test_openai_lines_and_plain_lines_mean_the_same(tmp_path: Path) -> None:
@@ -153,7 +164,7 @@ def test_openai_lines_and_plain_lines_mean_the_same(tmp_path: Path) -> None:
 
 def test_ids_that_stand_twice_are_refused_with_both_lines(tmp_path: Path) -> None:
     file = _write(tmp_path / "in.jsonl", [*_plain(3), {"id": "r1", "prompt": "other"}])
-    with pytest.raises(ConfigError, match="'r1' is in lines 2 and 4"):
+    with pytest.raises(ConfigError, match=r"'r1' is in .*in\.jsonl:2 and .*in\.jsonl:4"):
         run(file, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -161,13 +172,13 @@ def test_ids_that_stand_twice_are_refused_with_both_lines(tmp_path: Path) -> Non
 def test_rows_of_another_model_seed_or_defaults_are_not_mixed(rows: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     run(rows, output)
-    with pytest.raises(ConfigError, match="model_identity 'v1', this run has 'v2'"):
-        run(rows, output, model=replace(MODEL, identity="v2"))
+    with pytest.raises(ConfigError, match="model_digest 'v1', this run has 'v2'"):
+        run(rows, output, model=replace(MODEL, identity={"model_digest": "v2"}))
     with pytest.raises(ConfigError, match="seed 0, this run has 1"):
         run(rows, output, options=replace(QUIET, seed=1))
     with pytest.raises(ConfigError, match="defaults"):
         run(rows, output, options=replace(QUIET, defaults={"temperature": 0}))
-    forced = replace(QUIET, seed=1, force=True)
+    forced = replace(FORCED, seed=1)
     assert run(rows, output, options=forced).num_skipped == 20
 
 
@@ -184,12 +195,13 @@ def test_a_bad_row_that_was_corrected_is_run_again(tmp_path: Path, force: bool) 
     bad = {"id": "r7", "prompt": "prompt 7", "max_tokens": 12, "temperature": 9}
     file = _write(tmp_path / "in.jsonl", [*_plain(7), bad])
     assert run(file, output).num_failed == 1
-    options = replace(QUIET, force=force)
+    options = FORCED if force else QUIET
     assert run(file, output, options=options).num_failed_before == 1
     _write(file, _plain(8))
     report = run(file, output, options=options)
     assert (report.num_skipped, report.num_completed, report.num_failed_before) == (7, 1, 0)
     assert len(_texts(output)) == 8
+    assert _records(errors_path_of(output)) == []
 
 
 def test_a_refused_run_leaves_the_output_as_it_was(tmp_path: Path) -> None:
@@ -210,7 +222,7 @@ def test_rows_of_an_earlier_version_are_refused_with_what_to_do(rows: Path, tmp_
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
     with pytest.raises(ConfigError, match=r"another version of eesd .* name another output, or"):
         run(rows, output)
-    assert run(rows, output, options=replace(QUIET, force=True)).num_skipped == 20
+    assert run(rows, output, options=FORCED).num_skipped == 20
     assert run(rows, output).num_skipped == 20
 
 
@@ -225,30 +237,10 @@ def test_an_input_that_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
     os.write(writer, b'{"id": "a", "prompt": "x"}\n')
     os.close(writer)
     try:
-        with pytest.raises(ConfigError, match=rf"/dev/fd/{reader}: is no regular file"):
+        with pytest.raises(ConfigError, match=rf"/dev/fd/{reader}: is no regular file.* use `-`"):
             run(Path(f"/dev/fd/{reader}"), tmp_path / "out.jsonl")
     finally:
         os.close(reader)
-
-
-def test_rows_that_vanish_while_they_are_run_are_missed(tmp_path: Path) -> None:
-    file = _write(tmp_path / "in.jsonl", _plain(400))
-
-    def cut(_: object) -> list[int]:
-        os.truncate(file, 1000)
-        return [65]
-
-    with pytest.raises(ConfigError, match=r"had 400 rows, and \d+ were found"):
-        run(file, tmp_path / "out.jsonl", engine=ToyEngine(script=cut))
-    _write(file, _plain(400))
-    report = run(file, tmp_path / "out.jsonl")
-    assert report.num_skipped > 0
-    assert report.num_skipped + report.num_completed == 400
-
-
-def test_less_than_one_row_at_a_time_is_refused() -> None:
-    with pytest.raises(ConfigError, match="concurrency is 0, expected 1 or more"):
-        BatchOptions(concurrency=0)
 
 
 def test_a_full_disk_is_said_and_the_next_run_goes_on(rows: Path, tmp_path: Path) -> None:
@@ -269,23 +261,28 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(rows: Path, tmp_path: Path
 def test_no_room_for_a_rewritten_output_leaves_the_old_one(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.batch.runner._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("serve_app.batch.loop._FIRST_PAUSE_S", 0.001)
     output = tmp_path / "out.jsonl"
     run(rows, output, engine=_FailsAtFirst(EngineError("gone"), times=10**9, only="7"))
-    before = output.read_bytes()
-    with _room_for(1000), pytest.raises(ConfigError, match="make room"):
+    errors = errors_path_of(output)
+    with errors.open("ab") as file:  # of another input: it is kept
+        record = {"custom_id": "x" * 500, "error": {"message": "no"}, "response": {}}
+        file.write(json.dumps(record).encode() + b"\n")
+    before = output.read_bytes(), errors.read_bytes()
+    with _room_for(400), pytest.raises(ConfigError, match="make room"):
         run(rows, output)
-    assert output.read_bytes() == before
-    assert not (tmp_path / "out.jsonl.rewriting").exists()
+    assert (output.read_bytes(), errors.read_bytes()) == before
+    assert not list(tmp_path.glob("*.rewriting"))
     assert run(rows, output).num_completed == 2
 
 
 def test_a_line_that_found_no_room_does_not_tear_the_next_one(tmp_path: Path) -> None:
-    with OutputFile(tmp_path / "out.jsonl") as output:
-        with _room_for(2000), pytest.raises(ConfigError, match="make room"):
-            output.append({"custom_id": "long", "text": "x" * 20_000})
-        output.append({"custom_id": "short"})
-        assert output.recover({}, force=False).ids == {"short"}
+    file = RecordFile(tmp_path / "out.jsonl")
+    with _room_for(2000), pytest.raises(ConfigError, match="make room"):
+        file.append(json.dumps({"custom_id": "long", "text": "x" * 20_000}).encode() + b"\n")
+    file.append(b'{"custom_id": "short"}\n')
+    assert [record.custom_id for record in file.records()] == ["short"]
+    file.close(after_error=False)
 
 
 def test_a_foreign_file_is_not_appended_to(rows: Path, tmp_path: Path) -> None:
@@ -294,8 +291,8 @@ def test_a_foreign_file_is_not_appended_to(rows: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no manifest"):
         run(rows, output)
     with pytest.raises(ConfigError, match="line 1 is no result"):
-        run(rows, output, options=replace(QUIET, force=True))
-    with pytest.raises(ConfigError, match="the input itself"):
+        run(rows, output, options=FORCED)
+    with pytest.raises(ConfigError, match="is the output, and among the input"):
         run(rows, rows)
     assert output.read_text() == "my thesis\n"
 
@@ -319,7 +316,7 @@ def test_the_output_can_be_put_in_the_order_of_the_input(rows: Path, tmp_path: P
 
 def test_no_more_rows_run_at_once_than_asked_for(rows: Path, tmp_path: Path) -> None:
     engine = ToyEngine(vocab_size=128, delay_s=0.001)
-    run(rows, tmp_path / "out.jsonl", engine=engine, options=replace(QUIET, concurrency=3))
+    run(rows, tmp_path / "out.jsonl", engine=engine, concurrency=3)
     assert engine.max_live == 3
 
 
@@ -334,7 +331,7 @@ def test_a_full_queue_is_waited_for(
 def test_a_row_that_failed_on_our_side_is_tried_again_by_the_next_run(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.batch.runner._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("serve_app.batch.loop._FIRST_PAUSE_S", 0.001)
     output = tmp_path / "out.jsonl"
     engine = _FailsAtFirst(EngineError("rank 1 is gone"), times=10**9, only="7")
     report = run(rows, output, engine=engine)
@@ -347,7 +344,7 @@ def test_a_row_that_failed_on_our_side_is_tried_again_by_the_next_run(
 def test_a_dead_engine_ends_the_job_and_not_fifty_thousand_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.batch.runner._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("serve_app.batch.loop._FIRST_PAUSE_S", 0.001)
     file = _write(tmp_path / "in.jsonl", _plain(60))
     engine = _FailsAtFirst(EngineError("rank 1 is gone"), times=10**9)
     with pytest.raises(EngineError, match=r"20 rows in a row .* rank 1 is gone"):
@@ -359,13 +356,13 @@ def test_a_dead_engine_ends_the_job_and_not_fifty_thousand_rows(
 def test_a_poison_row_is_sent_once_and_never_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.batch.runner._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("serve_app.batch.loop._FIRST_PAUSE_S", 0.001)
     file, output = _write(tmp_path / "in.jsonl", _plain(30)), tmp_path / "out.jsonl"
     poison = PoisonRequest(request_id="r", crashes=3, reason="a bug")
     engine = _FailsAtFirst(poison, times=10**9)
     report = run(file, output, engine=engine)
     assert (report.num_failed, len(engine.requests)) == (30, 30)
-    assert {r["error"]["code"] for r in _records(output)} == {"poison_request"}  # type: ignore[index]
+    assert {r["error"]["code"] for r in _records(errors_path_of(output))} == {"poison_request"}  # type: ignore[index]
     second_run = run(file, output)
     assert (second_run.num_skipped, second_run.num_failed_before) == (30, 30)
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from eesd_dist.distill import progress
-from eesd_dist.distill.progress import progress_bar
+from eesd_dist import progress
+from eesd_dist.progress import progress_bar
 
 
 def lines_of(num_updates: int) -> list[str]:
