@@ -30,7 +30,6 @@ def progress_bar(
     total: int | None = None,
     initial: int = 0,
     title: str | None = None,
-    is_shown: bool = True,
 ) -> "tqdm[Any]":
     """Returns a bar on stderr, over `items` or for a number of updates."""
     on_terminal = sys.stderr.isatty()
@@ -40,7 +39,6 @@ def progress_bar(
         total=total,
         initial=initial,
         unit=unit,
-        disable=not is_shown,
         file=sys.stderr if on_terminal else _Lines(sys.stderr),
         mininterval=0.1 if on_terminal else _LINE_S,
         maxinterval=10.0 if on_terminal else _LINE_S,

@@ -7,7 +7,7 @@ and its id. Requests are those of the HTTP API, field for field.
 
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from eesd_dist.errors import ConfigError, EngineError
 from serve_app.batch.inputs import Inputs, inputs_of
 from serve_app.batch.ledger import Ledger, RowState
-from serve_app.batch.loop import TakeResult
+from serve_app.batch.loop import Bodies, TakeResult
 from serve_app.batch.manifest import FORMAT
 from serve_app.batch.order import longest_first
 from serve_app.batch.outputs import Format, Output, output_of
@@ -57,6 +57,10 @@ class BatchOptions:
     show_progress: bool = True
     """Shows progress on standard error."""
 
+    def bodies(self, model: ServedModel) -> Bodies:
+        overrides = {"model": model.name} if self.override_model else {}
+        return Bodies(seed=self.seed, defaults=self.defaults, overrides=overrides)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReport:
@@ -82,11 +86,15 @@ class Execution(Protocol):
     async def run(self, rows: Iterator[Row], take: TakeResult) -> None: ...
 
 
+Start = Callable[[BatchOptions, int], AbstractAsyncContextManager[Execution]]
+"""Starts an execution for so many rows."""
+
+
 async def run_batch(
     input_word: str,
     output_word: str,
     *,
-    execution: Callable[[BatchOptions], AbstractAsyncContextManager[Execution]],
+    execution: Start,
     model: ServedModel,
     options: BatchOptions | None = None,
 ) -> BatchReport:
@@ -95,38 +103,34 @@ async def run_batch(
 
     `execution` is entered when there are rows to run."""
     options = options or BatchOptions()
+    progress = JobProgress()
     with ExitStack() as stack:
         inputs = stack.enter_context(inputs_of(input_word))
         output = output_of(output_word, format=options.format, ordered=options.ordered)
         stack.enter_context(output)
         _refuse_own_output(inputs, output)
-        ledger = stack.enter_context(closing(Ledger()))
         stack.enter_context(_room_for_ledger())
+        ledger = stack.enter_context(closing(Ledger()))
         ledger.scan(inputs)
         output.claim(_manifest_of(model, options), force=options.recovery.force)
         output.recover(ledger, options.recovery)
         num_failed_before = ledger.count(RowState.FAILED)
         num_skipped = ledger.count(RowState.ANSWERED) + num_failed_before
-        progress = stack.enter_context(
-            closing(
-                JobProgress(
-                    total=ledger.num_rows, initial=num_skipped, is_shown=options.show_progress
-                )
-            )
-        )
         results = _Results(output, progress, max_errors=options.max_errors)
         if num_skipped < ledger.num_rows:
-            async with execution(options) as running:
-                await running.run(longest_first(ledger.pending(inputs)), results.take)
+            async with execution(options, ledger.num_rows - num_skipped) as running:
+                total, initial = ledger.num_rows, num_skipped
+                with progress.shown(total, initial) if options.show_progress else nullcontext():
+                    await running.run(longest_first(ledger.pending(inputs)), results.take)
         output.finish(ledger)
-        return BatchReport(
-            num_rows=ledger.num_rows,
-            num_skipped=num_skipped,
-            num_failed_before=num_failed_before,
-            num_completed=results.num_completed,
-            num_failed=results.num_failed,
-            throughput=progress.throughput,
-        )
+    return BatchReport(
+        num_rows=ledger.num_rows,
+        num_skipped=num_skipped,
+        num_failed_before=num_failed_before,
+        num_completed=results.num_completed,
+        num_failed=results.num_failed,
+        throughput=progress.throughput,
+    )
 
 
 class _Results:

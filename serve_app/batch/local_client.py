@@ -34,6 +34,11 @@ class LocalClient:
         self._thread = EngineThread(engine, deliver=self._deliver, broken=self._broken)
         self._thread.start()
 
+    @property
+    def is_broken(self) -> bool:
+        """True if the loop has ended with an error: no request is answered any more."""
+        return self._error is not None
+
     async def stream(self, request: Request) -> AsyncIterator[Emission]:
         if self._error is not None:
             raise self._error

@@ -8,16 +8,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from eesd_dist.errors import CapacityError, EesdError, EngineError, PoisonRequest, RequestError
 from serve_app.batch.results import RowResult, answered, failed
-from serve_app.batch.rows import Row
+from serve_app.batch.rows import Row, row_seed
 from serve_app.openai.workloads import Kind
 
 logger = logging.getLogger(__name__)
 
 AnswerBody = Callable[[Kind, Mapping[str, object]], Awaitable[bytes]]
 """Answers the body of a row as the HTTP API does, with JSON in one line."""
+BodyOf = Callable[[Row], dict[str, object]]
+"""Returns the body that a row asks for; raises RequestError for a row that cannot be run."""
 TakeResult = Callable[[RowResult], None]
 
 _MAX_ATTEMPTS = 4
@@ -39,12 +42,15 @@ class RowLoop:
         answer: AnswerBody,
         *,
         concurrency: int,
-        body_of: Callable[[Row], dict[str, object]],
+        body_of: BodyOf,
+        max_attempts: int = _MAX_ATTEMPTS,
         patience_s: float = _PATIENCE_S,
     ) -> None:
+        """`max_attempts`: at a row under which the engine fails."""
         self._answer = answer
         self._concurrency = concurrency
         self._body_of = body_of
+        self._max_attempts = max_attempts
         self._patience_s = patience_s
         self._is_waiting = False
         """True while no row was answered since the service was away."""
@@ -89,7 +95,7 @@ class RowLoop:
                 raise
             except EngineError as error:
                 num_attempts += 1
-                if num_attempts == _MAX_ATTEMPTS:
+                if num_attempts == self._max_attempts:
                     raise
                 logger.warning("row will be tried again: id=%s error=%s", row.custom_id, error)
             else:
@@ -104,16 +110,21 @@ class RowLoop:
             logger.warning("the service is waited for, for up to %g s: %s", self._patience_s, error)
 
 
-def checked_body(
-    row: Row, *, job_seed: int, defaults: Mapping[str, object], overrides: Mapping[str, object]
-) -> dict[str, object]:
-    """Returns the body that is asked for. Raises RequestError for a row that cannot be run."""
-    if row.problem is not None:
-        raise row.problem
-    seed = row.seed(job_seed)
-    body = {"seed": seed, **defaults, **row.body, **overrides}
-    if body.get("stream"):
-        raise RequestError("stream: rows of a batch cannot be streamed", param="stream")
-    if body["seed"] is None:
-        body["seed"] = seed
-    return body
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bodies:
+    """The bodies of a job's rows: a `BodyOf`."""
+
+    seed: int = 0
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    overrides: Mapping[str, object] = field(default_factory=dict)
+
+    def __call__(self, row: Row) -> dict[str, object]:
+        if row.problem is not None:
+            raise row.problem
+        seed = row_seed(self.seed, row.custom_id)
+        body = {"seed": seed, **self.defaults, **row.body, **self.overrides}
+        if body.get("stream"):
+            raise RequestError("stream: rows of a batch cannot be streamed", param="stream")
+        if body["seed"] is None:
+            body["seed"] = seed
+        return body

@@ -2,7 +2,12 @@
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
 
 from eesd_dist.progress import progress_bar
 from serve_app.batch.results import RowResult
@@ -31,10 +36,11 @@ class Throughput:
 
 
 class JobProgress:
-    """Counts and shows what a job has done. Close it in the end."""
+    """Counts and shows what a job has done since it was started."""
 
-    def __init__(self, *, total: int, initial: int, is_shown: bool) -> None:
-        self._bar = progress_bar(total=total, initial=initial, unit="row", is_shown=is_shown)
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+        """Bar on standard error; None while there is none."""
         self._started_s = time.monotonic()
         self._recent: deque[tuple[float, int]] = deque()
         """Time and tokens of the rows of the last seconds."""
@@ -55,8 +61,16 @@ class JobProgress:
         self._recent.append((time_s, num_tokens))
         while self._recent[0][0] < time_s - _WINDOW_S:
             self._recent.popleft()
-        self._bar.set_postfix(self._shown(time_s), refresh=False)
-        self._bar.update()
+        if self._bar is not None:
+            self._bar.set_postfix(self._figures(time_s), refresh=False)
+            self._bar.update()
+
+    @contextmanager
+    def shown(self, total: int, initial: int) -> Iterator[None]:
+        """Shows the rows within the block, of `total` with `initial` from earlier runs."""
+        with progress_bar(total=total, initial=initial, unit="row") as self._bar:
+            yield
+        self._bar = None
 
     @property
     def throughput(self) -> Throughput:
@@ -68,15 +82,12 @@ class JobProgress:
             num_accepted=self._num_accepted,
         )
 
-    def close(self) -> None:
-        self._bar.close()
-
-    def _shown(self, time_s: float) -> dict[str, str]:
+    def _figures(self, time_s: float) -> dict[str, str]:
         seconds = min(time_s - self._started_s, _WINDOW_S)
         rate = sum(tokens for _, tokens in self._recent) / max(seconds, 1e-3)
-        shown = {"tokens/s": f"{rate:.0f}"}
+        figures = {"tokens/s": f"{rate:.0f}"}
         if self._num_drafted:
-            shown["accepted"] = f"{self._num_accepted / self._num_drafted:.2f}"
+            figures["accepted"] = f"{self._num_accepted / self._num_drafted:.2f}"
         if self._num_failed:
-            shown["failed"] = str(self._num_failed)
-        return shown
+            figures["failed"] = str(self._num_failed)
+        return figures

@@ -64,9 +64,9 @@ class Row:
         custom_id = self.custom_id or f"row-{self.digest}{suffix}"
         return replace(self, custom_id=custom_id, ordinal=ordinal)
 
-    def seed(self, job_seed: int) -> int:
-        """Returns the seed of a row that states none: the same in every run of a job."""
-        return row_seed(job_seed, self.custom_id)
+    def with_fields(self, fields: Mapping[str, object]) -> "Row":
+        """Returns the row with more fields in its body, where it does not set them."""
+        return replace(self, body={**fields, **self.body})
 
     @property
     def num_characters(self) -> int:
@@ -113,6 +113,31 @@ def row_of(raw: RawRow) -> Row:
         return row
     problem = RequestError(f"{raw.location}: {row.problem}", param=row.problem.param)
     return replace(row, problem=problem)
+
+
+def row_of_columns(columns: Mapping[str, object], *, requires: str) -> Row:
+    """Returns the row of a dataset. `requires`: the column that its prompt is in, where that is
+    settled; `tokenized_prompt` is one of token ids."""
+    custom_id, digest = "", _digest(_canonical(columns))
+    tokens = columns.get("tokenized_prompt")
+    content = {name: value for name, value in columns.items() if name != "tokenized_prompt"}
+    if tokens is not None:
+        content = {**content, "prompt": tokens}
+        content.pop("messages", None)
+    try:
+        custom_id = _custom_id(columns)
+        if requires and requires not in columns:
+            raise RequestError(
+                f"{requires}: found {', '.join(columns) or 'no column'}, expected a column "
+                f"{requires}, since the processor's earlier stages are off",
+                param=requires,
+            )
+        kind, body = _plain_body(content)
+    except RequestError as error:
+        row = Row(custom_id=custom_id, digest=digest, body={}, problem=error)
+    else:
+        row = Row(custom_id=custom_id, digest=digest, kind=kind, body=body)
+    return row.named(0, ordinal=0)
 
 
 def _row_of_line(line: bytes) -> Row:

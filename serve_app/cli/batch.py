@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -41,9 +40,14 @@ def batch(
     engine: EngineFlags,
     url: Annotated[
         str | None,
-        "a running service, which gets rows as they are; without it, the engine runs here",
+        "a running service, which gets rows as they are; without it, engines run here",
     ] = None,
-    concurrency: Annotated[int, "rows in flight"] = 64,
+    address: Annotated[
+        str | None, "Ray cluster to run engines on; else Ray is started here"
+    ] = None,
+    in_process: Annotated[bool, "one engine in this process, without Ray"] = False,
+    engines: Annotated[int | None, "number of engines (one for each GPU, or each node)"] = None,
+    concurrency: Annotated[int, "rows in flight in each engine"] = 64,
     seed: Annotated[int, "seed of the job; the seed of a row overrides it"] = 0,
     default: Annotated[
         tuple[str, ...], "--default FIELD=VALUE: body field of every row; may be repeated"
@@ -64,11 +68,12 @@ def batch(
     answered; 1: some have failed, or the job could not go on; 2: wrong files or options; 130:
     stopped by a signal, to be continued by the same command.
     """
-    require_extra("batch", "pyarrow", what="eesd batch")
+    require_extra("batch", "pandas", "pyarrow", what="eesd batch")
     # torch takes seconds to import.
     from serve_app.batch.job import BatchOptions
+    from serve_app.batch.plan import RayPlan
     from serve_app.batch.records import Recovery
-    from serve_app.batch.start import run_in_process, run_over_http
+    from serve_app.batch.start import run_in_process, run_over_http, run_with_ray
 
     if concurrency < 1:
         raise ConfigError(f"--concurrency {concurrency}: expected 1 or more, nothing would be run")
@@ -84,8 +89,11 @@ def batch(
         show_progress=not quiet,
     )
     words = (input_file, output_file)
-    if url is None:
+    if url is None and in_process:
         run = run_in_process(*words, config=config, options=options, concurrency=concurrency)
+    elif url is None:
+        plan = RayPlan(address=address, engines=engines, concurrency=concurrency)
+        run = run_with_ray(*words, config=config, options=options, plan=plan)
     else:
         _check_that_none_is_ignored(engine)
         key = os.environ.get(config.api_key_env) or None
@@ -100,12 +108,10 @@ def batch(
 
 
 async def _until_stopped(run: Coroutine[Any, Any, "BatchReport"]) -> "BatchReport":
-    """Ends the run at SIGINT and SIGTERM; rows in flight are lost, and run again by the next."""
-    task = asyncio.ensure_future(run)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    return await task
+    from serve_app.batch.signals import cancel_at_signals
+
+    cancel_at_signals()
+    return await run
 
 
 def _show(report: "BatchReport") -> None:

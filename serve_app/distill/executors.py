@@ -5,7 +5,6 @@ was prepared.
 """
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -67,33 +66,18 @@ class RayExecutor:
             prepare_for_cluster()
         import ray
 
-        from serve_app.service.local_ray import connected_ray, local_ray
+        from serve_app.service.local_ray import connected_ray, local_ray, without_core_messages
 
         with ExitStack() as stack:
             if not ray.is_initialized():
                 config = ServiceConfig(engine=EngineConfig(model=ModelConfig(path=model)))
-                with _without_chatter():
+                with without_core_messages():
                     stack.enter_context(
                         local_ray(config, shows_logs=False, min_cpus=min_cpus)
                         if self.address is None
                         else connected_ray(self.address, shows_logs=False)
                     )
             yield
-
-
-@contextmanager
-def _without_chatter() -> Iterator[None]:
-    """Silences Ray's core, which writes past Python to the terminal; errors are raised anyway."""
-    sys.stderr.flush()
-    ours = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(ours, 2)
-        os.close(ours)
-        os.close(nowhere)
 
 
 _CHUNKS_AT_A_TIME = 2

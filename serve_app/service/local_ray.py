@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -106,6 +107,25 @@ def connected_ray(address: str, *, shows_logs: bool) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def without_core_messages() -> Iterator[None]:
+    """Silences Ray's core, which writes past Python to the terminal; errors are raised anyway.
+    Python writes where it did before."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    python, sys.stderr = sys.stderr, os.fdopen(os.dup(terminal), "w", buffering=1)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.close()
+        sys.stderr = python
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        os.close(nowhere)
 
 
 def _start(folder: Path, *, num_cpus: int, shows_logs: bool) -> None:

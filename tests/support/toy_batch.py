@@ -12,7 +12,6 @@ from pathlib import Path
 from serve_app.batch.job import BatchOptions, BatchReport, ServedModel, run_batch
 from serve_app.batch.local_client import answered_by
 from serve_app.batch.loop import RowLoop
-from serve_app.batch.start import row_loop
 from serve_app.openai.text_service import TextService
 from tests.support.toy_api import toy_preparation
 from tests.support.toy_engine import ToyEngine
@@ -33,9 +32,9 @@ def run(
     service = TextService(engine or ToyEngine(vocab_size=128), preparation)
 
     @asynccontextmanager
-    async def execution(options: BatchOptions) -> AsyncIterator[RowLoop]:
-        answer = answered_by(service)
-        yield row_loop(answer, model=model.name, options=options, concurrency=concurrency)
+    async def execution(options: BatchOptions, num_rows: int) -> AsyncIterator[RowLoop]:
+        bodies = options.bodies(model)
+        yield RowLoop(answered_by(service), concurrency=concurrency, body_of=bodies)
 
     return asyncio.run(
         run_batch(

@@ -15,8 +15,9 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError, EngineError, PoisonRequest
 from eesd_dist.text import Tokenizer
 from serve_app.batch.job import BatchOptions, BatchReport
+from serve_app.batch.local_engine import identity_of
 from serve_app.batch.record_files import errors_path_of
-from serve_app.batch.start import identity_of, run_over_http
+from serve_app.batch.start import run_over_http
 from serve_app.cli import main as cli
 from serve_app.cli.batch import defaults_of
 from tests.support.live_server import serving
@@ -178,7 +179,7 @@ def test_options_of_an_engine_are_refused_where_none_runs(
 @pytest.mark.parametrize(
     "name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"]
 )
-def test_what_makes_and_ends_texts_is_part_of_a_runsidentity_of(tmp_path: Path, name: str) -> None:
+def test_what_makes_and_ends_texts_is_part_of_a_runs_identity(tmp_path: Path, name: str) -> None:
     model = write_byte_level(tmp_path)
     config = EngineConfig.model_validate({"model": {"path": model, "dtype": "bfloat16"}})
     before = identity_of(config, max_model_len=64)
