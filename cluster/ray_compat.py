@@ -67,7 +67,8 @@ def rays_signal_handlers_unused() -> Iterator[None]:
 
 def stop_of(dataset: Any) -> Callable[[], None]:
     """Returns a function that ends the execution of a dataset that another thread is reading, which
-    then finds no more rows. Ray Data ends an execution only from the thread that reads it."""
+    then finds no more rows. Call it until that thread is done: it ends no execution that has not
+    started yet. Ray Data ends an execution only from the thread that reads it."""
     create: Callable[[], Any] = dataset._create_executor
     executors: list[Any] = []
 

@@ -26,6 +26,7 @@ from serve_app.service.connect import our_error
 
 _MAX_DEATHS_IN_A_ROW = 3
 """Engines that may die while they load, one after the other."""
+_STOP_S = 0.2
 _BATCHES_AHEAD = 2
 """Batches that wait for each one that runs."""
 
@@ -64,8 +65,9 @@ class RayExecution:
                     room.release()
         finally:
             feeding.cancel()
-            await asyncio.to_thread(stop)
-            await reading
+            while not reading.done():
+                await asyncio.to_thread(stop)
+                await asyncio.wait([reading], timeout=_STOP_S)
 
     @property
     def _num_slots(self) -> int:

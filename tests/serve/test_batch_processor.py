@@ -1,0 +1,215 @@
+"""Processors of Ray Data. Oracle: the same engine as a library."""
+
+import logging
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from pydantic import ValidationError
+from ray.data import DataContext, Dataset
+
+from eesd_dist import LLM, SamplingParams
+from eesd_dist.text import Tokenizer
+from serve_app.batch.loop import Bodies
+from serve_app.batch.processor import (
+    EESDEngineProcessorConfig,
+    EESDServiceProcessorConfig,
+    ProcessorConfig,
+    build_processor,
+    staged,
+)
+from serve_app.batch.results import RowResult
+from serve_app.batch.rows import Row
+from serve_app.batch.stage import COLUMN, GenerateText, StageRow
+from tests.support.live_server import serving
+from tests.support.tiny_tokenizer import write_byte_level
+from tests.support.toy_api import toy_api
+from tests.support.toy_engine import ToyEngine
+from tests.support.toy_source import ToySource
+
+PROMPTS = [f"the dog {i} sat on" for i in range(10)]
+GREEDY = {"max_tokens": 8, "temperature": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(ray_port: int) -> None:
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+
+def _config(model: Path, **settings: Any) -> EESDEngineProcessorConfig:
+    defaults: dict[str, Any] = {
+        "model_source": str(model),
+        "engine_kwargs": {"dtype": "float32", "num_threads": 1},
+        "placement_group_config": {"bundles": [{"CPU": 1}]},
+        "batch_size": 3,
+    }
+    return EESDEngineProcessorConfig(**{**defaults, **settings})
+
+
+def _prompts() -> Dataset:
+    return ray.data.from_items([{"question": prompt} for prompt in PROMPTS])
+
+
+def test_texts_are_those_of_the_engine_in_columns_of_ray_data(tiny_service: Path) -> None:
+    processor = build_processor(
+        _config(tiny_service),
+        preprocess=lambda row: {"prompt": row["question"], "sampling_params": GREEDY},
+        postprocess=lambda row: {**row, "answer": row["generated_text"].upper()},
+    )
+    rows = processor(_prompts()).take_all()
+    assert processor.list_stage_names() == ["GenerateText"]
+    llm = LLM(model=tiny_service, dtype="float32")
+    outputs = llm.generate(PROMPTS, SamplingParams(**GREEDY))  # type: ignore[arg-type]
+    expected = {output.prompt: output.outputs[0] for output in outputs}
+    assert {row["question"] for row in rows} == set(PROMPTS)
+    for row in rows:
+        output = expected[row["question"]]
+        assert row["generated_text"] == output.text
+        assert row["answer"] == output.text.upper()
+        assert list(row["generated_tokens"]) == list(output.token_ids)
+        assert row["num_generated_tokens"] == len(output.token_ids)
+        assert row["num_input_tokens"] > 0
+        assert row["finish_reason"] == output.finish_reason
+        assert row["__inference_error__"] == ""
+
+
+def test_a_row_without_a_seed_has_the_same_text_each_time(tiny_service: Path) -> None:
+    def texts(batch_size: int) -> dict[str, str]:
+        processor = build_processor(
+            _config(tiny_service, batch_size=batch_size),
+            preprocess=lambda row: {
+                "id": row["question"],
+                "prompt": "the dog",
+                "sampling_params": {"max_tokens": 8, "temperature": 1.0},
+            },
+            postprocess=lambda row: {"id": row["id"], "text": row["generated_text"]},
+        )
+        return {row["id"]: row["text"] for row in processor(_prompts()).take_all()}
+
+    first = texts(1)
+    assert texts(5) == first
+    assert len(set(first.values())) > 1
+
+
+def test_a_bad_row_is_an_error_column_or_the_end_of_the_job(tiny_service: Path) -> None:
+    def preprocess(row: dict[str, Any]) -> dict[str, Any]:
+        heat = 9.0 if row["question"] == PROMPTS[4] else 0.0
+        return {"prompt": row["question"], "sampling_params": {**GREEDY, "temperature": heat}}
+
+    def postprocess(row: dict[str, Any]) -> dict[str, Any]:
+        return {"question": row["question"], "text": row["generated_text"]}
+
+    lenient = _config(tiny_service, should_continue_on_error=True)
+    rows = build_processor(lenient, preprocess, postprocess)(_prompts()).take_all()
+    errors = {row["question"]: row["__inference_error__"] for row in rows}
+    assert errors.pop(PROMPTS[4]).startswith("temperature: ")
+    assert set(errors.values()) == {""}
+    with pytest.raises(Exception, match="temperature: "):
+        build_processor(_config(tiny_service), preprocess, postprocess)(_prompts()).take_all()
+
+
+def test_stages_can_be_off(tiny_service: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_service)
+    off = {"tokenize_stage": False, "detokenize_stage": False, "should_continue_on_error": True}
+
+    def tokens(row: dict[str, Any]) -> dict[str, Any]:
+        if row["question"] == PROMPTS[3]:
+            return {"prompt": row["question"]}
+        return {"tokenized_prompt": tokenizer.encode(row["question"]), "sampling_params": GREEDY}
+
+    rows = build_processor(_config(tiny_service, **off), tokens)(_prompts()).take_all()
+    answers = {row["question"]: row for row in rows}
+    error = answers.pop(PROMPTS[3])["__inference_error__"]
+    assert "expected a column tokenized_prompt, since the processor's earlier" in error
+    assert {row["generated_text"] for row in answers.values()} == {""}
+    outputs = LLM(model=tiny_service, dtype="float32").generate(
+        list(answers),
+        SamplingParams(**GREEDY),  # type: ignore[arg-type]
+    )
+    for output in outputs:
+        tokens_of_row = answers[str(output.prompt)]["generated_tokens"]
+        assert list(tokens_of_row) == list(output.outputs[0].token_ids)
+
+
+def test_settings_are_checked_when_they_are_written(tiny_service: Path) -> None:
+    with pytest.raises(ValidationError, match="found min > max"):
+        _config(tiny_service, concurrency=(3, 2))
+    with pytest.raises(ValidationError, match="batch_siz"):
+        _config(tiny_service, batch_siz=3)
+
+
+def test_a_processor_over_a_service_gives_its_texts(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_byte_level(tmp_path / "model"))
+    app = toy_api(ToyEngine(vocab_size=320), tokenizer=tokenizer, max_model_len=200)
+    with serving(app) as url:
+        processor = build_processor(
+            EESDServiceProcessorConfig(url=url, batch_size=4),
+            preprocess=lambda row: {
+                "messages": [{"role": "user", "content": row["question"]}],
+                "sampling_params": {"max_tokens": 5},
+            },
+        )
+        rows = processor(_prompts()).take_all()
+    assert {row["num_generated_tokens"] for row in rows} == {5}
+    assert len({row["generated_text"] for row in rows}) > 1
+
+
+def _toy_results(source: ToySource, prompts: list[str], **settings: Any) -> dict[str, RowResult]:
+    stage_rows = [
+        StageRow(
+            row=Row(custom_id=prompt, digest="", body={"prompt": prompt, "max_tokens": 6}),
+            columns={},
+        )
+        for prompt in prompts
+    ]
+    rows = ray.data.from_items(
+        [{COLUMN: pickle.dumps(row)} for row in stage_rows], override_num_blocks=len(prompts)
+    )
+    defaults: dict[str, Any] = {"batch_size": 4, "should_continue_on_error": True}
+    config = ProcessorConfig(**{**defaults, **settings})
+    answers = staged(
+        rows, GenerateText, (), config, source=source, body_of=Bodies(), resources={"CPU": 1.0}
+    )
+    results = [pickle.loads(row[COLUMN]).result for row in answers.take_all()]
+    assert len(results) == len(prompts)
+    return {result.custom_id: result for result in results}
+
+
+@pytest.mark.parametrize("kind", ["kills", "breaks"])
+def test_a_row_that_kills_engines_is_named_and_the_others_are_answered(
+    tmp_path: Path, kind: str
+) -> None:
+    prompts = [f"row {i}" for i in range(24)]
+    prompts[13] += " is poison"
+    source = ToySource(starts=tmp_path / "starts", delay_s=0.01)
+    expected = _toy_results(source, prompts)
+    poisoned = ToySource(starts=tmp_path / "poisoned", delay_s=0.01, **{kind: "poison"})  # type: ignore[arg-type]
+    results = _toy_results(poisoned, prompts)
+    assert "the engine broke" in results[prompts[13]].error
+    assert results[prompts[13]].error_code == "poison_request"
+    for prompt in set(prompts) - {prompts[13]}:
+        assert results[prompt].answer["choices"] == expected[prompt].answer["choices"]
+    # With others, with its batch, and twice alone.
+    assert len((tmp_path / "poisoned").read_text()) == 1 + 4
+
+
+def test_a_dead_engine_reloads_no_other(tmp_path: Path) -> None:
+    prompts = [f"row {i}" for i in range(40)]
+    prompts[20] = "poison"
+    source = ToySource(starts=tmp_path / "starts", kills="poison", delay_s=0.02)
+    results = _toy_results(source, prompts, concurrency=2, batch_size=1)
+    (error,) = [result.error for result in results.values() if result.has_failed]
+    (num_deaths,) = map(int, re.findall(r"the engine broke (\d+) times", error))
+    assert 2 <= num_deaths <= 4
+    assert len((tmp_path / "starts").read_text()) == 2 + num_deaths
+
+
+def test_an_engine_that_cannot_be_built_ends_the_job(tiny_service: Path, tmp_path: Path) -> None:
+    config = _config(tmp_path / "no model")
+    with pytest.raises(Exception, match="no model"):
+        build_processor(config, lambda row: {"prompt": "x"})(_prompts()).take_all()

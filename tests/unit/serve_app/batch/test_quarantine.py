@@ -1,0 +1,41 @@
+from serve_app.batch.quarantine import MAX_DEATHS_ALONE, Quarantine, Suspicion
+
+
+def test_a_row_is_isolated_step_by_step_until_it_is_to_blame() -> None:
+    quarantine = Quarantine()
+    (suspicion,) = quarantine.suspicions(["bad"])
+    assert not suspicion.num_deaths
+    quarantine.begin("engine", ["good", "bad"])
+    assert quarantine.restarted("engine") == 2
+    good, bad = quarantine.suspicions(["good", "bad"])
+    assert good == bad == Suspicion(num_deaths=1)
+    assert not bad.runs_alone
+    quarantine.begin("engine", ["good", "bad"])
+    quarantine.restarted("engine")
+    assert all(suspicion.runs_alone for suspicion in quarantine.suspicions(["good", "bad"]))
+    quarantine.begin("engine", ["good"])
+    quarantine.end("engine", ["good"])
+    assert quarantine.suspicions(["good"]) == [Suspicion()]
+    for number in range(1, MAX_DEATHS_ALONE + 1):
+        assert not quarantine.suspicions(["bad"])[0].is_poison
+        quarantine.begin("engine", ["bad"])
+        quarantine.restarted("engine")
+        assert quarantine.suspicions(["bad"])[0].num_deaths_alone == number
+    assert quarantine.suspicions(["bad"])[0].is_poison
+
+
+def test_a_death_counts_against_no_row_of_another_engine() -> None:
+    quarantine = Quarantine()
+    quarantine.begin("one", ["a"])
+    quarantine.begin("two", ["b"])
+    assert quarantine.restarted("two") == 1
+    assert [s.num_deaths for s in quarantine.suspicions(["a", "b"])] == [0, 1]
+    assert quarantine.restarted("two") == 0  # a process that died before it had a row
+
+
+def test_equal_rows_of_two_batches_leave_one_by_one() -> None:
+    quarantine = Quarantine()
+    quarantine.begin("engine", ["a"])
+    quarantine.begin("engine", ["a"])
+    quarantine.end("engine", ["a"])
+    assert quarantine.restarted("engine") == 1
