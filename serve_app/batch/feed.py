@@ -1,7 +1,7 @@
 """The rows of a job on their way to its engines.
 
-An actor of its own holds the batches whose results are not written yet: a batch that was lost with
-a process is given out again.
+An actor of its own holds the batches without written results: a batch that was lost with a process
+is given out again.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class RowFeed:
         return self._batches[number]
 
     async def forget(self, numbers: Sequence[int]) -> None:
-        """Drops batches whose results are written."""
+        """Drops batches that are written."""
         for number in numbers:
             self._batches.pop(number, None)
             self._arrivals.pop(number, None)

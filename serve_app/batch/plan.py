@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPlan:
-    """Where the engines of a job run."""
+    """Place and number of a job's engines."""
 
     address: str | None = None
     """Ray cluster; None: a Ray of its own on this machine."""

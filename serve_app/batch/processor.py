@@ -206,10 +206,10 @@ class Preprocess:
 
     def __call__(self, row: UserRow) -> UserRow:
         columns = {**row, **(self.function(dict(row)) if self.function else {})}
-        asked = row_of_columns(_request(columns), requires=self.requires)
-        if asked.kind == "chat" and self.template_options:
-            asked = asked.with_fields({"chat_template_kwargs": dict(self.template_options)})
-        return {COLUMN: pickle.dumps(StageRow(row=asked, columns=columns))}
+        request = row_of_columns(_request(columns), requires=self.requires)
+        if request.kind == "chat" and self.template_options:
+            request = request.with_fields({"chat_template_kwargs": dict(self.template_options)})
+        return {COLUMN: pickle.dumps(StageRow(row=request, columns=columns))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ class Suspicion:
     """Deaths of processes during a row."""
 
     num_deaths: int = 0
-    num_deaths_alone: int = 0
-    """Those in which no other row was there."""
+    num_single_deaths: int = 0
+    """Deaths with no other row in the process."""
 
     @property
     def runs_alone(self) -> bool:
@@ -27,7 +27,7 @@ class Suspicion:
 
     @property
     def is_poison(self) -> bool:
-        return self.num_deaths_alone >= MAX_DEATHS_ALONE
+        return self.num_single_deaths >= MAX_DEATHS_ALONE
 
 
 class Quarantine:
@@ -50,7 +50,7 @@ class Quarantine:
 
     def suspicions(self, rows: Sequence[str]) -> list[Suspicion]:
         return [
-            Suspicion(num_deaths=self._deaths[row], num_deaths_alone=self._deaths_alone[row])
+            Suspicion(num_deaths=self._deaths[row], num_single_deaths=self._deaths_alone[row])
             for row in rows
         ]
 

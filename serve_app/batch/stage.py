@@ -168,9 +168,9 @@ class Generator:
         async with self._turns.shared():
             results |= await self._run(fresh)
         suspects = [r for r in rows if r.custom_id not in results]
-        alone = [row for row in suspects if by_row[row.custom_id].runs_alone]
-        together = [row for row in suspects if not by_row[row.custom_id].runs_alone]
-        for group in (together, *([row] for row in alone)):
+        lone_rows = [row for row in suspects if by_row[row.custom_id].runs_alone]
+        grouped_rows = [row for row in suspects if not by_row[row.custom_id].runs_alone]
+        for group in (grouped_rows, *([row] for row in lone_rows)):
             if group:
                 async with self._turns.exclusive():
                     results |= await self._run(group)

@@ -148,8 +148,8 @@ def test_a_job_is_submitted_to_a_cluster(
     assert f"{NUM_ROWS} rows: 0 done before, {NUM_ROWS} answered, 0 failed" in done.stdout
     import pyarrow.dataset as ds
 
-    parts = sorted(map(str, (tmp_path / "parts.parquet").glob("part-*.parquet")))
-    table = ds.dataset(parts).to_table().to_pylist()
+    files = sorted(map(str, (tmp_path / "parts.parquet").glob("part-*.parquet")))
+    table = ds.dataset(files).to_table().to_pylist()
     assert {row["custom_id"]: row["generated_text"] for row in table} == expected
 
 

@@ -16,8 +16,8 @@ from tests.support.toy_engine import ToyEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToySource:
-    """Describes a toy whose process dies under prompts with `kills`, and which is broken by those
-    with `breaks`."""
+    """Describes a toy engine: its process dies under prompts with `kills`, and prompts with
+    `breaks` break it."""
 
     starts: Path
     """File with a letter for every process that has started."""

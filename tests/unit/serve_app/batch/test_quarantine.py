@@ -20,7 +20,7 @@ def test_a_row_is_isolated_step_by_step_until_it_is_to_blame() -> None:
         assert not quarantine.suspicions(["bad"])[0].is_poison
         quarantine.begin("engine", ["bad"])
         quarantine.restarted("engine")
-        assert quarantine.suspicions(["bad"])[0].num_deaths_alone == number
+        assert quarantine.suspicions(["bad"])[0].num_single_deaths == number
     assert quarantine.suspicions(["bad"])[0].is_poison
 
 
