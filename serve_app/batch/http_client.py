@@ -47,12 +47,15 @@ class HttpClient:
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers=headers,
-            timeout=httpx.Timeout(_TIMEOUT_S, connect=10.0),
-            limits=httpx.Limits(max_connections=None),
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=url,
+                headers=headers,
+                timeout=httpx.Timeout(_TIMEOUT_S, connect=10.0),
+                limits=httpx.Limits(max_connections=None),
+            )
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"--url {url}: {error}") from error
 
     async def model_name(self) -> str:
         """Returns the name of the first model that the service lists. Raises ConfigError where

@@ -11,7 +11,8 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Literal, cast
 
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from eesd_dist.errors import ConfigError
-from serve_app.batch.disk import writing
+from serve_app.batch.disk import reason_of, writing
 from serve_app.batch.rows import COLUMNS, RawRow
 
 Format = Literal["jsonl", "csv", "parquet"]
@@ -31,6 +32,7 @@ _HEAD_BYTES = 64 * 2**10
 _ROWS_AT_ONCE = 64
 """Rows of a Parquet file that are Python objects at a time."""
 _MAGIC: Mapping[bytes, str] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_REQUIRED = frozenset({"prompt", "messages"})
 _BOM = b"\xef\xbb\xbf"
 _OTHER_ENCODINGS: Mapping[bytes, str] = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _READABLE_ERRORS = (OSError, pa.ArrowException)
@@ -75,11 +77,12 @@ class Inputs:
 
 
 @contextmanager
-def inputs_of(word: str) -> Iterator[Inputs]:
+def inputs_of(word: str, *, excluded: Sequence[str] = ()) -> Iterator[Inputs]:
     """Gives the input that a word names: a file, a folder, a glob, a URI of any file system that
     pyarrow knows, or `-`, which is copied to a temporary file first, since rows are read twice.
 
-    Raises ConfigError where nothing is found, or a file is of another format."""
+    `excluded`: local files and folders that are left out of a folder or a glob, as a job's own
+    output. Raises ConfigError where nothing is found, or a file is of another format."""
     if word == "-":
         with NamedTemporaryFile(prefix="eesd-batch-") as copy:
             with writing(copy.name):
@@ -91,20 +94,25 @@ def inputs_of(word: str) -> Iterator[Inputs]:
         system, paths = _found(word)
     except (*_READABLE_ERRORS, ValueError) as error:
         raise ConfigError(_unreadable(word, error)) from error
+    paths = [path for path in paths if not _is_below(path, excluded)]
+    if not paths:
+        raise ConfigError(f"{word}: is the output itself; name another one")
     yield Inputs([_input_file(_name(word, path), path, system) for path in paths])
 
 
 def _found(word: str) -> tuple[Any, list[str]]:
     system, path = file_system_of(word)
-    if any(character in path for character in "*?["):
+    info = system.get_file_info(path)
+    if info.type == fs.FileType.NotFound and any(character in path for character in "*?["):
         root = path[: min(path.index(c) for c in "*?[" if c in path)].rpartition("/")[0]
         selector = fs.FileSelector(root or ".", recursive=True, allow_not_found=True)
-        names = [info.path for info in system.get_file_info(selector) if info.is_file]
-        paths = sorted(name for name in names if fnmatch.fnmatchcase(name, path))
+        names = [
+            info.path.removeprefix("./") for info in system.get_file_info(selector) if info.is_file
+        ]
+        paths = sorted(name for name in names if _matches(name, path.removeprefix("./")))
         if not paths:
             raise ConfigError(f"{word}: found no such file, expected at least one")
         return system, paths
-    info = system.get_file_info(path)
     if info.type == fs.FileType.NotFound:
         raise ConfigError(f"{word}: found no such file: name a file, a folder or a glob, or `-`")
     if info.type != fs.FileType.Directory:
@@ -117,11 +125,32 @@ def _found(word: str) -> tuple[Any, list[str]]:
     paths = sorted(
         entry.path
         for entry in system.get_file_info(selector)
-        if entry.is_file and not entry.base_name.startswith((".", "_"))
+        if entry.is_file and not _is_hidden(entry.path.removeprefix(path))
     )
     if not paths:
         raise ConfigError(f"{word}: found an empty folder, expected files with rows")
     return system, paths
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Returns whether a glob names a file; only `**` stands for several folders."""
+    if "**" in pattern:
+        return fnmatch.fnmatchcase(name, pattern)
+    names, patterns = name.split("/"), pattern.split("/")
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+
+def _is_hidden(path: str) -> bool:
+    return any(name.startswith((".", "_")) for name in path.split("/") if name)
+
+
+def _is_below(path: str, roots: Sequence[str]) -> bool:
+    resolved = Path(path).resolve()
+    return any(root in (resolved, *resolved.parents) for root in map(_resolved, roots))
+
+
+def _resolved(path: str) -> Path:
+    return Path(path).resolve()
 
 
 def file_system_of(word: str) -> tuple[Any, str]:
@@ -166,7 +195,11 @@ def _with_format(file: InputFile, head: bytes) -> InputFile:
             raise ConfigError(f"{file.name}: a Parquet file is compressed inside: unpack it")
         with file.system.open_input_file(file.path) as content:
             names = tuple(pq.ParquetFile(content).schema_arrow.names)
-        return _of(file, format="parquet", columns=names)
+        if _REQUIRED.isdisjoint(names):
+            raise ConfigError(
+                f"{file.name}: found columns {', '.join(names)}, expected `prompt` or `messages`"
+            )
+        return replace(file, format="parquet", columns=names)
     _check_text(file.name, head)
     text = head.removeprefix(_BOM).lstrip()
     if text.startswith(b"{") or not text:
@@ -176,25 +209,14 @@ def _with_format(file: InputFile, head: bytes) -> InputFile:
             f"{file.name}: found a JSON array, expected one object per line: "
             f"jq -c '.[]' {file.name} > rows.jsonl"
         )
-    header = next(csv.reader([head.removeprefix(_BOM).partition(b"\n")[0].decode().strip("\r")]))
-    if {"prompt", "messages"}.isdisjoint(header):
+    first_line = head.removeprefix(_BOM).partition(b"\n")[0].decode(errors="replace")
+    header = next(csv.reader([first_line.strip("\r")]), [])
+    if _REQUIRED.isdisjoint(header):
         raise ConfigError(
             f"{file.name}: found {text[:40].decode(errors='replace')!r} at its beginning, expected "
             "JSON lines, Parquet, or CSV with a column `prompt` or `messages`, also in gzip or zstd"
         )
-    return _of(file, format="csv", columns=tuple(header))
-
-
-def _of(file: InputFile, *, format: Format, columns: tuple[str, ...]) -> InputFile:
-    return InputFile(
-        name=file.name,
-        path=file.path,
-        system=file.system,
-        size=file.size,
-        format=format,
-        compression=file.compression,
-        columns=columns,
-    )
+    return replace(file, format="csv", columns=tuple(header))
 
 
 def _check_text(name: str, head: bytes) -> None:
@@ -249,6 +271,7 @@ def _csv_rows(file: InputFile) -> Iterator[RawRow]:
             io.BufferedReader(cast("Any", stream), _CHUNK_BYTES), encoding="utf-8-sig", newline=""
         ) as text,
     ):
+        csv.field_size_limit(_MAX_LINE_BYTES)
         table = csv.DictReader(text, strict=True)
         try:
             for row in table:
@@ -272,7 +295,7 @@ def _parquet_rows(file: InputFile) -> Iterator[RawRow]:
             for batch in table.iter_batches(
                 batch_size=_ROWS_AT_ONCE, row_groups=[group], columns=names, use_threads=False
             ):
-                for row in batch.to_pylist():
+                for row in batch.to_pylist(maps_as_pydicts="lossy"):
                     number += 1
                     yield RawRow(location=f"{file.name}, row {number}", content=row)
 
@@ -281,5 +304,4 @@ _READERS = {"jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows}
 
 
 def _unreadable(name: str, error: Exception) -> str:
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    return f"{name}: cannot be read ({reason})"
+    return f"{name}: cannot be read ({reason_of(error)})"

@@ -9,11 +9,10 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from eesd_dist.errors import ConfigError, EngineError
-from serve_app.batch.inputs import Inputs, inputs_of
+from serve_app.batch.inputs import inputs_of
 from serve_app.batch.ledger import Ledger, RowState
 from serve_app.batch.loop import Bodies, TakeResult
 from serve_app.batch.manifest import FORMAT
@@ -105,10 +104,9 @@ async def run_batch(
     options = options or BatchOptions()
     progress = JobProgress()
     with ExitStack() as stack:
-        inputs = stack.enter_context(inputs_of(input_word))
         output = output_of(output_word, format=options.format, ordered=options.ordered)
         stack.enter_context(output)
-        _refuse_own_output(inputs, output)
+        inputs = stack.enter_context(inputs_of(input_word, excluded=output.paths))
         stack.enter_context(_room_for_ledger())
         ledger = stack.enter_context(closing(Ledger()))
         ledger.scan(inputs)
@@ -122,6 +120,12 @@ async def run_batch(
                 total, initial = ledger.num_rows, num_skipped
                 with progress.shown(total, initial) if options.show_progress else nullcontext():
                     await running.run(longest_first(ledger.pending(inputs)), results.take)
+        num_done = num_skipped + results.num_completed + results.num_failed
+        if num_done != ledger.num_rows:
+            raise EngineError(
+                f"{ledger.num_rows - num_done} of {ledger.num_rows} rows have no result, and the "
+                "job has ended: start it again"
+            )
         output.finish(ledger)
     return BatchReport(
         num_rows=ledger.num_rows,
@@ -177,15 +181,6 @@ def _room_for_ledger() -> Iterator[None]:
         raise ConfigError(
             f"no room for the list of rows ({error}): name another folder in SQLITE_TMPDIR"
         ) from error
-
-
-def _refuse_own_output(inputs: Inputs, output: Output) -> None:
-    """Raises ConfigError where the output is among the files of the input."""
-    paths = [Path(path).resolve() for path in output.paths]
-    for file in inputs.files:
-        path = Path(file.path).resolve()
-        if any(path == own or own in path.parents for own in paths):
-            raise ConfigError(f"{file.name}: is the output, and among the input; name another one")
 
 
 def _manifest_of(model: ServedModel, options: BatchOptions) -> dict[str, Any]:

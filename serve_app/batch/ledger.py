@@ -16,7 +16,7 @@ from serve_app.batch.inputs import Inputs
 from serve_app.batch.rows import Row, row_of
 
 _CACHE_KIB = 65_536
-_AT_ONCE = 4096
+_AT_ONCE = 512
 _SCHEMA = """
 CREATE TABLE rows (
     ordinal INTEGER PRIMARY KEY,
@@ -58,24 +58,22 @@ class Ledger:
     def scan(self, inputs: Inputs) -> None:
         """Enters all rows. Raises ConfigError for an id that two rows have."""
         cursor = self._table.cursor()
-        raw_rows = inputs.raw_rows()
-        while chunk := list(islice(raw_rows, _AT_ONCE)):
-            cursor.execute("BEGIN")
-            for raw in chunk:
-                row = row_of(raw)
-                occurrence = 0 if row.custom_id else self._num_equal_before(cursor, row.digest)
-                labelled = row.named(occurrence, ordinal=self.num_rows)
-                try:
-                    cursor.execute(
-                        "INSERT INTO rows VALUES (?, ?, ?, ?, 0)",
-                        (self.num_rows, _key(labelled.custom_id), row.digest, occurrence),
-                    )
-                except sqlite3.IntegrityError:
-                    raise ConfigError(
-                        self._repeated(inputs, labelled.custom_id, raw.location)
-                    ) from None
-                self.num_rows += 1
-            cursor.execute("COMMIT")
+        cursor.execute("BEGIN")
+        for raw in inputs.raw_rows():
+            row = row_of(raw)
+            occurrence = 0 if row.custom_id else self._num_equal_before(cursor, row.digest)
+            labelled = row.named(occurrence, ordinal=self.num_rows)
+            try:
+                cursor.execute(
+                    "INSERT INTO rows VALUES (?, ?, ?, ?, 0)",
+                    (self.num_rows, _key(labelled.custom_id), row.digest, occurrence),
+                )
+            except sqlite3.IntegrityError:
+                raise ConfigError(
+                    self._repeated(inputs, labelled.custom_id, raw.location)
+                ) from None
+            self.num_rows += 1
+        cursor.execute("COMMIT")
 
     def _num_equal_before(self, cursor: sqlite3.Cursor, digest: str) -> int:
         answer = cursor.execute(

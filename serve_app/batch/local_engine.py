@@ -27,6 +27,10 @@ _TEXT_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
 )
 """Files that, besides the weights, decide the token ids of a prompt and the end of a text."""
 

@@ -61,7 +61,7 @@ class RowLoop:
             async with asyncio.TaskGroup() as workers:
                 for _ in range(self._concurrency):
                     workers.create_task(self._run_some(rows, take))
-        except* EesdError as group:
+        except* Exception as group:
             raise group.exceptions[0] from None
 
     async def _run_some(self, rows: Iterator[Row], take: TakeResult) -> None:

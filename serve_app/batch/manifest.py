@@ -7,6 +7,7 @@ process writes at a time.
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,8 @@ from pyarrow import fs
 
 from eesd_dist.errors import ConfigError
 from serve_app.batch.disk import writing
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 4
 """Version of the manifest. Changes whenever what it covers, or the form of an output, changes."""
@@ -33,7 +36,7 @@ class Manifest:
         if not isinstance(system, fs.LocalFileSystem):
             return
         with writing(path):
-            self._lock = Path(path).open("a+")  # noqa: SIM115  # open as long as the job
+            self._lock = Path(path).open("a+", errors="replace")  # noqa: SIM115  # while it runs
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -41,6 +44,8 @@ class Manifest:
             raise ConfigError(
                 f"{output}: another batch is writing it; wait for it or name another output"
             ) from error
+        except OSError as error:  # a file system without locks
+            logger.warning("not locked against a second job: output=%s error=%s", output, error)
 
     def claim(self, contents: Mapping[str, object], *, has_rows: bool, force: bool) -> None:
         """Records `contents`. Raises ConfigError if the output was made with others, unless
@@ -55,6 +60,8 @@ class Manifest:
     def close(self) -> None:
         if self._lock is not None:
             with suppress(OSError):  # retries only what `claim` has failed to write
+                if not os.fstat(self._lock.fileno()).st_size:  # nothing was run
+                    Path(self._path).unlink()
                 self._lock.close()
 
     def _read(self) -> str:
@@ -65,7 +72,7 @@ class Manifest:
             return ""
         with self._system.open_input_stream(self._path) as stream:
             content: bytes = stream.read()
-        return content.decode()
+        return content.decode(errors="replace")
 
     def _write(self, text: str) -> None:
         with writing(self._path):

@@ -5,6 +5,7 @@ written are run again.
 """
 
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from serve_app.batch.records import Record, Recovery, records_of
 from serve_app.batch.results import RowResult
 
 _ROWS_PER_PART = 4096
+_BYTES_PER_PART = 2**26
 _SECONDS_PER_PART = 30.0
 _ATOMIC_STORES = frozenset({"s3", "gcs", "abfs"})
 """File systems on which a file appears when it is complete."""
@@ -32,12 +34,10 @@ _SCHEMA = pa.schema(
         ("custom_id", pa.string()),
         ("row", pa.int64()),
         ("generated_text", pa.string()),
-        ("generated_tokens", pa.list_(pa.int64())),
         ("num_input_tokens", pa.int64()),
         ("num_generated_tokens", pa.int64()),
         ("finish_reason", pa.string()),
         ("metrics", pa.string()),
-        ("__inference_error__", pa.string()),
         ("response", pa.string()),
         ("digest", pa.string()),
     ]
@@ -49,14 +49,20 @@ class PartFolder:
 
     def __init__(self, word: str, *, is_parquet: bool) -> None:
         self.name = word
-        self._system, path = file_system_of(word)
+        try:
+            self._system, path = file_system_of(word)
+        except (OSError, pa.ArrowException, ValueError) as error:
+            raise ConfigError(f"{word}: found {error}, expected a path or a URI") from error
         self._path = path.rstrip("/")
         self._is_parquet = is_parquet
         with writing(word):
             self._system.create_dir(self._path, recursive=True)
         self._manifest = Manifest(self._system, f"{self._path}/_manifest.json", output=word)
         self._next_part = 0
+        self._run = secrets.token_hex(4)
+        """Part of all names: another job in the folder overwrites nothing."""
         self._waiting: list[RowResult] = []
+        self._num_bytes = 0
         self._oldest_s = time.monotonic()
 
     @property
@@ -75,8 +81,10 @@ class PartFolder:
         if not self._waiting:
             self._oldest_s = time.monotonic()
         self._waiting.append(result)
+        self._num_bytes += len(result.body)
         is_due = time.monotonic() - self._oldest_s > _SECONDS_PER_PART
-        if is_due or len(self._waiting) >= _ROWS_PER_PART:
+        is_large = len(self._waiting) >= _ROWS_PER_PART or self._num_bytes > _BYTES_PER_PART
+        if is_due or is_large:
             self._flush()
 
     def finish(self, ledger: Ledger) -> None:
@@ -104,11 +112,14 @@ class PartFolder:
         if answers:
             suffix = "parquet" if self._is_parquet else "jsonl"
             content = _parquet(answers) if self._is_parquet else _json_lines(answers)
-            self.write(f"{self._path}/part-{self._next_part:06d}.{suffix}", content)
+            self.write(self._path_of("part", suffix), content)
         if errors:
-            self.write(f"{self._path}/errors-{self._next_part:06d}.jsonl", _json_lines(errors))
+            self.write(self._path_of("errors", "jsonl"), _json_lines(errors))
         self._next_part += bool(self._waiting)
-        self._waiting = []
+        self._waiting, self._num_bytes = [], 0
+
+    def _path_of(self, kind: str, suffix: str) -> str:
+        return f"{self._path}/{kind}-{self._next_part:06d}-{self._run}.{suffix}"
 
     def write(self, path: str, content: bytes) -> None:
         """Writes a file that appears when it is complete."""
@@ -126,8 +137,14 @@ class PartFolder:
     def records_of(self, path: str) -> Iterator[Record]:
         """Yields the records of a part; those of a Parquet file have no line."""
         if path.endswith(".parquet"):
-            with self._system.open_input_file(path) as content:
-                rows = pq.read_table(content, columns=["custom_id", "digest"]).to_pylist()
+            try:
+                with self._system.open_input_file(path) as content:
+                    rows = pq.read_table(content, columns=["custom_id", "digest"]).to_pylist()
+                is_ours = all("custom_id" in row for row in rows)
+            except (OSError, pa.ArrowException):
+                is_ours = False
+            if not is_ours:
+                raise ConfigError(f"{path}: is no part of a batch; name another output")
             yield from (Record(b"", row) for row in rows)
             return
         with self._system.open_input_stream(path) as stream:
@@ -169,7 +186,7 @@ def _parquet(results: Sequence[RowResult]) -> bytes:
 
 
 def _number_of(path: str) -> int:
-    digits = path.rpartition("/")[2].partition("-")[2].partition(".")[0]
+    digits = path.rpartition("/")[2].partition("-")[2].partition("-")[0]
     return int(digits) if digits.isdigit() else -1
 
 

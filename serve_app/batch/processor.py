@@ -27,6 +27,7 @@ import numpy as np
 import ray
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from ray.data import ActorPoolStrategy, Dataset
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.ray_compat import actor_class
 from eesd_dist.llm.settings import engine_config
@@ -69,6 +70,8 @@ class ProcessorConfig(BaseModel):
     `postprocess`; otherwise the first one ends the job."""
     runtime_env: dict[str, Any] | None = None
     """Runtime environment of the stage's actors."""
+    accelerator_type: str | None = None
+    """Type of accelerator of the actors' nodes."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -118,8 +121,6 @@ class EESDEngineProcessorConfig(ProcessorConfig):
     placement_group_config: dict[str, Any] | None = None
     """Resources of an actor, `{"bundles": [{"CPU": 8, "GPU": 1}]}`; None: a GPU where the cluster
     has some, else all cores of a node."""
-    accelerator_type: str | None = None
-    """Type of the nodes' accelerators."""
 
     @property
     def required_column(self) -> str:
@@ -137,7 +138,7 @@ class EESDEngineProcessorConfig(ProcessorConfig):
     def source(self) -> EngineSource:
         """Raises ConfigError for settings that no engine has."""
         engine = with_local_folder(engine_config(self.model_source, self.engine_kwargs))
-        has_whole_node = self.placement_group_config is None
+        has_whole_node = self.placement_group_config is None and not self.resources().get("GPU")
         return EngineSource(
             engine=engine, model_name=self.model_source, has_whole_node=has_whole_node
         )
@@ -177,22 +178,35 @@ class EESDServiceProcessorConfig(ProcessorConfig):
 
 
 def default_resources() -> Mapping[str, float]:
-    """Returns the resources of an engine's actor: a GPU where there are some, else all cores of the
-    smallest node but one, which is left to the other stages."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    """Returns the resources of an engine's actor: a GPU where there are some, else more than half
+    of the largest node's cores, so that each large node has one engine, and small ones none."""
+    nodes = _nodes()
     if any(node.get("GPU", 0) for node in nodes):
         return {"CPU": 1.0, "GPU": 1.0}
-    num_cores = min((node["CPU"] for node in nodes if node.get("CPU", 0)), default=1.0)
-    return {"CPU": max(0.5, num_cores - 1)}
+    num_cores = max((node.get("CPU", 0.0) for node in nodes), default=1.0)
+    return {"CPU": (num_cores + 1) / 2 if num_cores > 2 else num_cores / 2}
+
+
+def shared_resources(num_engines: int) -> Mapping[str, float]:
+    """Returns the resources of an actor where there are so many: a GPU, or a share of the cores."""
+    nodes = _nodes()
+    if any(node.get("GPU", 0) for node in nodes):
+        return {"CPU": 1.0, "GPU": 1.0}
+    sizes = [node.get("CPU", 0.0) for node in nodes]
+    return {"CPU": max(1.0, min(max(sizes), sum(sizes) // num_engines))}
 
 
 def max_engines(resources: Mapping[str, float]) -> int:
-    """Returns how many actors with such resources the present nodes hold."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    needed = {name: number for name, number in resources.items() if number}
-    return max(
-        1, sum(min(int(node.get(name, 0) // n) for name, n in needed.items()) for node in nodes)
-    )
+    """Returns how many actors with such resources the present nodes hold: one for each GPU, or for
+    each large node."""
+    nodes = _nodes()
+    if resources.get("GPU", 0):
+        return max(1, int(sum(node.get("GPU", 0) for node in nodes)))
+    return max(1, sum(node.get("CPU", 0.0) >= resources["CPU"] for node in nodes))
+
+
+def _nodes() -> list[Mapping[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +315,14 @@ def build_processor(
     )
 
 
+def on_this_node(kind: type, **options: Any) -> Any:
+    """Starts an actor on the node of this process, with which the job ends anyway."""
+    node = ray.get_runtime_context().get_node_id()
+    strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    actor = actor_class(kind).options(num_cpus=0, scheduling_strategy=strategy, **options)
+    return actor.remote()
+
+
 def staged(
     rows: Dataset,
     stage: type,
@@ -313,7 +335,8 @@ def staged(
 ) -> Dataset:
     """Returns a dataset with a stage that generates; `arguments` of the stage come before those of
     its `Generator`."""
-    quarantine = actor_class(Quarantine).options(num_cpus=0).remote()
+    quarantine = on_this_node(Quarantine)
+    rows.context.execution_no_progress_timeout_s = -1  # a batch of a slow engine takes its time
     return rows.map_batches(
         stage,
         fn_constructor_args=(*arguments, source, quarantine),
@@ -325,6 +348,7 @@ def staged(
         compute=config.pool,
         num_cpus=resources.get("CPU", 0.0),
         num_gpus=resources.get("GPU", 0.0),
+        accelerator_type=config.accelerator_type,
         runtime_env=config.runtime_env,
     )
 

@@ -10,7 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from eesd_dist.errors import EngineError
+
 MAX_DEATHS_ALONE = 2
+MAX_BARREN_DEATHS = 8
+"""Deaths of engines in a row, without an answered row in between, after which the job ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +40,23 @@ class Quarantine:
     def __init__(self) -> None:
         self._running: dict[str, Counter[str]] = {}
         """The rows in each engine."""
+        self._engines: set[str] = set()
+        """Engines that have started."""
+        self._num_barren_deaths = 0
+        """Deaths since a row was answered."""
         self._deaths: Counter[str] = Counter()
         self._deaths_alone: Counter[str] = Counter()
 
     def restarted(self, engine: str) -> int:
         """Counts the death of an engine's process, if there was one before; returns the number of
-        its rows."""
+        its rows. Raises EngineError when engines die and answer nothing."""
+        self._num_barren_deaths += engine in self._engines
+        self._engines.add(engine)
+        if self._num_barren_deaths > MAX_BARREN_DEATHS:
+            raise EngineError(
+                f"engines have died {self._num_barren_deaths} times in a row, and answered no row "
+                "in between: their logs have the reason"
+            )
         rows = self._running.pop(engine, Counter())
         self._deaths.update(rows.keys())
         if len(rows) == 1:
@@ -60,6 +75,7 @@ class Quarantine:
 
     def end(self, engine: str, rows: Sequence[str]) -> None:
         """Notes that rows have left an engine with their answers: they are to blame for nothing."""
+        self._num_barren_deaths = 0
         running = self._running.get(engine, Counter())
         running.subtract(rows)
         for row in rows:

@@ -6,6 +6,7 @@ batches, and results; the rows of batches that are not done are in an actor (`Ro
 
 import asyncio
 import logging
+import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ import ray
 from ray.data import DataContext, Dataset
 from ray.exceptions import RayError
 
-from cluster.ray_compat import actor_class, stop_of
+from cluster.ray_compat import stop_of
+from eesd_dist.errors import EngineError
 from serve_app.batch.feed import RowFeed, batch_sizes
 from serve_app.batch.loop import BodyOf, TakeResult
-from serve_app.batch.processor import ProcessorConfig, staged
+from serve_app.batch.processor import ProcessorConfig, on_this_node, staged
 from serve_app.batch.rows import Row
 from serve_app.batch.stage import COLUMN, NUMBER, AnswerBatches, Source
 from serve_app.service.connect import our_error
@@ -27,6 +29,8 @@ from serve_app.service.connect import our_error
 _MAX_DEATHS_IN_A_ROW = 3
 """Engines that may die while they load, one after the other."""
 _STOP_S = 0.2
+_MAX_BATCHES = 4096
+"""Batches of a job: Ray Data keeps something of each until the end."""
 _BATCHES_AHEAD = 2
 """Batches that wait for each one that runs."""
 
@@ -43,26 +47,29 @@ class RayExecution:
 
     async def run(self, rows: Iterator[Row], take: TakeResult) -> None:
         """Raises EngineError when the job cannot go on, and what `take` and `rows` raise."""
-        sizes = batch_sizes(
-            self.num_rows, batch_size=self.config.batch_size, num_slots=self._num_slots
-        )
-        feed = actor_class(RowFeed).options(num_cpus=0, max_concurrency=10_000).remote()
+        batch_size = max(self.config.batch_size, math.ceil(self.num_rows / _MAX_BATCHES))
+        sizes = batch_sizes(self.num_rows, batch_size=batch_size, num_slots=self._num_slots)
+        feed = on_this_node(RowFeed, max_concurrency=10_000)
         answers = self._answers(feed, len(sizes))
         stop = stop_of(answers)
         room = asyncio.Semaphore((1 + _BATCHES_AHEAD) * self._num_slots)
         blocks: Blocks = asyncio.Queue()
         reading = asyncio.ensure_future(_read(answers, blocks))
         feeding = asyncio.ensure_future(_feed(feed, rows, sizes, room, blocks))
+        pending = set(range(len(sizes)))
         try:
             while (block := await blocks.get()) is not None:
                 if isinstance(block, Exception):
-                    raise our_error(block) if isinstance(block, RayError) else block
-                for content in block[COLUMN]:
-                    for result in pickle.loads(content):
-                        take(result)
-                await feed.forget.remote(block[NUMBER].tolist())
-                for _ in block[NUMBER]:
-                    room.release()
+                    raise block
+                for number, content in zip(block[NUMBER].tolist(), block[COLUMN], strict=True):
+                    if number in pending:
+                        pending.remove(number)
+                        for result in pickle.loads(content):
+                            take(result)
+                        await feed.forget.remote([number])
+                        room.release()
+        except RayError as error:
+            raise our_error(error) from error
         finally:
             feeding.cancel()
             while not reading.done():
@@ -81,6 +88,7 @@ class RayExecution:
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         context.max_consecutive_actor_init_deaths = _MAX_DEATHS_IN_A_ROW
+        context.execution_no_progress_timeout_s = -1  # a batch of a slow engine may take an hour
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         numbers = ray.data.range(num_batches, override_num_blocks=num_batches)
         config = self.config.model_copy(update={"batch_size": 1})  # of numbers
@@ -104,13 +112,15 @@ async def _read(answers: Dataset, blocks: Blocks) -> None:
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        end: Exception | None = None
+        end: Exception | None = EngineError("Ray Data has ended the job")
         try:
             for block in answers.iter_batches(batch_size=None):
                 loop.call_soon_threadsafe(blocks.put_nowait, block)
+            end = None
         except Exception as error:  # raised where the blocks are taken
-            end = error
-        loop.call_soon_threadsafe(blocks.put_nowait, end)
+            end = our_error(error)
+        finally:
+            loop.call_soon_threadsafe(blocks.put_nowait, end)
 
     await asyncio.to_thread(read)
 
@@ -119,8 +129,9 @@ async def _feed(
     feed: Any, rows: Iterator[Row], sizes: Sequence[int], room: asyncio.Semaphore, blocks: Blocks
 ) -> None:
     try:
-        for number, size in enumerate(sizes):
+        for size in sizes:
             await room.acquire()
-            await feed.put.remote(number, pickle.dumps(list(islice(rows, size))))
+            await feed.put.remote(pickle.dumps(list(islice(rows, size))))
+        await feed.close.remote()
     except Exception as error:  # raised where the blocks are taken
         blocks.put_nowait(error)

@@ -1,5 +1,6 @@
 """Ray for a batch job: a local one that ends with the job, or a cluster."""
 
+import math
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -8,7 +9,12 @@ from cluster.ray_compat import rays_signal_handlers_unused
 from serve_app.batch.job import BatchOptions
 from serve_app.batch.local_engine import LocalModel
 from serve_app.batch.plan import RayPlan
-from serve_app.batch.processor import ProcessorConfig, default_resources, max_engines
+from serve_app.batch.processor import (
+    ProcessorConfig,
+    default_resources,
+    max_engines,
+    shared_resources,
+)
 from serve_app.batch.ray_execution import RayExecution
 from serve_app.batch.signals import cancel_at_signals
 from serve_app.batch.stage import EngineSource
@@ -33,16 +39,17 @@ async def job_execution(
     )
     with without_core_messages(), rays_signal_handlers_unused(), connection:
         cancel_at_signals()  # Ray's core has set handlers of its own
-        resources = default_resources()
+        resources = shared_resources(plan.engines) if plan.engines else default_resources()
         batch_size = min(_MAX_BATCH_SIZE, plan.concurrency)
+        has_whole_node = plan.engines is None and not resources.get("GPU")
         yield RayExecution(
             source=EngineSource(
-                engine=config.engine, model_name=model.name, has_whole_node=not plan.engines
+                engine=config.engine, model_name=model.name, has_whole_node=has_whole_node
             ),
             config=ProcessorConfig(
                 batch_size=batch_size,
                 concurrency=plan.engines or (1, max_engines(resources)),
-                max_concurrent_batches=max(1, plan.concurrency // batch_size),
+                max_concurrent_batches=math.ceil(plan.concurrency / batch_size),
                 should_continue_on_error=True,
             ),
             body_of=options.bodies(model.served),

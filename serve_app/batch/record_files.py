@@ -11,11 +11,12 @@ from typing import IO, Self
 
 from pyarrow import fs
 
+from eesd_dist.errors import ConfigError
 from serve_app.batch.disk import writing
 from serve_app.batch.ledger import Ledger
 from serve_app.batch.manifest import Manifest
 from serve_app.batch.records import Record, Recovery, records_of
-from serve_app.batch.results import RowResult
+from serve_app.batch.results import RECORD_START, RowResult
 
 _LINES_PER_SYNC = 32
 _SECONDS_PER_SYNC = 2.0
@@ -25,11 +26,17 @@ class RecordFile:
     """A file of records, one JSON object per line; more are appended."""
 
     def __init__(self, path: Path) -> None:
-        """Cuts off a torn line at the end."""
+        """Cuts off a torn line at the end. Raises ConfigError if that is none of a record."""
         self._path = path
         with writing(path):
             self._file = _opened(path)
-            self._file.truncate(_end_of_last_line(path))
+            end, tail = _end_of_last_line(path)
+            if not (tail.startswith(RECORD_START) or RECORD_START.startswith(tail)):
+                self._file.close()
+                raise ConfigError(
+                    f"{path}: its last line is no result of a batch; name another output"
+                )
+            self._file.truncate(end)
         self._num_unsynced = 0
         self._synced_s = time.monotonic()
 
@@ -113,7 +120,7 @@ class JsonlOutput:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return (str(self._path), str(self._errors_path))
+        return (str(self._path), str(self._errors_path), f"{self._path}.manifest.json")
 
     def claim(self, contents: Mapping[str, object], *, force: bool) -> None:
         has_rows = any(
@@ -161,13 +168,16 @@ def errors_path_of(path: Path) -> Path:
     return path.with_name(f"{path.name.removesuffix('.jsonl')}.errors.jsonl")
 
 
-def _end_of_last_line(path: Path) -> int:
-    end = 0
+def _end_of_last_line(path: Path) -> tuple[int, bytes]:
+    """Returns where the last whole line ends, and what follows."""
+    end, tail = 0, b""
     with path.open("rb") as lines:
         for line in lines:
             if line.endswith(b"\n"):
                 end += len(line)
-    return end
+            else:
+                tail = line
+    return end, tail
 
 
 def _are_in_order(lines: Iterator[tuple[int, int]]) -> bool:

@@ -3,14 +3,14 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from eesd_dist.errors import ConfigError
 from serve_app.batch.ledger import KnownRow, Ledger, RowState
 from serve_app.batch.results import is_transient
 
-_AT_ONCE = 1024
+_AT_ONCE = 512
+_BYTES_AT_ONCE = 2**26
 
 
 class Record(NamedTuple):
@@ -112,5 +112,16 @@ def _with_rows(
     records: Iterator[Record], ledger: Ledger
 ) -> Iterator[tuple[Record, KnownRow | None]]:
     """Yields records with what the ledger has about their rows; asks it for many at a time."""
-    while chunk := list(islice(records, _AT_ONCE)):
-        yield from zip(chunk, ledger.known([record.custom_id for record in chunk]), strict=True)
+    chunk: list[Record] = []
+    size = 0
+    for record in records:
+        chunk.append(record)
+        size += len(record.line)
+        if len(chunk) == _AT_ONCE or size > _BYTES_AT_ONCE:
+            yield from _looked_up(chunk, ledger)
+            chunk, size = [], 0
+    yield from _looked_up(chunk, ledger)
+
+
+def _looked_up(records: list[Record], ledger: Ledger) -> Iterator[tuple[Record, KnownRow | None]]:
+    yield from zip(records, ledger.known([record.custom_id for record in records]), strict=True)

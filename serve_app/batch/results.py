@@ -12,6 +12,8 @@ from serve_app.batch.rows import Row
 from serve_app.openai.errors import http_error_of
 from serve_app.openai.sse import encoded
 
+RECORD_START = b'{"id":"batch_req_'
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowResult:
@@ -56,10 +58,9 @@ class RowResult:
     def columns(self) -> dict[str, object]:
         """Returns the row of a table, with the names of Ray Data's processors."""
         return {
-            "custom_id": self.custom_id,
+            "custom_id": _printable(self.custom_id),
             "row": self.ordinal,
             **generation_columns(self.answer),
-            "__inference_error__": self.error,
             "response": self.body.decode(errors="replace"),
             "digest": self.digest,
         }
@@ -73,13 +74,18 @@ def generation_columns(answer: Mapping[str, Any]) -> dict[str, object]:
     message = first.get("message") or {}
     usage = answer.get("usage") or {}
     return {
-        "generated_text": str(first.get("text", message.get("content")) or ""),
+        "generated_text": _printable(str(first.get("text", message.get("content")) or "")),
         "generated_tokens": list(first.get("token_ids") or ()),
         "num_input_tokens": int(usage.get("prompt_tokens") or 0),
         "num_generated_tokens": int(usage.get("completion_tokens") or 0),
         "finish_reason": str(first.get("finish_reason") or ""),
         "metrics": encoded(answer.get("metrics") or {}).decode(),
     }
+
+
+def _printable(text: str) -> str:
+    """Returns the text with half surrogates written out, for which UTF-8 has no form."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def answered(row: Row, body: bytes) -> RowResult:

@@ -27,6 +27,8 @@ _BODY_NAMES = frozenset({*CompletionFields.model_fields, *ChatFields.model_field
 COLUMNS = frozenset({*_ID_NAMES, "sampling_params", *_BODY_NAMES})
 """Columns of a table that a row is made of."""
 _MAX_ID_CHARS = 512
+_MAX_DEPTH = 100
+"""Levels of a row: rows travel between processes, and deeper ones are no requests."""
 _DIGEST_DIGITS = 16
 
 Body = Mapping[str, object]
@@ -80,7 +82,8 @@ class Row:
         prompt is cheaper."""
         limit = self.body.get("max_completion_tokens") or self.body.get("max_tokens")
         num_answer = limit if isinstance(limit, int | float) else _DEFAULT_TOKENS[self.kind]
-        return self.num_characters / _PROMPT_CHARACTERS + max(0.0, float(num_answer))
+        num_answer = min(max(num_answer, 0), _MAX_TOKENS)  # whatever a row asks for
+        return self.num_characters / _PROMPT_CHARACTERS + float(num_answer)
 
     @property
     def prefix(self) -> str:
@@ -92,6 +95,7 @@ class Row:
 
 
 _DEFAULT_TOKENS: Mapping[Kind, int] = {"completion": 16, "chat": 512}
+_MAX_TOKENS = 2**20
 _PROMPT_CHARACTERS = 32
 """Characters of a prompt that cost as much as one generated token: eight tokens of four."""
 _PREFIX_CHARACTERS = 256
@@ -118,14 +122,15 @@ def row_of(raw: RawRow) -> Row:
 def row_of_columns(columns: Mapping[str, object], *, requires: str) -> Row:
     """Returns the row of a dataset. `requires`: the column that its prompt is in, where that is
     settled; `tokenized_prompt` is one of token ids."""
-    custom_id, digest = "", _digest(_canonical(columns))
+    digest = _digest(_canonical(columns))
+    own_id = next((columns[name] for name in _ID_NAMES if name in columns), "")
+    custom_id = str(own_id) if isinstance(own_id, str | int) else ""
     tokens = columns.get("tokenized_prompt")
     content = {name: value for name, value in columns.items() if name != "tokenized_prompt"}
     if tokens is not None:
         content = {**content, "prompt": tokens}
         content.pop("messages", None)
     try:
-        custom_id = _custom_id(columns)
         if requires and requires not in columns:
             raise RequestError(
                 f"{requires}: found {', '.join(columns) or 'no column'}, expected a column "
@@ -182,7 +187,24 @@ def _json_object(line: bytes) -> dict[str, object]:
         raise RequestError(f"the line is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise RequestError(f"the line is a JSON {type(content).__name__}, not an object")
+    if line.count(b"{") + line.count(b"[") > _MAX_DEPTH and _depth(content) > _MAX_DEPTH:
+        raise RequestError(f"the line is nested deeper than {_MAX_DEPTH} levels")
     return content
+
+
+def _depth(content: object) -> int:
+    """Returns the levels of a JSON value."""
+    depth, level = 0, [content]
+    while level:
+        depth += 1
+        entries: list[object] = []
+        for value in level:
+            if isinstance(value, dict):
+                entries += value.values()
+            elif isinstance(value, list):
+                entries += value
+        level = [entry for entry in entries if isinstance(entry, dict | list)]
+    return depth
 
 
 def _custom_id(content: Mapping[str, object]) -> str:
@@ -238,6 +260,8 @@ def _without_nulls(value: object) -> object:
         return {name: _without_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
         return [_without_nulls(entry) for entry in value]
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
     return value
 
 

@@ -6,6 +6,7 @@ again, and its rows are run again, at first apart from others (`serve_app.batch.
 
 import asyncio
 import logging
+import math
 import os
 import pickle
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -54,6 +55,10 @@ class Answering(Protocol):
 
     max_attempts: int
     """Attempts at a row under which it fails."""
+    max_rows: int
+    """Rows that it has at the same time: more would be refused, or wait for nothing."""
+    patience_s: float
+    """Longest time that a row waits for room."""
 
     async def open(self) -> AnswerBody: ...
     @property
@@ -79,12 +84,15 @@ class EngineAnswering:
     """An engine of this process, with as many threads as it has cores."""
 
     max_attempts = 1  # one that failed is broken
+    patience_s = math.inf
 
     def __init__(self, source: EngineSource) -> None:
         engine = (with_all_cores if source.has_whole_node else _with_own_cores)(source.engine)
         model = LocalModel.load(engine, name=source.model_name)
         self._preparation = model.preparation
         self._engine = model.build()
+        scheduler = engine.scheduler
+        self.max_rows = scheduler.max_running + scheduler.max_waiting // 2
         self._client: LocalClient | None = None
 
     async def open(self) -> AnswerBody:
@@ -120,6 +128,8 @@ class ServiceAnswering:
 
     is_broken = False
     max_attempts = 4
+    max_rows = 1024
+    patience_s = 600.0
 
     def __init__(self, source: ServiceSource) -> None:
         self._source = source
@@ -154,35 +164,32 @@ class Generator:
         self._loop: RowLoop | None = None
         self._opening = asyncio.Lock()
         self._turns = _Turns()
+        self._room = asyncio.Semaphore(self._answering.max_rows)
 
-    async def results(self, rows: Sequence[Row]) -> dict[str, RowResult]:
-        """Returns results by id."""
+    async def results(self, rows: Sequence[Row]) -> list[RowResult]:
+        """Returns results in the order of the rows."""
         suspicions = await self._quarantine.suspicions.remote([row.custom_id for row in rows])
-        by_row = dict(zip((row.custom_id for row in rows), suspicions, strict=True))
-        results = {
-            row.custom_id: failed(row, _poison(row, by_row[row.custom_id].num_deaths))
-            for row in rows
-            if by_row[row.custom_id].is_poison
-        }
-        fresh = [row for row in rows if not by_row[row.custom_id].num_deaths]
-        async with self._turns.shared():
-            results |= await self._run(fresh)
-        suspects = [r for r in rows if r.custom_id not in results]
-        lone_rows = [row for row in suspects if by_row[row.custom_id].runs_alone]
-        grouped_rows = [row for row in suspects if not by_row[row.custom_id].runs_alone]
-        for group in (grouped_rows, *([row] for row in lone_rows)):
+        results: dict[int, RowResult] = {}
+        groups: list[list[int]] = [[], []]
+        for number, suspicion in enumerate(suspicions):
+            if suspicion.is_poison:
+                results[number] = failed(rows[number], _poison(rows[number], suspicion.num_deaths))
+            elif suspicion.runs_alone:
+                groups.append([number])
+            else:
+                groups[bool(suspicion.num_deaths)].append(number)
+        for index, group in enumerate(groups):
             if group:
-                async with self._turns.exclusive():
-                    results |= await self._run(group)
-        return results
+                async with self._turns.exclusive() if index else self._turns.shared():
+                    answers = await self._run([rows[number] for number in group])
+                results.update(zip(group, answers, strict=True))
+        return [results[number] for number in range(len(rows))]
 
-    async def _run(self, rows: Sequence[Row]) -> dict[str, RowResult]:
-        if not rows:
-            return {}
+    async def _run(self, rows: Sequence[Row]) -> list[RowResult]:
         custom_ids = [row.custom_id for row in rows]
         loop = await self._row_loop()
         await self._quarantine.begin.remote(self._name, custom_ids)
-        results = await asyncio.gather(*[loop.result_of(row) for row in rows])
+        results = await asyncio.gather(*[self._result(loop, row) for row in rows])
         if self._answering.is_broken:
             reason = next((r.error for r in results if r.is_engine_failure), "it is broken")
             logger.error("the engine is started again in a new process: %s", reason)
@@ -192,7 +199,11 @@ class Generator:
         for result in results:
             if result.has_failed and self._raises_errors:
                 raise EngineError(f"row {result.custom_id}: {result.error}")
-        return {result.custom_id: result for result in results}
+        return results
+
+    async def _result(self, loop: RowLoop, row: Row) -> RowResult:
+        async with self._room:
+            return await loop.result_of(row)
 
     async def _row_loop(self) -> RowLoop:
         async with self._opening:
@@ -203,6 +214,7 @@ class Generator:
                     concurrency=1,
                     body_of=self._body_of,
                     max_attempts=self._answering.max_attempts,
+                    patience_s=self._answering.patience_s,
                 )
             return self._loop
 
@@ -219,8 +231,8 @@ class GenerateText:
         results = await self._generator.results([stage_row.row for stage_row in rows])
         yield {
             COLUMN: [
-                pickle.dumps(replace(stage_row, result=results[stage_row.row.custom_id]))
-                for stage_row in rows
+                pickle.dumps(replace(stage_row, result=result))
+                for stage_row, result in zip(rows, results, strict=True)
             ]
         }
 
@@ -235,9 +247,10 @@ class AnswerBatches:
 
     async def __call__(self, batch: dict[str, np.ndarray]) -> AsyncIterator[dict[str, list[Any]]]:
         for number in batch[NUMBER].tolist():
-            rows: list[Row] = pickle.loads(await self._feed.get.remote(number))
+            content = await self._feed.get.remote(number)
+            rows: list[Row] = pickle.loads(content) if content else []
             results = await self._generator.results(rows)
-            yield {NUMBER: [number], COLUMN: [pickle.dumps(list(results.values()))]}
+            yield {NUMBER: [number], COLUMN: [pickle.dumps(results)]}
 
 
 class _Turns:

@@ -12,6 +12,7 @@ from serve_app.batch.local_client import LocalClient, answered_by
 from serve_app.batch.local_engine import LocalModel
 from serve_app.batch.loop import RowLoop
 from serve_app.batch.plan import RayPlan
+from serve_app.batch.signals import cancel_at_signals
 from serve_app.config import ServiceConfig
 from serve_app.openai.text_service import TextService
 from serve_app.service.environment import prepare_for_cluster, prepare_for_local_ray
@@ -34,6 +35,7 @@ async def run_in_process(
         async with aclosing(LocalClient(model.build())) as client:
             answer = answered_by(TextService(client, model.preparation))
             bodies = options.bodies(model.served)
+            cancel_at_signals()
             yield RowLoop(answer, concurrency=concurrency, body_of=bodies)
 
     return await run_batch(
@@ -86,6 +88,7 @@ async def run_over_http(
         @asynccontextmanager
         async def execution(options: BatchOptions, num_rows: int) -> AsyncIterator[RowLoop]:
             bodies = options.bodies(model)
+            cancel_at_signals()
             yield RowLoop(client.answer, concurrency=concurrency, body_of=bodies)
 
         options = replace(options, defaults={"model": name, **options.defaults})

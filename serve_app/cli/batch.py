@@ -75,8 +75,11 @@ def batch(
     from serve_app.batch.records import Recovery
     from serve_app.batch.start import run_in_process, run_over_http, run_with_ray
 
-    if concurrency < 1:
-        raise ConfigError(f"--concurrency {concurrency}: expected 1 or more, nothing would be run")
+    _check_numbers(concurrency=concurrency, engines=engines, max_errors=max_errors)
+    if sum([url is not None, address is not None, in_process]) > 1:
+        raise ConfigError("found two of --url, --address and --in-process, expected one at most")
+    if engines is not None and (in_process or url is not None):
+        raise ConfigError("--engines: found together with --url or --in-process, where none start")
     config = config_of(engine)
     options = BatchOptions(
         seed=seed,
@@ -100,17 +103,26 @@ def batch(
         run = run_over_http(*words, url=url, api_key=key, options=options, concurrency=concurrency)
     try:
         report = asyncio.run(_until_stopped(run))
-    except asyncio.CancelledError:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write("eesd: stopped; finished rows are kept: the same command continues\n")
         return _INTERRUPTED
     _show(report)
     return 1 if report.num_failed or report.num_failed_before else 0
 
 
-async def _until_stopped(run: Coroutine[Any, Any, "BatchReport"]) -> "BatchReport":
-    from serve_app.batch.signals import cancel_at_signals
+def _check_numbers(*, concurrency: int, engines: int | None, max_errors: int | None) -> None:
+    if concurrency < 1:
+        raise ConfigError(f"--concurrency {concurrency}: expected 1 or more, nothing would be run")
+    if engines is not None and engines < 1:
+        raise ConfigError(f"--engines {engines}: expected 1 or more, nothing would be run")
+    if max_errors is not None and max_errors < 0:
+        raise ConfigError(f"--max-errors {max_errors}: expected 0 or more")
 
-    cancel_at_signals()
+
+async def _until_stopped(run: Coroutine[Any, Any, "BatchReport"]) -> "BatchReport":
+    from serve_app.batch.signals import interrupt_at_signals
+
+    interrupt_at_signals()
     return await run
 
 

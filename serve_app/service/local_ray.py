@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import ray
 
@@ -117,15 +118,23 @@ def without_core_messages() -> Iterator[None]:
     terminal = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     python, sys.stderr = sys.stderr, os.fdopen(os.dup(terminal), "w", buffering=1)
+    _move_logs(python, sys.stderr)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
+        _move_logs(sys.stderr, python)
         sys.stderr.close()
         sys.stderr = python
         os.dup2(terminal, 2)
         os.close(terminal)
         os.close(nowhere)
+
+
+def _move_logs(before: TextIO, after: TextIO) -> None:
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+            handler.setStream(after)
 
 
 def _start(folder: Path, *, num_cpus: int, shows_logs: bool) -> None:

@@ -19,6 +19,8 @@ from serve_app.batch.processor import (
     EESDServiceProcessorConfig,
     ProcessorConfig,
     build_processor,
+    default_resources,
+    max_engines,
     staged,
 )
 from serve_app.batch.results import RowResult
@@ -94,6 +96,20 @@ def test_a_row_without_a_seed_has_the_same_text_each_time(tiny_service: Path) ->
     first = texts(1)
     assert texts(5) == first
     assert len(set(first.values())) > 1
+
+
+def test_rows_with_equal_ids_have_answers_of_their_own(tiny_service: Path) -> None:
+    processor = build_processor(
+        _config(tiny_service),
+        preprocess=lambda row: {"id": 7, "prompt": row["question"], "sampling_params": GREEDY},
+    )
+    rows = processor(_prompts()).take_all()
+    outputs = LLM(model=tiny_service, dtype="float32").generate(
+        PROMPTS,
+        SamplingParams(**GREEDY),  # type: ignore[arg-type]
+    )
+    texts = {output.prompt: output.outputs[0].text for output in outputs}
+    assert {row["question"]: row["generated_text"] for row in rows} == texts
 
 
 def test_a_bad_row_is_an_error_column_or_the_end_of_the_job(tiny_service: Path) -> None:
@@ -213,3 +229,23 @@ def test_an_engine_that_cannot_be_built_ends_the_job(tiny_service: Path, tmp_pat
     config = _config(tmp_path / "no model")
     with pytest.raises(Exception, match="no model"):
         build_processor(config, lambda row: {"prompt": "x"})(_prompts()).take_all()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "resources", "num_engines"),
+    [
+        ([{"CPU": 2.0}], {"CPU": 1.0}, 1),
+        ([{"CPU": 4.0}, {"CPU": 32.0}, {"CPU": 32.0}], {"CPU": 16.5}, 2),
+        ([{"CPU": 96.0, "GPU": 8.0}, {"CPU": 4.0}], {"CPU": 1.0, "GPU": 1.0}, 8),
+    ],
+)
+def test_each_large_node_or_gpu_has_one_engine(
+    nodes: list[dict[str, float]],
+    resources: dict[str, float],
+    num_engines: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listed = [{"Alive": True, "Resources": node} for node in nodes]
+    monkeypatch.setattr(ray, "nodes", lambda: listed)
+    assert default_resources() == resources
+    assert max_engines(default_resources()) == num_engines

@@ -426,7 +426,7 @@ def test_a_batch_over_the_service_is_the_batch_in_one_process(
 
     served = texts("there.jsonl", "--url", service.url)
     assert len(set(served.values())) == 3
-    assert served == texts("here.jsonl", *model, "--device", "cpu")
+    assert served == texts("here.jsonl", *model, "--device", "cpu", "--in-process")
 
 
 def _learnt(router: Any) -> Any:

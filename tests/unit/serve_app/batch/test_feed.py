@@ -14,16 +14,20 @@ def test_batches_hold_all_rows_and_the_last_ones_are_small(num_rows: int) -> Non
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_batch_is_waited_for_and_given_out_again_until_it_is_done() -> None:
+def test_batches_go_to_those_that_ask_and_are_given_out_again_until_they_are_done() -> None:
     async def run() -> None:
         feed = RowFeed()
-        waiting = asyncio.ensure_future(feed.get(3))
+        waiting = asyncio.ensure_future(feed.get(97))  # tasks come in any order
         await asyncio.sleep(0)
         assert not waiting.done()
-        await feed.put(3, b"rows")
-        assert await waiting == await feed.get(3) == b"rows"
-        await feed.forget([3, 4])
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(feed.get(3), timeout=0.01)
+        await feed.put(b"first")
+        await feed.put(b"second")
+        assert await waiting == await feed.get(97) == b"first"
+        assert await feed.get(3) == b"second"
+        await feed.forget([97])
+        assert await feed.get(97) == b""  # of a task that is run again, but was done
+        await feed.close()
+        assert await feed.get(5) == await feed.get(6) == b""
+        assert await feed.get(3) == b"second"
 
     asyncio.run(run())

@@ -132,6 +132,24 @@ def test_a_folder_and_a_glob_are_all_their_files_in_order(tmp_path: Path) -> Non
     assert len(_asked(f"file://{tmp_path}/a.jsonl")) == 2
     with pytest.raises(ConfigError, match=r"x\*: found no such file"):
         _asked(f"{tmp_path}/x*")
+    assert len(_asked(f"{tmp_path}/*.jsonl")) == 4
+    assert len(_asked(f"{tmp_path}/**.jsonl")) == 9
+    (tmp_path / "q[1].jsonl").write_bytes(LINES)
+    assert len(_asked(tmp_path / "q[1].jsonl")) == 9
+
+
+def test_a_glob_is_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a1.jsonl").write_bytes(LINES)
+    assert len(_asked("a*.jsonl")) == len(_asked("./a*.jsonl")) == len(_asked("a1.jsonl")) == 9
+
+
+def test_long_fields_of_a_table_are_read(tmp_path: Path) -> None:
+    (tmp_path / "long.csv").write_text("prompt\n" + "x" * 200_000 + "\n")
+    ((_, body),) = _asked(tmp_path / "long.csv")
+    assert body == {"prompt": "x" * 200_000}
 
 
 def test_standard_input_is_read_twice_all_the_same(

@@ -1,5 +1,6 @@
 """Oracle: an undisturbed run over the same rows."""
 
+import asyncio
 import fcntl
 import json
 import os
@@ -7,17 +8,19 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eesd_dist.errors import ConfigError, EngineError, PoisonRequest, QueueFull
-from serve_app.batch.job import BatchOptions
+from serve_app.batch.job import BatchOptions, TooManyErrors, run_batch
+from serve_app.batch.loop import TakeResult
 from serve_app.batch.record_files import RecordFile, errors_path_of
 from serve_app.batch.records import Recovery
+from serve_app.batch.rows import Row
 from tests.support.toy_batch import MODEL, run
 from tests.support.toy_engine import ToyEngine
 
@@ -292,7 +295,12 @@ def test_a_foreign_file_is_not_appended_to(rows: Path, tmp_path: Path) -> None:
         run(rows, output)
     with pytest.raises(ConfigError, match="line 1 is no result"):
         run(rows, output, options=FORCED)
-    with pytest.raises(ConfigError, match="is the output, and among the input"):
+    output.write_text("my thesis, without an end")
+    with pytest.raises(ConfigError, match="its last line is no result of a batch"):
+        run(rows, output, options=FORCED)
+    assert output.read_text() == "my thesis, without an end"
+    output.write_text("my thesis\n")
+    with pytest.raises(ConfigError, match="is the output itself"):
         run(rows, rows)
     assert output.read_text() == "my thesis\n"
 
@@ -381,3 +389,54 @@ class _FailsAtFirst(ToyEngine):
         self._num_left -= hit
         self.refusal = self._error if hit and self._num_left >= 0 else None
         return super().stream(request)
+
+
+def test_rows_that_ask_for_the_impossible_are_errors_of_their_own(tmp_path: Path) -> None:
+    deep = '{"id": "deep", "prompt": "x", "logit_bias": ' + "[" * 300 + "]" * 300 + "}"
+    lines = [
+        '{"id": "good", "prompt": "x", "max_tokens": 4}',
+        '{"id": "endless", "prompt": "x", "max_tokens": 1e999}',
+        '{"id": "long", "prompt": "x", "max_tokens": ' + "9" * 400 + "}",
+        '{"id": "none", "prompt": "x", "max_tokens": NaN}',
+        deep,
+    ]
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(lines))
+    report = run(file, tmp_path / "out.jsonl")
+    assert (report.num_completed, report.num_failed) == (1, 4)
+    errors = {r["custom_id"]: r["error"] for r in _records(tmp_path / "out.errors.jsonl")}
+    assert any("nested deeper than 100 levels" in error["message"] for error in errors.values())  # type: ignore[index]
+
+
+def test_too_many_failed_rows_end_the_job(tmp_path: Path) -> None:
+    file = _write(tmp_path / "in.jsonl", [*_plain(4), *({"id": f"bad{i}"} for i in range(9))])
+    with pytest.raises(TooManyErrors, match="3 rows have failed, more than --max-errors 2"):
+        run(file, tmp_path / "out.jsonl", options=replace(QUIET, max_errors=2))
+    report = run(file, tmp_path / "out.jsonl", options=replace(QUIET, max_errors=9))
+    assert report.num_skipped + report.num_completed + report.num_failed == 13
+
+
+def test_a_job_in_its_own_folder_can_be_continued(tmp_path: Path) -> None:
+    _write(tmp_path / "a.jsonl", _plain(5))
+    for num_skipped in (0, 5):
+        assert run(tmp_path, tmp_path / "out.jsonl").num_skipped == num_skipped
+
+
+def test_a_refused_input_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="found no such file"):
+        run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_execution_that_ends_early_is_no_success(rows: Path, tmp_path: Path) -> None:
+    class Early:
+        async def run(self, rows: Iterator[Row], take: TakeResult) -> None:
+            return
+
+    @asynccontextmanager
+    async def execution(options: BatchOptions, num_rows: int) -> AsyncIterator[Early]:
+        yield Early()
+
+    job = run_batch(str(rows), str(tmp_path / "out.jsonl"), execution=execution, model=MODEL)
+    with pytest.raises(EngineError, match="20 of 20 rows have no result"):
+        asyncio.run(job)

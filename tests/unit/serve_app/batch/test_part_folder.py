@@ -10,6 +10,7 @@ import pytest
 from eesd_dist.errors import ConfigError
 from serve_app.batch import part_folder
 from serve_app.batch.job import BatchOptions, BatchReport
+from serve_app.batch.outputs import output_of
 from serve_app.batch.records import Recovery
 from tests.support.toy_batch import run
 
@@ -41,7 +42,6 @@ def _texts(folder: Path) -> dict[str, object]:
         row for file in folder.glob("part-*.parquet") for row in pq.read_table(file).to_pylist()
     ]
     assert len({row["custom_id"] for row in table}) == len(table)
-    assert {type(row["__inference_error__"]) for row in table} == {str}
     assert all(row["num_generated_tokens"] == 12 for row in table)
     assert all(row["custom_id"] == f"r{row['row']}" for row in table)
     return {row["custom_id"]: row["generated_text"] for row in table}
@@ -91,10 +91,27 @@ def test_a_folder_has_no_order_and_holds_one_job(rows: Path, tmp_path: Path) -> 
         run(rows, tmp_path / "out.parquet", options=replace(QUIET, ordered=True))
     (tmp_path / "in").mkdir()
     rows.rename(tmp_path / "in" / "rows.jsonl")
-    with pytest.raises(ConfigError, match="is the output, and among the input"):
-        run(tmp_path, tmp_path / "in", options=QUIET)
+    with pytest.raises(ConfigError, match="is the output itself"):
+        run(tmp_path / "in", tmp_path / "in", options=QUIET)
 
 
 def test_an_output_of_a_form_that_is_not_written_is_refused(rows: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"out.csv: found an output in a form"):
         run(rows, tmp_path / "out.csv", options=QUIET)
+
+
+def test_half_a_character_has_a_place_in_a_table(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(json.dumps({"id": "\ud800", "prompt": "x", "max_tokens": 2}) + "\n")
+    for num_skipped in (0, 1):
+        report = run(file, tmp_path / "out.parquet", options=QUIET)
+        assert (report.num_skipped, report.num_failed) == (num_skipped, 0)
+
+
+def test_a_file_that_is_no_part_is_refused(rows: Path, tmp_path: Path) -> None:
+    run(rows, tmp_path / "out.parquet", options=QUIET)
+    (tmp_path / "out.parquet" / "part-9.parquet").write_bytes(b"PAR1 torn")
+    with pytest.raises(ConfigError, match=r"part-9\.parquet: is no part of a batch"):
+        run(rows, tmp_path / "out.parquet", options=QUIET)
+    with pytest.raises(ConfigError, match="expected a path or a URI"):
+        output_of("foo://x/y", format=None, ordered=False)

@@ -1,4 +1,12 @@
-from serve_app.batch.quarantine import MAX_DEATHS_ALONE, Quarantine, Suspicion
+import pytest
+
+from eesd_dist.errors import EngineError
+from serve_app.batch.quarantine import (
+    MAX_BARREN_DEATHS,
+    MAX_DEATHS_ALONE,
+    Quarantine,
+    Suspicion,
+)
 
 
 def test_a_row_is_isolated_step_by_step_until_it_is_to_blame() -> None:
@@ -39,3 +47,14 @@ def test_equal_rows_of_two_batches_leave_one_by_one() -> None:
     quarantine.begin("engine", ["a"])
     quarantine.end("engine", ["a"])
     assert quarantine.restarted("engine") == 1
+
+
+def test_engines_that_die_and_answer_nothing_end_the_job() -> None:
+    quarantine = Quarantine()
+    for _ in range(1 + MAX_BARREN_DEATHS):
+        quarantine.restarted("engine")
+    with pytest.raises(EngineError, match="engines have died 9 times in a row"):
+        quarantine.restarted("engine")
+    quarantine.begin("other", ["a"])
+    quarantine.end("other", ["a"])
+    assert quarantine.restarted("engine") == 0
