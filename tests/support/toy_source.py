@@ -31,6 +31,8 @@ class ToySource:
 
 class ToyAnswering:
     max_attempts = 1
+    max_rows = 1024
+    patience_s = 60.0
 
     def __init__(self, source: ToySource) -> None:
         self._source = source

@@ -19,7 +19,7 @@ from eesd_dist.engine.build import check_model
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.checkpoint_folder import local_folder
 from eesd_dist.model.max_len import max_model_len_of
-from serve_app.batch.runner import BatchOptions
+from serve_app.batch.job import BatchOptions
 from serve_app.batch.start import run_in_process
 from serve_app.cli.configuration import EngineFlags, GenerateOptions, config_of
 from serve_app.cli.terminal import stream_text
@@ -114,7 +114,9 @@ def test_every_command_names_an_adapter_before_what_the_adapter_lacks(tmp_path: 
 
     def batch() -> None:
         rows, answers = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
-        asyncio.run(run_in_process(rows, answers, config=config, options=BatchOptions()))
+        files = (str(rows), str(answers))
+        job = run_in_process(*files, config=config, options=BatchOptions(), concurrency=1)
+        asyncio.run(job)
 
     def serve() -> None:
         _check_early(config, is_ours=False)
