@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -137,13 +138,20 @@ def test_a_job_is_submitted_to_a_cluster(
         command = ["ray", "job", "submit", "--address", f"http://127.0.0.1:{dashboard}", "--"]
         command += [sys.executable, "-m", "serve_app.cli.main", "batch", str(rows)]
         command += [str(tmp_path / "parts.parquet"), *_options(tiny_service), "--address", "auto"]
-        done = subprocess.run(
+        submit = partial(
+            subprocess.run,
             [str(Path(sys.executable).with_name("ray")), *command[1:]],
             capture_output=True,
             text=True,
             timeout=180,
             env=env,
         )
+        deadline_s = time.monotonic() + 90.0
+        done = submit()
+        # The dashboard listens before the node's agent, which starts jobs, has joined it.
+        while "No available agent" in done.stderr and time.monotonic() < deadline_s:
+            time.sleep(1.0)
+            done = submit()
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{NUM_ROWS} rows: 0 done before, {NUM_ROWS} answered, 0 failed" in done.stdout
     import pyarrow.dataset as ds
