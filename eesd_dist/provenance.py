@@ -6,6 +6,7 @@ cannot be determined (no git, no GPU driver) is None or empty.
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -31,6 +32,9 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd
 """Instruction sets that affect the speed and the type of a CPU's matrix products."""
 
 QUESTION_TIMEOUT_S = 10.0
+
+# The folders of an absolute path that is an argument, or the value of one (`--out=/a/b`).
+_ABSOLUTE_FOLDER = re.compile(r"(?<![^=])/(?:[^/]+/)*(?=[^/])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +90,17 @@ class Provenance:
 def collect_provenance(
     *, seed: int | None = None, command: Sequence[str] | None = None, root: Path | None = None
 ) -> Provenance:
-    """Reads the machine, the checkout at `root` (default: this file's) and the command line."""
+    """Reads the machine, the checkout at `root` (default: this file's) and the command line.
+
+    Records and heads are published: of an absolute path, only the last name is kept."""
     checkout = Path(__file__).resolve().parent if root is None else root
     commit = _answer(["git", "-C", str(checkout), "rev-parse", "HEAD"])
     status = _answer(["git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no"])
     return Provenance(
-        command=shlex.join(sys.argv if command is None else command),
+        command=shlex.join(
+            _ABSOLUTE_FOLDER.sub("", argument)
+            for argument in (sys.argv if command is None else command)
+        ),
         commit=commit or None,
         has_local_changes=None if status is None else bool(status),
         python=platform.python_version(),

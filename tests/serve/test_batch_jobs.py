@@ -135,16 +135,12 @@ def test_a_job_is_submitted_to_a_cluster(
     rows: Path, expected: dict[str, str], tiny_service: Path, tmp_path: Path
 ) -> None:
     with _cluster() as (dashboard, env):
-        command = ["ray", "job", "submit", "--address", f"http://127.0.0.1:{dashboard}", "--"]
+        command = [str(Path(sys.executable).with_name("ray")), "job", "submit"]
+        command += ["--address", f"http://127.0.0.1:{dashboard}", "--"]
         command += [sys.executable, "-m", "serve_app.cli.main", "batch", str(rows)]
         command += [str(tmp_path / "parts.parquet"), *_options(tiny_service), "--address", "auto"]
         submit = partial(
-            subprocess.run,
-            [str(Path(sys.executable).with_name("ray")), *command[1:]],
-            capture_output=True,
-            text=True,
-            timeout=180,
-            env=env,
+            subprocess.run, command, capture_output=True, text=True, timeout=180, env=env
         )
         deadline_s = time.monotonic() + 90.0
         done = submit()

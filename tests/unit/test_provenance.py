@@ -25,6 +25,13 @@ def test_a_recipe_names_command_seed_versions_and_hardware() -> None:
     assert recipe.hardware.memory_bytes > 2**28
 
 
+def test_folders_of_a_machine_are_left_out_of_the_command() -> None:
+    command = ["/home/a/bin/eesd", "--prompts", "/home/a/x.jsonl", "--out=/srv/heads/b"]
+    command += ["--model", "models/c", "--url", "http://127.0.0.1:8000/v1"]
+    expected = "eesd --prompts x.jsonl --out=b --model models/c --url http://127.0.0.1:8000/v1"
+    assert collect_provenance(command=command).command == expected
+
+
 def test_a_recipe_survives_json() -> None:
     recipe = collect_provenance(seed=None, command=["x"])
     back = json.loads(json.dumps(recipe.as_json()))
