@@ -172,6 +172,8 @@ def _cluster() -> Iterator[tuple[int, dict[str, str]]]:
         command += ["--num-cpus", "3", "--port", str(port), "--dashboard-port", str(dashboard)]
         command += ["--temp-dir", folder, "--object-store-memory", str(100 * 2**20)]
         command += ["--node-ip-address", "127.0.0.1", "--include-dashboard", "true"]
+        # The agent starts jobs, and has a fixed port, which any other cluster here may hold.
+        command += ["--dashboard-agent-listen-port", str(free_port())]
         with subprocess.Popen(
             command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as head:
