@@ -6,7 +6,7 @@ environment when it is imported, so the imports are inside the functions.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -63,25 +63,6 @@ def rays_signal_handlers_unused() -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = install
-
-
-def stop_of(dataset: Any) -> Callable[[], None]:
-    """Returns a function that ends the execution of a dataset that another thread is reading, which
-    then finds no more rows. Call it until that thread is done: it ends no execution that has not
-    started yet. Ray Data ends an execution only from the thread that reads it."""
-    create: Callable[[], Any] = dataset._create_executor
-    executors: list[Any] = []
-
-    def create_known() -> Any:
-        executors.append(create())
-        return executors[-1]
-
-    def stop() -> None:
-        for executor in executors:
-            executor.shutdown(force=True)
-
-    dataset._create_executor = create_known
-    return stop
 
 
 def available_resources() -> Mapping[str, Mapping[str, float]]:

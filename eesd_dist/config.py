@@ -247,6 +247,11 @@ class ParallelConfig(Section):
     """CPU threads of one rank; with `numerics: invariant` they change no text. Default of `LLM`,
     `eesd generate` and `eesd batch` without `--url`: OMP_NUM_THREADS, else all cores."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of a pipeline."""
+        return self.draft_tensor_parallel_size + self.verify_tensor_parallel_size
+
     @model_validator(mode="after")
     def _fallback_has_room(self) -> Self:
         draft, verify = self.draft_tensor_parallel_size, self.verify_tensor_parallel_size

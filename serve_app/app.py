@@ -45,20 +45,6 @@ def application_of(
     without `api_key` each HTTP replica reads the key from its environment.
 
     Raises ConfigError for times in the wrong order."""
-    timings_of(config)
-    if stages is None:
-        stages = stages_of(config)
-    pipelines = serve.deployment(
-        Pipeline,
-        name="Pipeline",
-        ray_actor_options={"num_cpus": 0, "resources": config.placement.front},
-        max_ongoing_requests=_MANY,
-        health_check_period_s=2.0,
-        # Streams leave within `drain_s`; then the workers are ended.
-        graceful_shutdown_timeout_s=config.recovery.drain_s + _RELEASE_S,
-        max_constructor_retry_count=1,
-        **_how_many(config),
-    ).bind(config, stages)
     ingress = serve.deployment(
         serve.ingress(None)(Ingress),
         name="Ingress",
@@ -68,8 +54,25 @@ def application_of(
         health_check_period_s=1.0,
         graceful_shutdown_timeout_s=config.recovery.drain_s,
         max_constructor_retry_count=1,
-    ).bind(config, pipelines, _event_key(), api_key)
+    ).bind(config, pipelines_of(config, stages=stages), _event_key(), api_key)
     return ingress
+
+
+def pipelines_of(config: ServiceConfig, *, stages: StageFactory | None = None) -> Application:
+    """Builds the pipelines alone, for clients in the cluster. Raises ConfigError for times in the
+    wrong order."""
+    timings_of(config)
+    return serve.deployment(
+        Pipeline,
+        name="Pipeline",
+        ray_actor_options={"num_cpus": 0, "resources": config.placement.front},
+        max_ongoing_requests=_MANY,
+        health_check_period_s=2.0,
+        # Streams leave within `drain_s`; then the workers are ended.
+        graceful_shutdown_timeout_s=config.recovery.drain_s + _RELEASE_S,
+        max_constructor_retry_count=1,
+        **_how_many(config),
+    ).bind(config, stages_of(config) if stages is None else stages)
 
 
 def _event_key() -> SecretStr:

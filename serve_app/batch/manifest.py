@@ -21,7 +21,7 @@ from serve_app.batch.disk import writing
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Version of the manifest. Changes whenever what it covers, or the form of an output, changes."""
 
 

@@ -19,7 +19,7 @@ A row needs `messages`, `prompt` or `tokenized_prompt`, and may have `sampling_p
 
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -30,20 +30,19 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.ray_compat import actor_class
+from eesd_dist.config import EngineConfig
 from eesd_dist.llm.settings import engine_config
 from eesd_dist.model.checkpoint_folder import with_local_folder
 from serve_app.batch.loop import Bodies, BodyOf
+from serve_app.batch.pipelines import PipelineSource
 from serve_app.batch.quarantine import Quarantine
+from serve_app.batch.resources import default_resources, placement_of_bundles, sum_of_bundles
 from serve_app.batch.results import generation_columns
 from serve_app.batch.rows import row_of_columns
-from serve_app.batch.stage import (
-    COLUMN,
-    EngineSource,
-    GenerateText,
-    ServiceSource,
-    Source,
-    StageRow,
-)
+from serve_app.batch.sources import EngineSource, ServiceSource, Source
+from serve_app.batch.stage import COLUMN, GenerateText, StageRow
+from serve_app.config import ServiceConfig
+from serve_app.service.serve_instance import url_of_application
 
 UserRow = dict[str, Any]
 UserFunction = Callable[[UserRow], UserRow]
@@ -120,7 +119,8 @@ class EESDEngineProcessorConfig(ProcessorConfig):
     """Writes `generated_text`, which is empty otherwise."""
     placement_group_config: dict[str, Any] | None = None
     """Resources of an actor, `{"bundles": [{"CPU": 8, "GPU": 1}]}`; None: a GPU where the cluster
-    has some, else all cores of a node."""
+    has some, else all cores of a node. For an engine of several ranks, the first bundle is that of
+    each rank, and `strategy` places them."""
 
     @property
     def required_column(self) -> str:
@@ -135,29 +135,46 @@ class EESDEngineProcessorConfig(ProcessorConfig):
         stage = self.chat_template_stage
         return {} if isinstance(stage, bool) else stage.chat_template_kwargs
 
-    def source(self) -> EngineSource:
+    @property
+    def _engine(self) -> EngineConfig:
         """Raises ConfigError for settings that no engine has."""
-        engine = with_local_folder(engine_config(self.model_source, self.engine_kwargs))
+        settings = dict(self.engine_kwargs)
+        num_verify = settings.pop("tensor_parallel_size", None)
+        if num_verify is not None:
+            settings["verify_tensor_parallel_size"] = num_verify
+        return engine_config(self.model_source, settings)
+
+    def source(self) -> Source:
+        """Raises ConfigError for settings that no engine has."""
+        engine = with_local_folder(self._engine)
+        if engine.parallel.num_ranks > 2:
+            placement = placement_of_bundles(self.placement_group_config or {})
+            return PipelineSource(
+                config=ServiceConfig(
+                    engine=engine, model_name=self.model_source, placement=placement
+                )
+            )
         has_whole_node = self.placement_group_config is None and not self.resources().get("GPU")
         return EngineSource(
             engine=engine, model_name=self.model_source, has_whole_node=has_whole_node
         )
 
     def resources(self) -> Mapping[str, float]:
-        """Returns the resources that an actor reserves."""
+        """Returns the resources that an actor reserves; none for a pipeline, which has its own."""
+        if self._engine.parallel.num_ranks > 2:
+            return {}
         if self.placement_group_config is None:
             return default_resources()
-        bundles = self.placement_group_config.get("bundles") or [{}]
-        return {
-            name: sum(float(bundle.get(name, 0)) for bundle in bundles) for name in ("CPU", "GPU")
-        }
+        return sum_of_bundles(self.placement_group_config)
 
 
 class EESDServiceProcessorConfig(ProcessorConfig):
     """Settings of a processor over a running service; its actors are clients."""
 
-    url: str
+    url: str | None = None
     """Address of the service, as `eesd serve` shows it."""
+    name: str | None = None
+    """In place of `url`: name of the service's application in Serve, in this cluster."""
     api_key_env: str = "EESD_API_KEY"
     """Environment variable of this process with the service's key."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
@@ -170,43 +187,19 @@ class EESDServiceProcessorConfig(ProcessorConfig):
     def template_options(self) -> Mapping[str, object]:
         return self.chat_template_kwargs
 
+    @model_validator(mode="after")
+    def _is_one_service(self) -> Self:
+        if (self.url is None) == (self.name is None):
+            raise ValueError("expected either url or name")
+        return self
+
     def source(self) -> ServiceSource:
-        return ServiceSource(url=self.url, api_key=os.environ.get(self.api_key_env) or None)
+        """Raises ConfigError where no service has the name."""
+        url = self.url or url_of_application(self.name or "")
+        return ServiceSource(url=url, api_key=os.environ.get(self.api_key_env) or None)
 
     def resources(self) -> Mapping[str, float]:
         return {}
-
-
-def default_resources() -> Mapping[str, float]:
-    """Returns the resources of an engine's actor: a GPU where there are some, else more than half
-    of the largest node's cores, so that each large node has one engine, and small ones none."""
-    nodes = _nodes()
-    if any(node.get("GPU", 0) for node in nodes):
-        return {"CPU": 1.0, "GPU": 1.0}
-    num_cores = max((node.get("CPU", 0.0) for node in nodes), default=1.0)
-    return {"CPU": (num_cores + 1) / 2 if num_cores > 2 else num_cores / 2}
-
-
-def shared_resources(num_engines: int) -> Mapping[str, float]:
-    """Returns the resources of an actor where there are so many: a GPU, or a share of the cores."""
-    nodes = _nodes()
-    if any(node.get("GPU", 0) for node in nodes):
-        return {"CPU": 1.0, "GPU": 1.0}
-    sizes = [node.get("CPU", 0.0) for node in nodes]
-    return {"CPU": max(1.0, min(max(sizes), sum(sizes) // num_engines))}
-
-
-def max_engines(resources: Mapping[str, float]) -> int:
-    """Returns how many actors with such resources the present nodes hold: one for each GPU, or for
-    each large node."""
-    nodes = _nodes()
-    if resources.get("GPU", 0):
-        return max(1, int(sum(node.get("GPU", 0) for node in nodes)))
-    return max(1, sum(node.get("CPU", 0.0) >= resources["CPU"] for node in nodes))
-
-
-def _nodes() -> list[Mapping[str, float]]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,8 +275,6 @@ class Processor:
         rows = dataset.map(self._preprocess, **self._preprocess_map_kwargs)
         answers = staged(
             rows,
-            GenerateText,
-            (),
             self.config,
             source=self.config.source(),
             body_of=Bodies(defaults={"return_token_ids": True}),
@@ -315,31 +306,19 @@ def build_processor(
     )
 
 
-def on_this_node(kind: type, **options: Any) -> Any:
-    """Starts an actor on the node of this process, with which the job ends anyway."""
-    node = ray.get_runtime_context().get_node_id()
-    strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    actor = actor_class(kind).options(num_cpus=0, scheduling_strategy=strategy, **options)
-    return actor.remote()
-
-
 def staged(
     rows: Dataset,
-    stage: type,
-    arguments: Sequence[Any],
     config: ProcessorConfig,
     *,
     source: Source,
     body_of: BodyOf,
     resources: Mapping[str, float],
 ) -> Dataset:
-    """Returns a dataset with a stage that generates; `arguments` of the stage come before those of
-    its `Generator`."""
-    quarantine = on_this_node(Quarantine)
+    """Returns a dataset of `StageRow`s with the stage that generates."""
     rows.context.execution_no_progress_timeout_s = -1  # a batch of a slow engine takes its time
     return rows.map_batches(
-        stage,
-        fn_constructor_args=(*arguments, source, quarantine),
+        GenerateText,
+        fn_constructor_args=(source, _quarantine()),
         fn_constructor_kwargs={
             "body_of": body_of,
             "raises_errors": not config.should_continue_on_error,
@@ -348,9 +327,17 @@ def staged(
         compute=config.pool,
         num_cpus=resources.get("CPU", 0.0),
         num_gpus=resources.get("GPU", 0.0),
+        resources={name: n for name, n in resources.items() if name not in ("CPU", "GPU")},
         accelerator_type=config.accelerator_type,
         runtime_env=config.runtime_env,
     )
+
+
+def _quarantine() -> Any:
+    """Starts a `Quarantine` on the node of this process, with which the job ends anyway."""
+    node = ray.get_runtime_context().get_node_id()
+    strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    return actor_class(Quarantine).options(num_cpus=0, scheduling_strategy=strategy).remote()
 
 
 def _request(columns: UserRow) -> dict[str, object]:

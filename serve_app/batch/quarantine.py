@@ -2,7 +2,7 @@
 blame is named.
 
 A process that dies may have been killed by one of its rows, or by chance. Its rows run again with
-no others than those of their batch; if the process dies again, each runs alone; a row that was
+no others than those of their group; if the process dies again, each runs alone; a row that was
 alone in the process twice when it died is not run any more.
 """
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import EesdError, EngineError, PoisonRequest
 
 MAX_DEATHS_ALONE = 2
 MAX_BARREN_DEATHS = 8
@@ -35,7 +35,7 @@ class Suspicion:
 
 
 class Quarantine:
-    """Counts deaths by row, for all engines of a job; an actor of its own."""
+    """Counts deaths by row, for all engines of a job."""
 
     def __init__(self) -> None:
         self._running: dict[str, Counter[str]] = {}
@@ -48,10 +48,17 @@ class Quarantine:
         self._deaths_alone: Counter[str] = Counter()
 
     def restarted(self, engine: str) -> int:
-        """Counts the death of an engine's process, if there was one before; returns the number of
-        its rows. Raises EngineError when engines die and answer nothing."""
-        self._num_barren_deaths += engine in self._engines
+        """Notes that an engine's process starts. If there was one before it, counts its death as
+        `died` does."""
+        if engine in self._engines:
+            return self.died(engine)
         self._engines.add(engine)
+        return 0
+
+    def died(self, engine: str) -> int:
+        """Counts the death of an engine's process; returns the number of its rows. Raises
+        EngineError when engines die and answer nothing."""
+        self._num_barren_deaths += 1
         if self._num_barren_deaths > MAX_BARREN_DEATHS:
             raise EngineError(
                 f"engines have died {self._num_barren_deaths} times in a row, and answered no row "
@@ -82,3 +89,12 @@ class Quarantine:
             if running[row] <= 0:
                 del running[row]
             del self._deaths[row], self._deaths_alone[row]
+
+
+def poison(custom_id: str, suspicion: Suspicion) -> EesdError:
+    """Returns the error of a row that is not run any more."""
+    return PoisonRequest(
+        request_id=custom_id,
+        crashes=suspicion.num_deaths,
+        reason="the engine's process died each time, at last while it ran alone",
+    )

@@ -160,6 +160,22 @@ def url_of(config: ServiceConfig, *, has_tls: bool = False) -> str:
     return f"http{'s' if has_tls else ''}://{host_port(config.host, config.port)}"
 
 
+def url_of_application(name: str) -> str:
+    """Returns the URL of a service on the cluster that this process is connected to. Raises
+    ConfigError where Serve has no such application, or no HTTP."""
+    status = serve_status()
+    routes = {} if status is None else status.route_prefixes
+    route = routes.get(name)
+    if status is None or route is None:
+        names = ", ".join(sorted(name for name, route in routes.items() if route)) or "none"
+        raise ConfigError(f"no service {name!r} in this cluster: found {names}")
+    host = status.host
+    if host in ("0.0.0.0", "::"):
+        host = ray.util.get_node_ip_address()
+    scheme = "https" if status.has_tls else "http"
+    return f"{scheme}://{host_port(host, status.port)}{route.rstrip('/')}"
+
+
 def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if _is_ipv6(host) else f"{host}:{port}"
 

@@ -21,7 +21,7 @@ from serve_app.service.watchdog import running_after
 from tests.support.running import descendants, free_port, until
 
 NUM_ROWS = 120
-_ENGINE = "ray::MapWorker(MapBatches(AnswerBatches))"
+_ENGINE = "ray::BatchEngine"
 
 
 @pytest.fixture(scope="module")

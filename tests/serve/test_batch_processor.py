@@ -19,13 +19,12 @@ from serve_app.batch.processor import (
     EESDServiceProcessorConfig,
     ProcessorConfig,
     build_processor,
-    default_resources,
-    max_engines,
     staged,
 )
+from serve_app.batch.resources import default_resources, max_engines
 from serve_app.batch.results import RowResult
 from serve_app.batch.rows import Row
-from serve_app.batch.stage import COLUMN, GenerateText, StageRow
+from serve_app.batch.stage import COLUMN, StageRow
 from tests.support.live_server import serving
 from tests.support.tiny_tokenizer import write_byte_level
 from tests.support.toy_api import toy_api
@@ -188,9 +187,7 @@ def _toy_results(source: ToySource, prompts: list[str], **settings: Any) -> dict
     )
     defaults: dict[str, Any] = {"batch_size": 4, "should_continue_on_error": True}
     config = ProcessorConfig(**{**defaults, **settings})
-    answers = staged(
-        rows, GenerateText, (), config, source=source, body_of=Bodies(), resources={"CPU": 1.0}
-    )
+    answers = staged(rows, config, source=source, body_of=Bodies(), resources={"CPU": 1.0})
     results = [pickle.loads(row[COLUMN]).result for row in answers.take_all()]
     assert len(results) == len(prompts)
     return {result.custom_id: result for result in results}

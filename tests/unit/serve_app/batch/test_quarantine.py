@@ -14,12 +14,12 @@ def test_a_row_is_isolated_step_by_step_until_it_is_to_blame() -> None:
     (suspicion,) = quarantine.suspicions(["bad"])
     assert not suspicion.num_deaths
     quarantine.begin("engine", ["good", "bad"])
-    assert quarantine.restarted("engine") == 2
+    assert quarantine.died("engine") == 2
     good, bad = quarantine.suspicions(["good", "bad"])
     assert good == bad == Suspicion(num_deaths=1)
     assert not bad.runs_alone
     quarantine.begin("engine", ["good", "bad"])
-    quarantine.restarted("engine")
+    quarantine.died("engine")
     assert all(suspicion.runs_alone for suspicion in quarantine.suspicions(["good", "bad"]))
     quarantine.begin("engine", ["good"])
     quarantine.end("engine", ["good"])
@@ -27,7 +27,7 @@ def test_a_row_is_isolated_step_by_step_until_it_is_to_blame() -> None:
     for number in range(1, MAX_DEATHS_ALONE + 1):
         assert not quarantine.suspicions(["bad"])[0].is_poison
         quarantine.begin("engine", ["bad"])
-        quarantine.restarted("engine")
+        quarantine.died("engine")
         assert quarantine.suspicions(["bad"])[0].num_single_deaths == number
     assert quarantine.suspicions(["bad"])[0].is_poison
 
@@ -36,9 +36,9 @@ def test_a_death_counts_against_no_row_of_another_engine() -> None:
     quarantine = Quarantine()
     quarantine.begin("one", ["a"])
     quarantine.begin("two", ["b"])
-    assert quarantine.restarted("two") == 1
+    assert quarantine.died("two") == 1
     assert [s.num_deaths for s in quarantine.suspicions(["a", "b"])] == [0, 1]
-    assert quarantine.restarted("two") == 0  # a process that died before it had a row
+    assert quarantine.died("two") == 0  # a process that died before it had a row
 
 
 def test_equal_rows_of_two_batches_leave_one_by_one() -> None:
@@ -46,7 +46,7 @@ def test_equal_rows_of_two_batches_leave_one_by_one() -> None:
     quarantine.begin("engine", ["a"])
     quarantine.begin("engine", ["a"])
     quarantine.end("engine", ["a"])
-    assert quarantine.restarted("engine") == 1
+    assert quarantine.died("engine") == 1
 
 
 def test_engines_that_die_and_answer_nothing_end_the_job() -> None:

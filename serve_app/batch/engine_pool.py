@@ -1,0 +1,175 @@
+"""Runs the rows of a batch in a pool of actors, on this machine or on a cluster.
+
+This process reads rows and writes results. Each engine gets another row as soon as one is done, so
+that it is as full at the end of the input as at its beginning. An engine that dies is started
+again, while the others go on; its rows are run by the next engine that is idle.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from cluster.ray_compat import actor_class
+from eesd_dist.errors import EngineError
+from serve_app.batch.engine_actor import BatchEngine
+from serve_app.batch.loop import BodyOf, TakeResult
+from serve_app.batch.row_queue import RowQueue
+from serve_app.batch.rows import Row
+from serve_app.batch.sources import Source
+from serve_app.service.connect import our_error
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILED_STARTS = 3
+"""Starts of one engine in a row that may fail."""
+_PATIENCE_S = 20.0
+"""Time after which an engine that has no resources is reported, and again after each time ten
+times as long."""
+_MAX_REASON = 200
+_MANY = 100_000
+"""Calls that an actor takes at a time: the pool sends no more than the engine can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePool:
+    """An `Execution` with engines in actors, on the Ray that this process is connected to."""
+
+    source: Source
+    body_of: BodyOf
+    num_engines: int
+    resources: Mapping[str, float]
+    """Ray's resources of each engine's actor."""
+    concurrency: int
+    """Rows in flight in each engine."""
+    num_rows: int
+
+    async def run(self, rows: Iterator[Row], take: TakeResult) -> None:
+        """Raises EngineError when the job cannot go on, and what `take` and `rows` raise."""
+        queue = RowQueue(rows, take, num_rows=self.num_rows)
+        engines = [PooledEngine(self, queue, number) for number in range(self.num_engines)]
+        tasks = {asyncio.ensure_future(engine.run()) for engine in engines}
+        try:
+            # The first engine that returns has seen that all rows are done.
+            finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def start_actor(self, name: str) -> Any:
+        options: dict[str, Any] = {"num_cpus": self.resources.get("CPU", 0.0)}
+        if self.resources.get("GPU"):
+            options["num_gpus"] = self.resources["GPU"]
+        actor = actor_class(BatchEngine).options(name=name, max_concurrency=_MANY, **options)
+        return actor.remote(self.source, self.body_of)
+
+
+def _reason_of(error: RayError) -> str:
+    """Returns why an engine has ended, in one line: of a dead process what Ray has seen."""
+    if not isinstance(error, RayActorError):
+        return str(our_error(error))
+    _, _, reason = str(error).partition("The actor is dead because ")
+    return " ".join((reason or str(error)).split())[:_MAX_REASON]
+
+
+class PooledEngine:
+    """One place of the pool: an engine's process, or the one that follows it."""
+
+    def __init__(self, pool: EnginePool, queue: RowQueue, number: int) -> None:
+        self._pool = pool
+        self._queue = queue
+        self._name = f"batch engine {number}"
+        self._actor: Any = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._failure: Exception | None = None
+        """What ended a row in place of a result; None while nothing has."""
+        self._wake = asyncio.Event()
+        queue.on_change.append(self._wake.set)
+
+    async def run(self) -> None:
+        """Returns when all rows of the job have results. Raises EngineError when the engine cannot
+        be started, and what the queue raises."""
+        num_starts = num_failed_starts = 0
+        while True:
+            num_starts += 1
+            self._failure = None
+            self._actor = self._pool.start_actor(f"{self._name}, start {num_starts}")
+            try:
+                limit = await self._open()
+                num_failed_starts = 0
+                await self._answer_rows(limit)
+                return
+            except RayError as error:
+                reason = our_error(error)
+                num_failed_starts += 1
+                if num_failed_starts == _MAX_FAILED_STARTS or not isinstance(reason, EngineError):
+                    raise reason from error
+                num_rows = self._queue.died(self._name)
+                logger.warning(
+                    "%s is started again, and %d rows run again apart: %s",
+                    self._name,
+                    num_rows,
+                    _reason_of(error),
+                )
+            finally:
+                await self._stop()
+
+    async def _open(self) -> int:
+        """Waits for resources and the model; returns how many rows the engine may have."""
+        ping = asyncio.wrap_future(self._actor.ping.remote().future())
+        patience_s = _PATIENCE_S
+        while not (await asyncio.wait([ping], timeout=patience_s))[0]:
+            patience_s = 10 * _PATIENCE_S
+            needs = ", ".join(f"{name} {amount:g}" for name, amount in self._pool.resources.items())
+            logger.warning("%s waits: no node of the cluster has %s free", self._name, needs)
+        ping.result()
+        self._queue.join(self._name)
+        max_rows: int = await self._actor.open.remote()
+        return min(self._pool.concurrency, max_rows)
+
+    async def _answer_rows(self, limit: int) -> None:
+        is_apart = False
+        """True while rows run apart from all others."""
+        while not self._queue.is_done:
+            self._wake.clear()
+            if self._failure is not None:
+                raise self._failure
+            if not self._running:
+                suspects = self._queue.suspects(self._name)
+                is_apart = bool(suspects)
+                self._start(suspects)
+            if not is_apart:
+                number = min(limit, self._queue.share()) - len(self._running)
+                self._start(self._queue.next(self._name, number))
+            if not self._queue.is_done:
+                await self._wake.wait()
+
+    def _start(self, rows: list[Row]) -> None:
+        for row in rows:
+            task = asyncio.ensure_future(self._answer(row))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+
+    async def _answer(self, row: Row) -> None:
+        self._queue.end(self._name, await self._actor.answer.remote(row))
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._failure = self._failure or error
+        self._wake.set()
+
+    async def _stop(self) -> None:
+        running = tuple(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        ray.kill(self._actor)

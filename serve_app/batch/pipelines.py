@@ -1,0 +1,118 @@
+"""Pipelines as engines of a batch: each in its placement group, with as many ranks as it needs.
+
+An actor of the job deploys a pipeline as a Serve application of its own, without HTTP, and is its
+client: supervision and recovery are the service's. A detached actor removes the application when
+the client is gone, however it ended.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from dataclasses import dataclass
+
+import ray
+from ray import serve
+
+from cluster.ray_compat import actor_class, is_actor_dead
+from eesd_dist.telemetry.tracing import Tracing
+from serve_app.app import pipelines_of
+from serve_app.batch.local_client import answered_by
+from serve_app.batch.local_engine import LocalModel
+from serve_app.batch.loop import AnswerBody
+from serve_app.config import PipelinesConfig, ServiceConfig
+from serve_app.ingress.load_balancing import LoadBalancer
+from serve_app.ingress.pipeline_client import ServiceClient
+from serve_app.openai.text_service import TextService
+from serve_app.service.serve_instance import deploy, remove_application
+
+_POLL_S = 2.0
+_ID_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSource:
+    """Describes a pipeline of a job, with the engine and the placement of a service."""
+
+    config: ServiceConfig
+
+    def build(self) -> "PipelineAnswering":
+        return PipelineAnswering(self)
+
+
+class PipelineAnswering:
+    """A pipeline, and this process as its client."""
+
+    is_broken = False  # it is supervised
+    max_attempts = 4
+    patience_s = math.inf
+
+    def __init__(self, source: PipelineSource) -> None:
+        config = source.config
+        self._owner = ray.get_runtime_context().get_actor_id() or ""
+        name = f"eesd-batch-{self._owner[:_ID_DIGITS]}"
+        self._config = config.model_copy(
+            update={
+                "app_name": name,
+                "router": config.router.model_copy(update={"name": f"{name}-router"}),
+                "pipelines": PipelinesConfig(),
+                "num_ingresses": 1,
+            }
+        )
+        model = LocalModel.load(config.engine, name=config.served_model_name)
+        self._preparation = model.preparation
+        scheduler = config.engine.scheduler
+        self.max_rows = scheduler.max_running + scheduler.max_waiting // 2
+
+    async def open(self) -> AnswerBody:
+        await asyncio.to_thread(self._deploy)
+        pipelines = serve.get_deployment_handle("Pipeline", self._config.app_name)
+        client = ServiceClient(
+            pipelines,
+            config=self._config,
+            tracing=Tracing(),
+            load_balancer=LoadBalancer(self._config, pipelines=pipelines),
+        )
+        return answered_by(TextService(client, self._preparation))
+
+    def _deploy(self) -> None:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        name = self._config.app_name
+        serve.start(proxy_location="Disabled")  # where Serve runs already it stays as it is
+        keeper = actor_class(PipelineKeeper).options(
+            name=f"{name}-keeper",
+            namespace=self._config.router.namespace,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=0,
+        )
+        keeper.remote(self._config, self._owner)
+        deploy(pipelines_of(self._config), name=name, route_prefix=None, wait=_patiently)
+
+
+class PipelineKeeper:
+    """Removes the pipeline of an actor that has ended, and Serve if nothing else runs in it."""
+
+    def __init__(self, config: ServiceConfig, owner: str) -> None:
+        self._config = config
+        self._owner = owner
+        self._keeping = asyncio.ensure_future(self._keep())
+
+    async def ping(self) -> None:
+        """Makes the actor one with an event loop."""
+
+    async def _keep(self) -> None:
+        await asyncio.to_thread(self._remove_in_the_end)
+        ray.actor.exit_actor()
+
+    def _remove_in_the_end(self) -> None:
+        while not is_actor_dead(self._owner):
+            time.sleep(_POLL_S)
+        remove_application(self._config.app_name, self._config.router)
+        if not serve.status().applications:
+            serve.shutdown()
+
+
+def _patiently(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False

@@ -1,0 +1,112 @@
+"""What answers the rows of a job: engines of a process, running services, pipelines.
+
+A source is a description that travels to an actor, and is built there.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import ray
+
+from eesd_dist.config import EngineConfig
+from eesd_dist.engine.local import with_all_cores
+from serve_app.batch.http_client import HttpClient
+from serve_app.batch.local_client import LocalClient, answered_by
+from serve_app.batch.local_engine import LocalModel
+from serve_app.batch.loop import AnswerBody
+from serve_app.openai.text_service import TextService
+
+
+class Answering(Protocol):
+    """Something that answers rows, in the process of an actor."""
+
+    max_attempts: int
+    """Attempts at a row under which it fails."""
+    max_rows: int
+    """Rows that it has at the same time: more would be refused, or wait for nothing."""
+    patience_s: float
+    """Longest time that a row waits for room."""
+
+    async def open(self) -> AnswerBody: ...
+    @property
+    def is_broken(self) -> bool:
+        """True if nothing is answered in this process any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSource:
+    """Describes an engine of one process; built where the actor runs."""
+
+    engine: EngineConfig
+    model_name: str
+    has_whole_node: bool
+    """Uses all cores of its node; otherwise those that are reserved for it."""
+
+    def build(self) -> "EngineAnswering":
+        return EngineAnswering(self)
+
+
+class EngineAnswering:
+    """An engine of this process, with as many threads as it has cores."""
+
+    max_attempts = 1  # one that failed is broken
+    patience_s = math.inf
+
+    def __init__(self, source: EngineSource) -> None:
+        engine = (with_all_cores if source.has_whole_node else _with_own_cores)(source.engine)
+        model = LocalModel.load(engine, name=source.model_name)
+        self._preparation = model.preparation
+        self._engine = model.build()
+        scheduler = engine.scheduler
+        self.max_rows = scheduler.max_running + scheduler.max_waiting // 2
+        self._client: LocalClient | None = None
+
+    async def open(self) -> AnswerBody:
+        self._client = LocalClient(self._engine)
+        return answered_by(TextService(self._client, self._preparation))
+
+    @property
+    def is_broken(self) -> bool:
+        return self._client is not None and self._client.is_broken
+
+
+def _with_own_cores(engine: EngineConfig) -> EngineConfig:
+    if "num_threads" in engine.parallel.model_fields_set:
+        return engine
+    cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0)
+    parallel = engine.parallel.model_copy(update={"num_threads": max(1, int(cores))})
+    return engine.model_copy(update={"parallel": parallel})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSource:
+    """Describes a running service."""
+
+    url: str
+    api_key: str | None
+
+    def build(self) -> "ServiceAnswering":
+        return ServiceAnswering(self)
+
+
+class ServiceAnswering:
+    """A client of a running service."""
+
+    is_broken = False
+    max_attempts = 4
+    max_rows = 1024
+    patience_s = 600.0
+
+    def __init__(self, source: ServiceSource) -> None:
+        self._source = source
+
+    async def open(self) -> AnswerBody:
+        return HttpClient(self._source.url, api_key=self._source.api_key).answer
+
+
+class Source(Protocol):
+    """Description of what answers rows, which travels to the actors."""
+
+    def build(self) -> Answering: ...
