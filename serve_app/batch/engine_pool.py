@@ -80,7 +80,7 @@ def _reason_of(error: RayError) -> str:
 
 
 class PooledEngine:
-    """One place of the pool: an engine's process, or the one that follows it."""
+    """Engine of the pool: a process, and the one that follows it when it dies."""
 
     def __init__(self, pool: EnginePool, queue: RowQueue, number: int) -> None:
         self._pool = pool
@@ -89,7 +89,7 @@ class PooledEngine:
         self._actor: Any = None
         self._running: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None
-        """What ended a row in place of a result; None while nothing has."""
+        """Error that ended a row in place of a result; None while there is none."""
         self._wake = asyncio.Event()
         queue.on_change.append(self._wake.set)
 

@@ -174,7 +174,7 @@ class EESDServiceProcessorConfig(ProcessorConfig):
     url: str | None = None
     """Address of the service, as `eesd serve` shows it."""
     name: str | None = None
-    """In place of `url`: name of the service's application in Serve, in this cluster."""
+    """Name, in place of `url`, of the service's application in Serve, in this cluster."""
     api_key_env: str = "EESD_API_KEY"
     """Environment variable of this process with the service's key."""
     chat_template_kwargs: dict[str, Any] = Field(default={})

@@ -1,4 +1,4 @@
-"""What answers the rows of a job: engines of a process, running services, pipelines.
+"""Sources of answers for the rows of a job: engines of a process, running services, pipelines.
 
 A source is a description that travels to an actor, and is built there.
 """

@@ -65,9 +65,9 @@ def test_rows_of_a_dead_engine_run_apart_then_alone_and_the_killer_is_named() ->
     queue.join("b")
     assert [row.ordinal for row in queue.suspects("a")] == [8, 9]  # together: one death each
     for row in group[1:]:
-        (alone,) = queue.suspects("b")
+        (suspect,) = queue.suspects("b")
         if row is not group[-1]:
-            _answer(queue, "b", [alone])
+            _answer(queue, "b", [suspect])
         else:
             queue.died("b")  # the last row kills
             queue.join("b")
