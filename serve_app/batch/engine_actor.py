@@ -9,6 +9,7 @@ from serve_app.batch.loop import BodyOf, RowLoop
 from serve_app.batch.results import RowResult
 from serve_app.batch.rows import Row
 from serve_app.batch.sources import Answering, Source
+from serve_app.batch.usage import Usage
 
 
 class EngineBroken(EngineError):
@@ -52,6 +53,10 @@ class BatchEngine:
                     patience_s=answering.patience_s,
                 )
             return answering.max_rows
+
+    async def usage(self) -> Usage:
+        """Returns what the engine has used so far."""
+        return Usage() if self._answering is None else self._answering.usage()
 
     async def answer(self, row: Row) -> RowResult:
         """Returns the result of a row. Raises EngineBroken when there will be no other."""

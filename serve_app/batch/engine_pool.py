@@ -8,7 +8,7 @@ again, while the others go on; its rows are run by the next engine that is idle.
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -18,9 +18,11 @@ from cluster.ray_compat import actor_class
 from eesd_dist.errors import EngineError
 from serve_app.batch.engine_actor import BatchEngine
 from serve_app.batch.loop import BodyOf, TakeResult
+from serve_app.batch.order import in_equal_waves
 from serve_app.batch.row_queue import RowQueue
 from serve_app.batch.rows import Row
 from serve_app.batch.sources import Source
+from serve_app.batch.usage import Usage
 from serve_app.service.connect import our_error
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ _PATIENCE_S = 20.0
 """Time after which an engine that has no resources is reported, and again after each time ten
 times as long."""
 _MAX_REASON = 200
+_LAST_WORDS_S = 5.0
+"""Time that engines have to say what they have used, when all rows are done."""
 _MANY = 100_000
 """Calls that an actor takes at a time: the pool sends no more than the engine can hold."""
 
@@ -47,17 +51,24 @@ class EnginePool:
     concurrency: int
     """Rows in flight in each engine."""
     num_rows: int
+    usage: Usage = field(default_factory=Usage)
+    """Use of devices when `run` returns, without engines that died."""
 
     async def run(self, rows: Iterator[Row], take: TakeResult) -> None:
         """Raises EngineError when the job cannot go on, and what `take` and `rows` raise."""
         queue = RowQueue(rows, take, num_rows=self.num_rows)
-        engines = [PooledEngine(self, queue, number) for number in range(self.num_engines)]
-        tasks = {asyncio.ensure_future(engine.run()) for engine in engines}
+        limit = in_equal_waves(self.concurrency, self.num_rows / self.num_engines)
+        engines = [
+            PooledEngine(self, queue, number, limit=limit) for number in range(self.num_engines)
+        ]
+        tasks = {asyncio.ensure_future(engine.run()): engine for engine in engines}
         try:
             # The first engine that returns has seen that all rows are done.
             finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in finished:
                 task.result()
+            if running := [task for task, engine in tasks.items() if engine.is_open]:
+                await asyncio.wait(running, timeout=_LAST_WORDS_S)
         finally:
             for task in tasks:
                 task.cancel()
@@ -82,11 +93,15 @@ def _reason_of(error: RayError) -> str:
 class PooledEngine:
     """Engine of the pool: a process, and the one that follows it when it dies."""
 
-    def __init__(self, pool: EnginePool, queue: RowQueue, number: int) -> None:
+    def __init__(self, pool: EnginePool, queue: RowQueue, number: int, *, limit: int) -> None:
+        """`limit`: rows that it has at a time at most."""
         self._pool = pool
+        self._limit = limit
         self._queue = queue
         self._name = f"batch engine {number}"
         self._actor: Any = None
+        self.is_open = False
+        """True while it has a process with a model."""
         self._running: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None
         """Error that ended a row in place of a result; None while there is none."""
@@ -99,12 +114,13 @@ class PooledEngine:
         num_starts = num_failed_starts = 0
         while True:
             num_starts += 1
-            self._failure = None
+            self._failure, self.is_open = None, False
             self._actor = self._pool.start_actor(f"{self._name}, start {num_starts}")
             try:
                 limit = await self._open()
                 num_failed_starts = 0
                 await self._answer_rows(limit)
+                self._pool.usage.add(await self._actor.usage.remote())
                 return
             except RayError as error:
                 reason = our_error(error)
@@ -132,7 +148,8 @@ class PooledEngine:
         ping.result()
         self._queue.join(self._name)
         max_rows: int = await self._actor.open.remote()
-        return min(self._pool.concurrency, max_rows)
+        self.is_open = True
+        return min(self._limit, max_rows)
 
     async def _answer_rows(self, limit: int) -> None:
         is_apart = False

@@ -18,10 +18,12 @@ from serve_app.batch.loop import Bodies, TakeResult
 from serve_app.batch.manifest import FORMAT
 from serve_app.batch.order import longest_first
 from serve_app.batch.outputs import Format, Output, output_of
+from serve_app.batch.preview import Preview, preview_of
 from serve_app.batch.progress import JobProgress, Throughput
 from serve_app.batch.records import Recovery
 from serve_app.batch.results import RowResult
 from serve_app.batch.rows import Row
+from serve_app.batch.usage import Usage
 
 _MAX_FAILURES_IN_A_ROW = 20
 
@@ -73,6 +75,9 @@ class BatchReport:
     num_completed: int
     num_failed: int
     throughput: Throughput
+    usage: Usage
+    preview: Preview | None = None
+    """Rows of a dry run; None for a run."""
 
 
 class TooManyErrors(EngineError):
@@ -83,6 +88,10 @@ class Execution(Protocol):
     """Runs rows in some order, and passes on each one's result."""
 
     async def run(self, rows: Iterator[Row], take: TakeResult) -> None: ...
+    @property
+    def usage(self) -> Usage:
+        """Use of devices so far."""
+        ...
 
 
 Start = Callable[[BatchOptions, int], AbstractAsyncContextManager[Execution]]
@@ -110,23 +119,28 @@ async def run_batch(
         stack.enter_context(_room_for_ledger())
         ledger = stack.enter_context(closing(Ledger()))
         ledger.scan(inputs)
-        output.claim(_manifest_of(model, options), force=options.recovery.force)
+        output.claim(_manifest_of(model, options), options.recovery)
         output.recover(ledger, options.recovery)
         num_failed_before = ledger.count(RowState.FAILED)
         num_skipped = ledger.count(RowState.ANSWERED) + num_failed_before
         results = _Results(output, progress, max_errors=options.max_errors)
-        if num_skipped < ledger.num_rows:
+        usage, preview = Usage(), None
+        if options.recovery.dry_run:
+            preview = preview_of(ledger.pending(inputs), options.bodies(model), inputs)
+        elif num_skipped < ledger.num_rows:
             async with execution(options, ledger.num_rows - num_skipped) as running:
                 total, initial = ledger.num_rows, num_skipped
                 with progress.shown(total, initial) if options.show_progress else nullcontext():
                     await running.run(longest_first(ledger.pending(inputs)), results.take)
+                usage = running.usage
         num_done = num_skipped + results.num_completed + results.num_failed
-        if num_done != ledger.num_rows:
+        if num_done != ledger.num_rows and preview is None:
             raise EngineError(
                 f"{ledger.num_rows - num_done} of {ledger.num_rows} rows have no result, and the "
                 "job has ended: start it again"
             )
-        output.finish(ledger)
+        if preview is None:
+            output.finish(ledger)
     return BatchReport(
         num_rows=ledger.num_rows,
         num_skipped=num_skipped,
@@ -134,6 +148,8 @@ async def run_batch(
         num_completed=results.num_completed,
         num_failed=results.num_failed,
         throughput=progress.throughput,
+        usage=usage,
+        preview=preview,
     )
 
 

@@ -5,16 +5,20 @@ built. For `eesd batch` and for programs that embed the engine.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from itertools import count
 
+from eesd_dist.config import EngineConfig
 from eesd_dist.engine.core import EngineCore, StepResult
+from eesd_dist.engine.layout import device_named
 from eesd_dist.engine.local import EngineThread
 from eesd_dist.errors import EesdError
 from eesd_dist.types import Emission, Request, RequestId
 from eesd_dist.workers.streams.mailboxes import Mailboxes
 from serve_app.batch.loop import AnswerBody
+from serve_app.batch.usage import RoundSample, Usage
 from serve_app.openai.context import RequestContext
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.text_service import TextService
@@ -29,6 +33,8 @@ class LocalClient:
         self._mail = Mailboxes()
         self._submissions = count(1)
         self._loop = asyncio.get_running_loop()
+        self._started_s = time.monotonic()
+        self._rounds = RoundSample()
         self._error: EesdError | None = None
         """The error that ended the loop; None while it runs."""
         self._thread = EngineThread(engine, deliver=self._deliver, broken=self._broken)
@@ -38,6 +44,13 @@ class LocalClient:
     def is_broken(self) -> bool:
         """True if the loop has ended with an error: no request is answered any more."""
         return self._error is not None
+
+    def usage(self, engine: EngineConfig) -> Usage:
+        """Returns what the engine has used, by its configuration: a GPU, or cores."""
+        seconds = time.monotonic() - self._started_s
+        if device_named(engine.model.device).type == "cuda":
+            return Usage(gpu_s=seconds, rounds=self._rounds)
+        return Usage(core_s=engine.parallel.num_threads * seconds, rounds=self._rounds)
 
     async def stream(self, request: Request) -> AsyncIterator[Emission]:
         if self._error is not None:
@@ -69,7 +82,11 @@ class LocalClient:
         self._engine.close()
 
     def _deliver(self, result: StepResult) -> None:
-        self._loop.call_soon_threadsafe(self._mail.deliver, result.emissions)
+        self._loop.call_soon_threadsafe(self._take, result)
+
+    def _take(self, result: StepResult) -> None:
+        self._rounds.observe(result.rounds)
+        self._mail.deliver(result.emissions)
 
     def _broken(self, error: EesdError) -> None:
         self._loop.call_soon_threadsafe(self._fail, error)

@@ -68,6 +68,16 @@ class LocalModel:
         return ServedModel(name=self.name, identity=identity)
 
 
+def with_room_for(num_rows: int, engine: EngineConfig) -> EngineConfig:
+    """Returns the configuration of an engine that computes so many rows at a time, unless it states
+    `scheduler.max_running`. It changes no text."""
+    scheduler = engine.scheduler
+    if "max_running" in scheduler.model_fields_set:
+        return engine
+    scheduler = scheduler.model_copy(update={"max_running": num_rows})
+    return engine.model_copy(update={"scheduler": scheduler})
+
+
 def identity_of(engine: EngineConfig, *, max_model_len: int) -> Mapping[str, object]:
     """Returns digests of the weights, and all else that decides texts. Drafts do not, except with
     rejection sampling; the head is named nevertheless, so that a job has one speed."""

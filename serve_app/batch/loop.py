@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from eesd_dist.errors import CapacityError, EesdError, EngineError, PoisonRequest, RequestError
 from serve_app.batch.results import RowResult, answered, failed
 from serve_app.batch.rows import Row, row_seed
+from serve_app.batch.usage import Usage
 from serve_app.openai.workloads import Kind
 
 logger = logging.getLogger(__name__)
@@ -45,13 +46,16 @@ class RowLoop:
         body_of: BodyOf,
         max_attempts: int = _MAX_ATTEMPTS,
         patience_s: float = _PATIENCE_S,
+        usage_of: Callable[[], Usage] = Usage,
     ) -> None:
-        """`max_attempts`: at a row under which the engine fails."""
+        """`max_attempts`: at a row under which the engine fails. `usage_of`: returns what an engine
+        of this process has used."""
         self._answer = answer
         self._concurrency = concurrency
         self._body_of = body_of
         self._max_attempts = max_attempts
         self._patience_s = patience_s
+        self._usage_of = usage_of
         self._is_waiting = False
         """True while no row was answered since the service was away."""
 
@@ -63,6 +67,11 @@ class RowLoop:
                     workers.create_task(self._run_some(rows, take))
         except* Exception as group:
             raise group.exceptions[0] from None
+
+    @property
+    def usage(self) -> Usage:
+        """Use of devices so far; none of a service."""
+        return self._usage_of()
 
     async def _run_some(self, rows: Iterator[Row], take: TakeResult) -> None:
         for row in rows:

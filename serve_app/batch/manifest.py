@@ -18,6 +18,7 @@ from pyarrow import fs
 
 from eesd_dist.errors import ConfigError
 from serve_app.batch.disk import writing
+from serve_app.batch.records import Recovery
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +48,14 @@ class Manifest:
         except OSError as error:  # a file system without locks
             logger.warning("not locked against a second job: output=%s error=%s", output, error)
 
-    def claim(self, contents: Mapping[str, object], *, has_rows: bool, force: bool) -> None:
-        """Records `contents`. Raises ConfigError if the output was made with others, unless
-        forced."""
+    def claim(self, contents: Mapping[str, object], *, has_rows: bool, recovery: Recovery) -> None:
+        """Records `contents`, except in a dry run. Raises ConfigError if the output was made with
+        others, unless forced."""
         text = self._read()
-        if has_rows and not force:
+        if has_rows and not recovery.force:
             self._refuse_another(text, contents)
         new_text = json.dumps(contents, indent=2, sort_keys=True)
-        if text != new_text:
+        if text != new_text and not recovery.dry_run:
             self._write(new_text)
 
     def close(self) -> None:

@@ -34,6 +34,13 @@ def longest_first(
         yield heapq.heappop(heap)[1]
 
 
+def in_equal_waves(concurrency: int, num_rows: float) -> int:
+    """Returns how many rows to run at a time, at most `concurrency`: where all rows take the same
+    time, they end in waves, and a small last one would leave an engine nearly idle."""
+    num_waves = max(1, math.ceil(num_rows / concurrency))
+    return max(1, math.ceil(num_rows / num_waves))
+
+
 def _rank(row: Row) -> tuple[int, int, int]:
     cost = max(1.0, row.num_expected_tokens)
     return (-round(_STEPS_PER_OCTAVE * math.log2(cost)), hash(row.prefix), row.ordinal)

@@ -28,7 +28,7 @@ class Output(Protocol):
         """Paths of its files, or of their folder."""
         ...
 
-    def claim(self, contents: Mapping[str, object], *, force: bool) -> None:
+    def claim(self, contents: Mapping[str, object], recovery: Recovery) -> None:
         """Records what the rows are made with. Raises ConfigError if those that are there were made
         with something else, unless forced."""
         ...

@@ -69,8 +69,8 @@ class PartFolder:
     def paths(self) -> tuple[str, ...]:
         return (self._path,)
 
-    def claim(self, contents: Mapping[str, object], *, force: bool) -> None:
-        self._manifest.claim(contents, has_rows=bool(self._parts()), force=force)
+    def claim(self, contents: Mapping[str, object], recovery: Recovery) -> None:
+        self._manifest.claim(contents, has_rows=bool(self._parts()), recovery=recovery)
 
     def recover(self, ledger: Ledger, recovery: Recovery) -> None:
         paths = self._parts()
@@ -105,6 +105,9 @@ class PartFolder:
                 self._flush()
         finally:
             self._manifest.close()
+            if isinstance(self._system, fs.LocalFileSystem):
+                with suppress(OSError):  # it has files
+                    os.rmdir(self._path)
 
     def _flush(self) -> None:
         answers = [result for result in self._waiting if not result.has_failed]

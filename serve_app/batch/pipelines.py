@@ -20,6 +20,7 @@ from serve_app.app import pipelines_of
 from serve_app.batch.local_client import answered_by
 from serve_app.batch.local_engine import LocalModel
 from serve_app.batch.loop import AnswerBody
+from serve_app.batch.usage import Usage
 from serve_app.config import PipelinesConfig, ServiceConfig
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient
@@ -59,6 +60,7 @@ class PipelineAnswering:
                 "num_ingresses": 1,
             }
         )
+        self._started_s = time.monotonic()
         model = LocalModel.load(config.engine, name=config.served_model_name)
         self._preparation = model.preparation
         scheduler = config.engine.scheduler
@@ -66,6 +68,7 @@ class PipelineAnswering:
 
     async def open(self) -> AnswerBody:
         await asyncio.to_thread(self._deploy)
+        self._started_s = time.monotonic()
         pipelines = serve.get_deployment_handle("Pipeline", self._config.app_name)
         client = ServiceClient(
             pipelines,
@@ -74,6 +77,13 @@ class PipelineAnswering:
             load_balancer=LoadBalancer(self._config, pipelines=pipelines),
         )
         return answered_by(TextService(client, self._preparation))
+
+    def usage(self) -> Usage:
+        seconds = time.monotonic() - self._started_s
+        parallel = self._config.engine.parallel
+        if ray.cluster_resources().get("GPU"):
+            return Usage(gpu_s=parallel.num_ranks * seconds)
+        return Usage(core_s=parallel.num_ranks * parallel.num_threads * seconds)
 
     def _deploy(self) -> None:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)

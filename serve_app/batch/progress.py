@@ -4,13 +4,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
 from eesd_dist.progress import progress_bar
 from serve_app.batch.results import RowResult
+from serve_app.batch.timeline import Timeline
 
 _WINDOW_S = 30.0
 
@@ -24,10 +25,18 @@ class Throughput:
     num_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    timeline: Timeline = field(default_factory=Timeline)
+
+    @property
+    def start_s(self) -> float:
+        """Seconds before the first token."""
+        return self.timeline.first_token_s()
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_tokens / self.seconds if self.seconds else 0.0
+        """Tokens per second since the first one."""
+        seconds = self.seconds - self.start_s
+        return self.num_tokens / seconds if seconds > 0 else 0.0
 
     @property
     def acceptance(self) -> float | None:
@@ -44,6 +53,7 @@ class JobProgress:
         self._started_s = time.monotonic()
         self._recent: deque[tuple[float, int]] = deque()
         """Time and tokens of the rows of the last seconds."""
+        self._timeline = Timeline()
         self._num_failed = 0
         self._num_prompt_tokens = self._num_tokens = self._num_drafted = self._num_accepted = 0
 
@@ -58,6 +68,9 @@ class JobProgress:
         self._num_drafted += int(speculation.get("num_draft_tokens") or 0)
         self._num_accepted += int(speculation.get("num_accepted_draft_tokens") or 0)
         self._num_failed += result.has_failed
+        end_s = time_s - self._started_s
+        begin_s = max(0.0, end_s - float(metrics.get("generation_time_ms") or 0.0) / 1000)
+        self._timeline.add(begin_s, end_s, num_tokens=num_tokens)
         self._recent.append((time_s, num_tokens))
         while self._recent[0][0] < time_s - _WINDOW_S:
             self._recent.popleft()
@@ -80,6 +93,7 @@ class JobProgress:
             num_tokens=self._num_tokens,
             num_drafted=self._num_drafted,
             num_accepted=self._num_accepted,
+            timeline=self._timeline,
         )
 
     def _figures(self, time_s: float) -> dict[str, str]:

@@ -105,6 +105,22 @@ class RecordFile:
             position += len(record.line)
 
 
+class _UnchangedFile:
+    """A file of records that may not be there, and is only read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def records(self) -> Iterator[Record]:
+        if self._path.exists():
+            with self._path.open("rb") as lines:
+                whole = (line for line in lines if line.endswith(b"\n"))
+                yield from records_of(whole, name=str(self._path))
+
+    def rewrite(self, lines: Iterator[bytes]) -> None:
+        raise AssertionError("a dry run changes no file")
+
+
 class JsonlOutput:
     """A local file of answers, and one of errors, which is there once a row has failed."""
 
@@ -122,13 +138,17 @@ class JsonlOutput:
     def paths(self) -> tuple[str, ...]:
         return (str(self._path), str(self._errors_path), f"{self._path}.manifest.json")
 
-    def claim(self, contents: Mapping[str, object], *, force: bool) -> None:
+    def claim(self, contents: Mapping[str, object], recovery: Recovery) -> None:
         has_rows = any(
             path.exists() and path.stat().st_size > 0 for path in (self._path, self._errors_path)
         )
-        self._manifest.claim(contents, has_rows=has_rows, force=force)
+        self._manifest.claim(contents, has_rows=has_rows, recovery=recovery)
 
     def recover(self, ledger: Ledger, recovery: Recovery) -> None:
+        if recovery.dry_run:
+            files = [_UnchangedFile(path) for path in (self._path, self._errors_path)]
+            recovery.recover(files, ledger, name=self.name)
+            return
         self._open(has_failed=False)
         if self._errors_path.exists():
             self._open(has_failed=True)

@@ -50,6 +50,8 @@ class Recovery:
     """Runs failed rows again, also those that were refused as invalid."""
     force: bool = False
     """Keeps answers to rows that have another content now."""
+    dry_run: bool = False
+    """Changes no file."""
 
     def recover(self, stores: Sequence[RecordStore], ledger: Ledger, *, name: str) -> None:
         """Enters the rows that are done in the ledger, and removes records that give way.
@@ -60,7 +62,8 @@ class Recovery:
         if not self.force:
             self._refuse_changed(stores, ledger, name=name)
         for store in stores:
-            if any(self._gives_way(*entry) for entry in _with_rows(store.records(), ledger)):
+            entries = _with_rows(store.records(), ledger)
+            if not self.dry_run and any(self._gives_way(*entry) for entry in entries):
                 store.rewrite(
                     record.line
                     for record, row in _with_rows(store.records(), ledger)
@@ -69,7 +72,7 @@ class Recovery:
             ledger.mark(
                 (row.ordinal, RowState.FAILED if record.has_failed else RowState.ANSWERED)
                 for record, row in _with_rows(store.records(), ledger)
-                if row is not None
+                if row is not None and not self._gives_way(record, row)
             )
 
     def _refuse_changed(self, stores: Sequence[RecordStore], ledger: Ledger, *, name: str) -> None:

@@ -80,10 +80,14 @@ class Row:
     def num_expected_tokens(self) -> float:
         """Tokens that the row is expected to cost at most, in those of an answer: a token of the
         prompt is cheaper."""
+        return self.num_characters / _PROMPT_CHARACTERS + self.max_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the answer at most; without a limit of its own a default."""
         limit = self.body.get("max_completion_tokens") or self.body.get("max_tokens")
-        num_answer = limit if isinstance(limit, int | float) else _DEFAULT_TOKENS[self.kind]
-        num_answer = min(max(num_answer, 0), _MAX_TOKENS)  # whatever a row asks for
-        return self.num_characters / _PROMPT_CHARACTERS + float(num_answer)
+        number = limit if isinstance(limit, int | float) else _DEFAULT_TOKENS[self.kind]
+        return int(min(max(0, number), _MAX_TOKENS))  # whatever a row asks for, also not a number
 
     @property
     def prefix(self) -> str:

@@ -15,6 +15,7 @@ from serve_app.batch.http_client import HttpClient
 from serve_app.batch.local_client import LocalClient, answered_by
 from serve_app.batch.local_engine import LocalModel
 from serve_app.batch.loop import AnswerBody
+from serve_app.batch.usage import Usage
 from serve_app.openai.text_service import TextService
 
 
@@ -32,6 +33,10 @@ class Answering(Protocol):
     @property
     def is_broken(self) -> bool:
         """True if nothing is answered in this process any more."""
+        ...
+
+    def usage(self) -> Usage:
+        """Returns what its engine has used so far."""
         ...
 
 
@@ -55,11 +60,11 @@ class EngineAnswering:
     patience_s = math.inf
 
     def __init__(self, source: EngineSource) -> None:
-        engine = (with_all_cores if source.has_whole_node else _with_own_cores)(source.engine)
-        model = LocalModel.load(engine, name=source.model_name)
+        self._config = (with_all_cores if source.has_whole_node else _with_own_cores)(source.engine)
+        model = LocalModel.load(self._config, name=source.model_name)
         self._preparation = model.preparation
         self._engine = model.build()
-        scheduler = engine.scheduler
+        scheduler = self._config.scheduler
         self.max_rows = scheduler.max_running + scheduler.max_waiting // 2
         self._client: LocalClient | None = None
 
@@ -70,6 +75,9 @@ class EngineAnswering:
     @property
     def is_broken(self) -> bool:
         return self._client is not None and self._client.is_broken
+
+    def usage(self) -> Usage:
+        return Usage() if self._client is None else self._client.usage(self._config)
 
 
 def _with_own_cores(engine: EngineConfig) -> EngineConfig:
@@ -104,6 +112,9 @@ class ServiceAnswering:
 
     async def open(self) -> AnswerBody:
         return HttpClient(self._source.url, api_key=self._source.api_key).answer
+
+    def usage(self) -> Usage:
+        return Usage()
 
 
 class Source(Protocol):

@@ -9,8 +9,9 @@ from eesd_dist.engine.local import with_all_cores
 from serve_app.batch.http_client import HttpClient
 from serve_app.batch.job import BatchOptions, BatchReport, ServedModel, run_batch
 from serve_app.batch.local_client import LocalClient, answered_by
-from serve_app.batch.local_engine import LocalModel
+from serve_app.batch.local_engine import LocalModel, with_room_for
 from serve_app.batch.loop import RowLoop
+from serve_app.batch.order import in_equal_waves
 from serve_app.batch.plan import RayPlan
 from serve_app.batch.signals import cancel_at_signals
 from serve_app.config import ServiceConfig
@@ -28,15 +29,20 @@ async def run_in_process(
 ) -> BatchReport:
     """Runs a batch in this process. Raises ConfigError before any row when something does not
     fit."""
-    model = LocalModel.load(with_all_cores(config.engine), name=config.served_model_name)
+    engine = with_room_for(concurrency, with_all_cores(config.engine))
+    model = LocalModel.load(engine, name=config.served_model_name)
 
     @asynccontextmanager
     async def execution(options: BatchOptions, num_rows: int) -> AsyncIterator[RowLoop]:
         async with aclosing(LocalClient(model.build())) as client:
             answer = answered_by(TextService(client, model.preparation))
-            bodies = options.bodies(model.served)
             cancel_at_signals()
-            yield RowLoop(answer, concurrency=concurrency, body_of=bodies)
+            yield RowLoop(
+                answer,
+                concurrency=in_equal_waves(concurrency, num_rows),
+                body_of=options.bodies(model.served),
+                usage_of=partial(client.usage, engine),
+            )
 
     return await run_batch(
         input_word, output_word, execution=execution, model=model.served, options=options
@@ -60,7 +66,9 @@ async def run_with_ray(
         prepare_for_cluster()
     from serve_app.batch.ray_job import job_execution
 
-    model = LocalModel.load(config.engine, name=config.served_model_name)
+    engine = with_room_for(plan.concurrency, config.engine)
+    config = config.model_copy(update={"engine": engine})
+    model = LocalModel.load(engine, name=config.served_model_name)
     return await run_batch(
         input_word,
         output_word,

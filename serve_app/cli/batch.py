@@ -5,9 +5,10 @@ import json
 import os
 import sys
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, echo
+from typer import Argument
 
 from eesd_dist.checks import require_extra
 from eesd_dist.command_line import given
@@ -60,6 +61,8 @@ def batch(
     retry_errors: Annotated[bool, "run rows again that were refused as invalid"] = False,
     max_errors: Annotated[int | None, "stop after more failed rows than this"] = None,
     force: Annotated[bool, "continue an output that was made with other settings"] = False,
+    dry_run: Annotated[bool, "say what would be run, and change nothing"] = False,
+    report: Annotated[Path | None, "file for the figures of the run, as JSON"] = None,
     quiet: Annotated[bool, "no progress"] = False,
 ) -> int:
     """Runs a file of requests and writes one answer for each.
@@ -73,8 +76,16 @@ def batch(
     from serve_app.batch.job import BatchOptions
     from serve_app.batch.plan import RayPlan
     from serve_app.batch.records import Recovery
+    from serve_app.batch.report import (
+        require_room_for,
+        show_preview,
+        show_report,
+        write_report,
+    )
     from serve_app.batch.start import run_in_process, run_over_http, run_with_ray
 
+    if report is not None:
+        require_room_for(report)
     _check_numbers(concurrency=concurrency, engines=engines, max_errors=max_errors)
     if sum([url is not None, address is not None, in_process]) > 1:
         raise ConfigError("found two of --url, --address and --in-process, expected one at most")
@@ -87,7 +98,7 @@ def batch(
         override_model=override_model,
         format=format,
         ordered=ordered,
-        recovery=Recovery(retry_errors=retry_errors, force=force),
+        recovery=Recovery(retry_errors=retry_errors, force=force, dry_run=dry_run),
         max_errors=max_errors,
         show_progress=not quiet,
     )
@@ -102,12 +113,17 @@ def batch(
         key = os.environ.get(config.api_key_env) or None
         run = run_over_http(*words, url=url, api_key=key, options=options, concurrency=concurrency)
     try:
-        report = asyncio.run(_until_stopped(run))
+        done = asyncio.run(_until_stopped(run))
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write("eesd: stopped; finished rows are kept: the same command continues\n")
         return _INTERRUPTED
-    _show(report)
-    return 1 if report.num_failed or report.num_failed_before else 0
+    if done.preview is not None:
+        show_preview(done)
+        return 0
+    show_report(done)
+    if report is not None:
+        write_report(report, done)
+    return 1 if done.num_failed or done.num_failed_before else 0
 
 
 def _check_numbers(*, concurrency: int, engines: int | None, max_errors: int | None) -> None:
@@ -124,24 +140,6 @@ async def _until_stopped(run: Coroutine[Any, Any, "BatchReport"]) -> "BatchRepor
 
     interrupt_at_signals()
     return await run
-
-
-def _show(report: "BatchReport") -> None:
-    done = report.throughput
-    echo(
-        f"{report.num_rows} rows: {report.num_skipped} done before, {report.num_completed} "
-        f"answered, {report.num_failed} failed; {done.num_tokens} tokens"
-    )
-    if report.num_failed_before:
-        echo(
-            f"{report.num_failed_before} of those done before had failed: correct their rows, or "
-            "use --retry-errors"
-        )
-    if report.num_completed:
-        drafts = (
-            "" if done.acceptance is None else f", {done.acceptance:.2f} of the drafts accepted"
-        )
-        echo(f"{done.seconds:.1f} s, {done.tokens_per_s:.1f} tokens/s{drafts}")
 
 
 def _check_that_none_is_ignored(engine: EngineFlags) -> None:

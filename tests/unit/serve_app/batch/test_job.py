@@ -21,6 +21,7 @@ from serve_app.batch.loop import TakeResult
 from serve_app.batch.record_files import RecordFile, errors_path_of
 from serve_app.batch.records import Recovery
 from serve_app.batch.rows import Row
+from serve_app.batch.usage import Usage
 from tests.support.toy_batch import MODEL, run
 from tests.support.toy_engine import ToyEngine
 
@@ -430,6 +431,8 @@ def test_a_refused_input_leaves_no_file(tmp_path: Path) -> None:
 
 def test_an_execution_that_ends_early_is_no_success(rows: Path, tmp_path: Path) -> None:
     class Early:
+        usage = Usage()
+
         async def run(self, rows: Iterator[Row], take: TakeResult) -> None:
             return
 
@@ -440,3 +443,37 @@ def test_an_execution_that_ends_early_is_no_success(rows: Path, tmp_path: Path) 
     job = run_batch(str(rows), str(tmp_path / "out.jsonl"), execution=execution, model=MODEL)
     with pytest.raises(EngineError, match="20 of 20 rows have no result"):
         asyncio.run(job)
+
+
+def test_a_dry_run_says_what_there_is_to_do_and_changes_nothing(tmp_path: Path) -> None:
+    rows = [*_plain(4), {"id": "bad"}, {"id": "long", "prompt": "x", "max_tokens": 100}]
+    file, output = _write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    dry = replace(QUIET, recovery=Recovery(dry_run=True))
+    before = sorted(tmp_path.iterdir())
+    preview = run(file, output, options=dry).preview
+    assert preview is not None
+    assert (preview.num_rows, preview.num_invalid) == (6, 1)
+    assert "bad: a row needs either prompt or messages" in preview.problems[0]
+    assert preview.max_tokens >= 100
+    assert sorted(tmp_path.iterdir()) == before
+    run(file, output)
+    content = output.read_bytes()
+    output.write_bytes(content + b'{"id":"batch_req_')  # as after a power cut
+    report = run(file, output, options=dry)
+    assert report.preview is not None
+    assert (report.num_skipped, report.preview.num_rows) == (6, 0)
+    with pytest.raises(ConfigError, match="seed"):
+        run(file, output, options=replace(dry, seed=1))
+    again = run(
+        file, output, options=replace(QUIET, recovery=Recovery(dry_run=True, retry_errors=True))
+    )
+    assert again.preview is not None
+    assert again.preview.num_rows == 1
+    assert output.read_bytes() == content + b'{"id":"batch_req_'
+
+
+def test_a_dry_run_makes_no_folder(tmp_path: Path) -> None:
+    file = _write(tmp_path / "in.jsonl", _plain(4))
+    dry = replace(QUIET, recovery=Recovery(dry_run=True))
+    run(file, tmp_path / "parts.parquet", options=dry)
+    assert sorted(tmp_path.iterdir()) == [file]

@@ -1,7 +1,9 @@
 import random
 from collections.abc import Iterator
 
-from serve_app.batch.order import longest_first
+import pytest
+
+from serve_app.batch.order import in_equal_waves, longest_first
 from serve_app.batch.rows import Row
 
 
@@ -38,3 +40,13 @@ def test_no_more_rows_are_read_ahead_than_allowed() -> None:
         for number, _ in enumerate(longest_first(rows(), **limits), start=1):
             assert num_read - number <= 21
         assert number == 500
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "num_rows", "expected"),
+    [(64, 200, 50), (64, 10, 10), (64, 64, 64), (64, 65, 33), (64, 100_000, 64), (64, 0, 1)],
+)
+def test_rows_that_end_together_leave_no_small_last_wave(
+    concurrency: int, num_rows: int, expected: int
+) -> None:
+    assert in_equal_waves(concurrency, num_rows) == expected
