@@ -464,11 +464,11 @@ def test_a_dry_run_says_what_there_is_to_do_and_changes_nothing(tmp_path: Path) 
     assert (report.num_skipped, report.preview.num_rows) == (6, 0)
     with pytest.raises(ConfigError, match="seed"):
         run(file, output, options=replace(dry, seed=1))
-    again = run(
+    retried = run(
         file, output, options=replace(QUIET, recovery=Recovery(dry_run=True, retry_errors=True))
     )
-    assert again.preview is not None
-    assert again.preview.num_rows == 1
+    assert retried.preview is not None
+    assert retried.preview.num_rows == 1
     assert output.read_bytes() == content + b'{"id":"batch_req_'
 
 

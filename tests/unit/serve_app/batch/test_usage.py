@@ -49,9 +49,9 @@ def test_one_plain_round_is_no_sample() -> None:
 
 
 def test_usage_of_several_engines_is_added() -> None:
-    one, two = Usage(core_s=3.0), Usage(core_s=4.0, gpu_s=1.0)
-    one.rounds.observe([_round()])
-    two.rounds.observe([_round(), _round(num_drafted=8, num_emitted=16)])
-    one.add(pickle.loads(pickle.dumps(two)))
-    assert (one.core_s, one.gpu_s) == (7.0, 1.0)
-    assert one.rounds.speed_up == pytest.approx(4 / 3)
+    total, other = Usage(core_s=3.0), Usage(core_s=4.0, gpu_s=1.0)
+    total.rounds.observe([_round()])
+    other.rounds.observe([_round(), _round(num_drafted=8, num_emitted=16)])
+    total.add(pickle.loads(pickle.dumps(other)))
+    assert (total.core_s, total.gpu_s) == (7.0, 1.0)
+    assert total.rounds.speed_up == pytest.approx(4 / 3)
