@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import count
 
 from eesd_dist.config import EngineConfig
+from eesd_dist.devices import HOST
 from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.layout import device_named
 from eesd_dist.engine.local import EngineThread
@@ -48,7 +49,7 @@ class LocalClient:
     def usage(self, engine: EngineConfig) -> Usage:
         """Returns what the engine has used, by its configuration: a GPU, or cores."""
         seconds = time.monotonic() - self._started_s
-        if device_named(engine.model.device).type == "cuda":
+        if device_named(engine.model.device) != HOST:
             return Usage(gpu_s=seconds, rounds=self._rounds)
         return Usage(core_s=engine.parallel.num_threads * seconds, rounds=self._rounds)
 
