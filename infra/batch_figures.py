@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ _NUM_ROWS = 200
 _NUM_TOKENS = 128
 _SIZES = (25, 50, 100, 200)
 _DTYPES = ("float32", "bfloat16")
+_MAX_CHARACTERS = 400
+"""Longest prompt, of ASCII alone: transformers pads the others of a batch to it."""
 _PROBE_TOKENS = 24
 
 
@@ -30,10 +32,10 @@ def main(model: str, prompts: Path, record: Path) -> None:
     """Writes the record, and prints a line for each run."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
-        texts = _write_rows(prompts, rows)
+        _write_rows(prompts, rows)
         plain = ["--max-draft-tokens", "0"]
         best = max(
-            (_run("transformers", model, size, dtype, _PROBE_TOKENS, texts), size, dtype)
+            (_run("transformers", model, size, dtype, _PROBE_TOKENS, str(rows)), size, dtype)
             for dtype in _DTYPES
             for size in _SIZES
         )
@@ -42,10 +44,10 @@ def main(model: str, prompts: Path, record: Path) -> None:
         for turn in range(2):
             run: dict[str, Any] = {
                 "transformers": {
-                    "tokens_per_s": _run("transformers", model, *best[1:], _NUM_TOKENS, texts)
+                    "tokens_per_s": _run("transformers", model, *best[1:], _NUM_TOKENS, str(rows))
                 },
-                "engine": _run("engine", model, "on", texts),
-                "engine, plain": _run("engine", model, "off", texts),
+                "engine": _run("engine", model, "auto", str(rows)),
+                "engine, plain": _run("engine", model, "off", str(rows)),
                 "batch": _batch(model, rows, Path(folder) / f"{turn}-ray.jsonl"),
                 "batch, plain": _batch(model, rows, Path(folder) / f"{turn}-plain.jsonl", *plain),
                 "batch --in-process": _batch(
@@ -74,14 +76,18 @@ def _say(name: str, figures: Mapping[str, Any]) -> None:
     print(f"{name}: {shown}", flush=True)
 
 
-def _write_rows(prompts: Path, rows: Path) -> list[str]:
-    """Writes the rows; returns their prompts. Prompts are numbered where they are too few."""
+def _write_rows(prompts: Path, rows: Path) -> None:
+    """Writes the rows. Prompts are numbered, since there may be too few."""
     lines = [json.loads(line) for line in prompts.read_text().splitlines()]
     texts = [line.get("prompt") or line["messages"][0]["content"] for line in lines]
+    texts = [text for text in texts if text.isascii() and len(text) <= _MAX_CHARACTERS]
     texts = [f"{number // len(texts)}. {texts[number % len(texts)]}" for number in range(_NUM_ROWS)]
     fields = {"max_tokens": _NUM_TOKENS, "ignore_eos": True, "temperature": 0.0}
     rows.write_text("".join(json.dumps({"prompt": text, **fields}) + "\n" for text in texts))
-    return texts
+
+
+def _prompts_of(rows: str) -> list[str]:
+    return [json.loads(line)["prompt"] for line in Path(rows).read_text().splitlines()]
 
 
 def _texts_of(output: Path) -> dict[str, str]:
@@ -106,9 +112,7 @@ def _batch(model: str, rows: Path, output: Path, *options: str) -> Mapping[str, 
     return figures
 
 
-def _transformers(
-    model: str, size: int, dtype: str, num_tokens: int, prompts: Sequence[str]
-) -> float:
+def _transformers(model: str, size: int, dtype: str, num_tokens: int, rows: str) -> float:
     """Returns tokens per second of transformers' batched generation."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -121,9 +125,9 @@ def _transformers(
     target = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), local_files_only=True
     ).eval()
-    ordered = sorted(prompts, key=len, reverse=True)
+    ordered = sorted(_prompts_of(rows), key=len, reverse=True)
     if num_tokens < _NUM_TOKENS:
-        ordered = ordered[:size]
+        ordered = ordered[:: len(ordered) // size][:size]
     began_s = time.perf_counter()
     for at in range(0, len(ordered), size):
         batch = tokenizer(ordered[at : at + size], return_tensors="pt", padding=True)
@@ -138,7 +142,7 @@ def _transformers(
     return len(ordered) * num_tokens / (time.perf_counter() - began_s)
 
 
-def _engine(model: str, mode: str, prompts: Sequence[str]) -> Mapping[str, float]:
+def _engine(model: str, mode: str, rows: str) -> Mapping[str, float]:
     """Returns tokens per second of `LLM.generate`, without the start."""
     from eesd_dist import LLM, SamplingParams
     from eesd_dist.types import SpeculationParams
@@ -147,7 +151,7 @@ def _engine(model: str, mode: str, prompts: Sequence[str]) -> Mapping[str, float
     parameters = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True)
     began_s = time.perf_counter()
     outputs = llm.generate(
-        list(prompts), parameters, use_tqdm=False, speculation=SpeculationParams(mode=mode)
+        _prompts_of(rows), parameters, use_tqdm=False, speculation=SpeculationParams(mode=mode)
     )
     seconds = time.perf_counter() - began_s
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)

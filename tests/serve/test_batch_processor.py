@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import ray
 from pydantic import ValidationError
 from ray.data import DataContext, Dataset
+from ray.data.checkpoint import CheckpointConfig
 
 from eesd_dist import LLM, SamplingParams
 from eesd_dist.text import Tokenizer
@@ -126,6 +128,68 @@ def test_a_bad_row_is_an_error_column_or_the_end_of_the_job(tiny_service: Path) 
     assert set(errors.values()) == {""}
     with pytest.raises(Exception, match="temperature: "):
         build_processor(_config(tiny_service), preprocess, postprocess)(_prompts()).take_all()
+
+
+def test_the_error_column_is_a_text_whatever_happens(tiny_service: Path) -> None:
+    """A column without errors must not become one of nulls, and one bad row near the end, here a
+    conversation that the template refuses, must not end a long job."""
+
+    def preprocess(row: dict[str, Any]) -> dict[str, Any]:
+        messages: Any = [{"role": "user", "content": row["question"]}]
+        if row["question"] == PROMPTS[-1]:
+            messages = [{"role": 7}]
+        return {"messages": messages, "sampling_params": GREEDY}
+
+    config = _config(tiny_service, should_continue_on_error=True)
+    processor = build_processor(config, preprocess)
+    assert _types(processor(_prompts().limit(3)))["__inference_error__"] == pa.string()
+    answers = processor(_prompts()).materialize()
+    assert _types(answers)["__inference_error__"] == pa.string()
+    errors = {row["question"]: row["__inference_error__"] for row in answers.take_all()}
+    assert "messages" in errors.pop(PROMPTS[-1])
+    assert set(errors.values()) == {""}
+
+
+def _types(dataset: Dataset) -> dict[str, Any]:
+    schema = dataset.schema()
+    assert schema is not None
+    return dict(zip(schema.names, schema.types, strict=True))
+
+
+def test_ray_datas_checkpoints_serve_a_processor(tiny_service: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for half in (0, 1):
+        rows = [{"id": i, "question": f"the dog {i} sat"} for i in range(20 * half, 20 * half + 20)]
+        ray.data.from_items(rows).write_parquet(str(tmp_path / "in" / str(half)))
+
+    def postprocess(row: dict[str, Any]) -> dict[str, Any]:
+        with log.open("a") as lines:
+            lines.write(f"{row['id']}\n")
+        return {"id": row["id"], "text": row["generated_text"]}
+
+    def run(folder: Path) -> set[int]:
+        log.write_text("")
+        processor = build_processor(
+            _config(tiny_service),
+            preprocess=lambda row: {"prompt": row["question"], "sampling_params": GREEDY},
+            postprocess=postprocess,
+        )
+        processor(ray.data.read_parquet(str(folder))).write_parquet(str(tmp_path / "out"))
+        return {int(line) for line in log.read_text().split()}
+
+    context = DataContext.get_current()
+    context.checkpoint_config = CheckpointConfig(
+        id_column="id",
+        checkpoint_path=str(tmp_path / "checkpoint"),
+        delete_checkpoint_on_success=False,
+    )
+    try:
+        assert run(tmp_path / "in" / "0") == set(range(20))
+        assert run(tmp_path / "in") == set(range(20, 40))  # the job that is continued
+    finally:
+        context.checkpoint_config = None
+    answers = ray.data.read_parquet(str(tmp_path / "out")).take_all()
+    assert sorted(row["id"] for row in answers) == list(range(40))
 
 
 def test_stages_can_be_off(tiny_service: Path) -> None:
