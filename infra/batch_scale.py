@@ -41,7 +41,7 @@ def main(folder: Path, record: Path, *, num_rows: int, num_bytes: int) -> None:
     for name, rows, number in (("jsonl", lines, num_rows), ("parquet", table, num_long_rows)):
         output = folder / f"{name}.parquet"
         half = _job(rows, output, until_rows=number // 2)
-        rest = _job(rows, output)
+        continued = _job(rows, output)
         scan = _job(rows, output)
         ids = _ids(output)
         content[name] = {
@@ -51,9 +51,9 @@ def main(folder: Path, record: Path, *, num_rows: int, num_bytes: int) -> None:
             "num_lost": number - len(set(ids)),
             "num_repeated": len(ids) - len(set(ids)),
             "killed_at_half": half,
-            "continued": rest,
+            "continued": continued,
             "started_again": scan,
-            "scan_over_run": scan["seconds"] / (half["seconds"] + rest["seconds"]),
+            "scan_over_run": scan["seconds"] / (half["seconds"] + continued["seconds"]),
         }
         print(name, content[name], flush=True)
     content["provenance"] = asdict(collect_provenance())
@@ -109,13 +109,13 @@ def _job(rows: Path, output: Path, *, until_rows: int | None = None) -> Mapping[
 
 
 def _count(output: Path) -> int:
-    return sum(pq.read_metadata(part).num_rows for part in output.glob("part-*.parquet"))
+    return sum(pq.read_metadata(file).num_rows for file in output.glob("part-*.parquet"))
 
 
 def _ids(output: Path) -> list[str]:
     ids: list[str] = []
-    for part in output.glob("part-*.parquet"):
-        ids += pq.read_table(part, columns=["custom_id"]).column(0).to_pylist()
+    for file in output.glob("part-*.parquet"):
+        ids += pq.read_table(file, columns=["custom_id"]).column(0).to_pylist()
     return ids
 
 
@@ -142,7 +142,7 @@ class EchoAnswering:
 
         return answer
 
-    def usage(self) -> Any:
+    def close(self) -> Any:
         from serve_app.batch.usage import Usage
 
         return Usage()

@@ -54,9 +54,9 @@ class BatchEngine:
                 )
             return answering.max_rows
 
-    async def usage(self) -> Usage:
-        """Returns what the engine has used so far."""
-        return Usage() if self._answering is None else self._answering.usage()
+    async def close(self) -> Usage:
+        """Sends what was traced; returns what the engine has used."""
+        return Usage() if self._answering is None else self._answering.close()
 
     async def answer(self, row: Row) -> RowResult:
         """Returns the result of a row. Raises EngineBroken when there will be no other."""

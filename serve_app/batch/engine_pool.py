@@ -19,6 +19,7 @@ from eesd_dist.errors import EngineError
 from serve_app.batch.engine_actor import BatchEngine
 from serve_app.batch.loop import BodyOf, TakeResult
 from serve_app.batch.order import in_equal_waves
+from serve_app.batch.ray_metrics import RayMetrics
 from serve_app.batch.row_queue import RowQueue
 from serve_app.batch.rows import Row
 from serve_app.batch.sources import Source
@@ -56,7 +57,8 @@ class EnginePool:
 
     async def run(self, rows: Iterator[Row], take: TakeResult) -> None:
         """Raises EngineError when the job cannot go on, and what `take` and `rows` raise."""
-        queue = RowQueue(rows, take, num_rows=self.num_rows)
+        metrics = RayMetrics(take, num_rows=self.num_rows)
+        queue = RowQueue(rows, metrics.take, num_rows=self.num_rows)
         limit = in_equal_waves(self.concurrency, self.num_rows / self.num_engines)
         engines = [
             PooledEngine(self, queue, number, limit=limit) for number in range(self.num_engines)
@@ -120,7 +122,7 @@ class PooledEngine:
                 limit = await self._open()
                 num_failed_starts = 0
                 await self._answer_rows(limit)
-                self._pool.usage.add(await self._actor.usage.remote())
+                self._pool.usage.add(await self._actor.close.remote())
                 return
             except RayError as error:
                 reason = our_error(error)

@@ -16,6 +16,7 @@ from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.layout import device_named
 from eesd_dist.engine.local import EngineThread
 from eesd_dist.errors import EesdError
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Emission, Request, RequestId
 from eesd_dist.workers.streams.mailboxes import Mailboxes
 from serve_app.batch.loop import AnswerBody
@@ -29,8 +30,9 @@ from serve_app.openai.workloads import Kind
 class LocalClient:
     """An `EngineClient` (serve_app.openai.generation). Close it in the end."""
 
-    def __init__(self, engine: EngineCore) -> None:
+    def __init__(self, engine: EngineCore, *, tracing: Tracing) -> None:
         self._engine = engine
+        self._tracing = tracing
         self._mail = Mailboxes()
         self._submissions = count(1)
         self._loop = asyncio.get_running_loop()
@@ -81,12 +83,16 @@ class LocalClient:
     async def aclose(self) -> None:
         await asyncio.to_thread(self._thread.stop)
         self._engine.close()
+        self._tracing.close()
 
     def _deliver(self, result: StepResult) -> None:
         self._loop.call_soon_threadsafe(self._take, result)
 
     def _take(self, result: StepResult) -> None:
         self._rounds.observe(result.rounds)
+        if self._tracing.rounds is not None:
+            for stats in result.rounds:
+                self._tracing.rounds.record_round(stats)
         self._mail.deliver(result.emissions)
 
     def _broken(self, error: EesdError) -> None:

@@ -14,6 +14,7 @@ from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.model.weights import weights_digest
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.sampling.noise import NOISE_VERSION
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.text import Tokenizer
 from eesd_dist.text.sampling_defaults import SamplingDefaults
 from serve_app.batch.job import ServedModel
@@ -57,9 +58,11 @@ class LocalModel:
         preparation = Preparation(Tokenizer.load(path), settings)
         return cls(engine=engine, name=name, preparation=preparation)
 
-    def build(self) -> EngineCore:
+    def build(self, tracing: Tracing) -> EngineCore:
+        """Builds the engine, with spans of its rounds where tracing is on."""
         book = BeliefBook(discount=self.engine.speculation.discount)
-        return build_local_engine(self.engine, book=book)
+        trace_round = None if tracing.rounds is None else tracing.rounds.trace_round
+        return build_local_engine(self.engine, book=book, trace_round=trace_round)
 
     @property
     def served(self) -> ServedModel:

@@ -8,6 +8,7 @@ the client is gone, however it ended.
 import asyncio
 import logging
 import math
+import os
 import time
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import ray
 from ray import serve
 
 from cluster.ray_compat import actor_class, is_actor_dead
-from eesd_dist.telemetry.tracing import Tracing
+from eesd_dist.telemetry.tracing import make_tracing
 from serve_app.app import pipelines_of
 from serve_app.batch.local_client import answered_by
 from serve_app.batch.local_engine import LocalModel
@@ -61,6 +62,9 @@ class PipelineAnswering:
             }
         )
         self._started_s = time.monotonic()
+        self._tracing = make_tracing(
+            self._config.telemetry_options.tracing, process=f"batch-{os.getpid()}"
+        )
         model = LocalModel.load(config.engine, name=config.served_model_name)
         self._preparation = model.preparation
         scheduler = config.engine.scheduler
@@ -73,12 +77,13 @@ class PipelineAnswering:
         client = ServiceClient(
             pipelines,
             config=self._config,
-            tracing=Tracing(),
+            tracing=self._tracing,
             load_balancer=LoadBalancer(self._config, pipelines=pipelines),
         )
-        return answered_by(TextService(client, self._preparation))
+        return answered_by(TextService(client, self._preparation, tracing=self._tracing))
 
-    def usage(self) -> Usage:
+    def close(self) -> Usage:
+        self._tracing.close()
         seconds = time.monotonic() - self._started_s
         parallel = self._config.engine.parallel
         if ray.cluster_resources().get("GPU"):

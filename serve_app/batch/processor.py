@@ -33,6 +33,7 @@ from cluster.ray_compat import actor_class
 from eesd_dist.config import EngineConfig
 from eesd_dist.llm.settings import engine_config
 from eesd_dist.model.checkpoint_folder import with_local_folder
+from eesd_dist.telemetry.tracing_options import TracingOptions
 from serve_app.batch.loop import Bodies, BodyOf
 from serve_app.batch.pipelines import PipelineSource
 from serve_app.batch.quarantine import Quarantine
@@ -156,7 +157,10 @@ class EESDEngineProcessorConfig(ProcessorConfig):
             )
         has_whole_node = self.placement_group_config is None and not self.resources().get("GPU")
         return EngineSource(
-            engine=engine, model_name=self.model_source, has_whole_node=has_whole_node
+            engine=engine,
+            model_name=self.model_source,
+            tracing=TracingOptions(),
+            has_whole_node=has_whole_node,
         )
 
     def resources(self) -> Mapping[str, float]:

@@ -56,6 +56,7 @@ def _engines(
     source = EngineSource(
         engine=config.engine,
         model_name=model.name,
+        tracing=config.telemetry_options.tracing,
         has_whole_node=plan.engines is None and not resources.get("GPU"),
     )
     return source, plan.engines or max_engines(resources), resources

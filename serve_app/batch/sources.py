@@ -4,6 +4,7 @@ A source is a description that travels to an actor, and is built there.
 """
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,8 @@ import ray
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.local import with_all_cores
+from eesd_dist.telemetry.tracing import make_tracing
+from eesd_dist.telemetry.tracing_options import TracingOptions
 from serve_app.batch.http_client import HttpClient
 from serve_app.batch.local_client import LocalClient, answered_by
 from serve_app.batch.local_engine import LocalModel
@@ -35,8 +38,8 @@ class Answering(Protocol):
         """True if nothing is answered in this process any more."""
         ...
 
-    def usage(self) -> Usage:
-        """Returns what its engine has used so far."""
+    def close(self) -> Usage:
+        """Sends what was traced; returns what its engine has used."""
         ...
 
 
@@ -46,6 +49,7 @@ class EngineSource:
 
     engine: EngineConfig
     model_name: str
+    tracing: TracingOptions
     has_whole_node: bool
     """Uses all cores of its node; otherwise those that are reserved for it."""
 
@@ -63,20 +67,22 @@ class EngineAnswering:
         self._config = (with_all_cores if source.has_whole_node else _with_own_cores)(source.engine)
         model = LocalModel.load(self._config, name=source.model_name)
         self._preparation = model.preparation
-        self._engine = model.build()
+        self._tracing = make_tracing(source.tracing, process=f"batch-{os.getpid()}")
+        self._engine = model.build(self._tracing)
         scheduler = self._config.scheduler
         self.max_rows = scheduler.max_running + scheduler.max_waiting // 2
         self._client: LocalClient | None = None
 
     async def open(self) -> AnswerBody:
-        self._client = LocalClient(self._engine)
-        return answered_by(TextService(self._client, self._preparation))
+        self._client = LocalClient(self._engine, tracing=self._tracing)
+        return answered_by(TextService(self._client, self._preparation, tracing=self._tracing))
 
     @property
     def is_broken(self) -> bool:
         return self._client is not None and self._client.is_broken
 
-    def usage(self) -> Usage:
+    def close(self) -> Usage:
+        self._tracing.close()
         return Usage() if self._client is None else self._client.usage(self._config)
 
 
@@ -113,7 +119,7 @@ class ServiceAnswering:
     async def open(self) -> AnswerBody:
         return HttpClient(self._source.url, api_key=self._source.api_key).answer
 
-    def usage(self) -> Usage:
+    def close(self) -> Usage:
         return Usage()
 
 

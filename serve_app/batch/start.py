@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from eesd_dist.engine.local import with_all_cores
+from eesd_dist.telemetry.tracing import make_tracing
 from serve_app.batch.http_client import HttpClient
 from serve_app.batch.job import BatchOptions, BatchReport, ServedModel, run_batch
 from serve_app.batch.local_client import LocalClient, answered_by
@@ -34,8 +35,9 @@ async def run_in_process(
 
     @asynccontextmanager
     async def execution(options: BatchOptions, num_rows: int) -> AsyncIterator[RowLoop]:
-        async with aclosing(LocalClient(model.build())) as client:
-            answer = answered_by(TextService(client, model.preparation))
+        tracing = make_tracing(config.telemetry_options.tracing, process="batch")
+        async with aclosing(LocalClient(model.build(tracing), tracing=tracing)) as client:
+            answer = answered_by(TextService(client, model.preparation, tracing=tracing))
             cancel_at_signals()
             yield RowLoop(
                 answer,

@@ -138,6 +138,7 @@ def test_a_job_is_submitted_to_a_cluster(
         command += ["--address", f"http://127.0.0.1:{dashboard}", "--"]
         command += [sys.executable, "-m", "serve_app.cli.main", "batch", str(rows)]
         command += [str(tmp_path / "parts.parquet"), *_options(tiny_service), "--address", "auto"]
+        command += ["--set", f"telemetry.trace_folder={tmp_path / 'traces'}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{NUM_ROWS} rows: 0 done before, {NUM_ROWS} answered, 0 failed" in done.stdout
@@ -146,6 +147,10 @@ def test_a_job_is_submitted_to_a_cluster(
     files = sorted(map(str, (tmp_path / "parts.parquet").glob("part-*.parquet")))
     table = ds.dataset(files).to_table().to_pylist()
     assert {row["custom_id"]: row["generated_text"] for row in table} == expected
+    spans = "".join(file.read_text() for file in (tmp_path / "traces").glob("batch-*.jsonl"))
+    for row in table:  # a trace for each, with its rounds
+        assert json.loads(row["response"])["id"] in spans
+    assert "eesd.round" in spans
 
 
 @contextmanager

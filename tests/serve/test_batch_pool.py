@@ -11,6 +11,7 @@ import ray
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError, EngineError
+from eesd_dist.telemetry.tracing_options import TracingOptions
 from serve_app.batch.engine_pool import EnginePool
 from serve_app.batch.loop import Bodies
 from serve_app.batch.results import RowResult
@@ -91,7 +92,9 @@ def test_an_engine_that_finds_no_resources_is_reported_and_the_others_do_its_row
 
 def test_engines_that_cannot_be_built_end_the_job(tmp_path: Path) -> None:
     engine = EngineConfig.model_validate({"model": {"path": tmp_path / "no model"}})
-    source = EngineSource(engine=engine, model_name="x", has_whole_node=False)
+    source = EngineSource(
+        engine=engine, model_name="x", tracing=TracingOptions(), has_whole_node=False
+    )
     with pytest.raises(ConfigError, match="no model"):
         _run(source, ["a row"])
 

@@ -52,10 +52,12 @@ class BatchOverHosts:
         subprocess.run([*command, *self._engine(), "--in-process"], check=True)
         return texts_of(output)
 
-    def start(self, output: Path, *, url: str | None = None) -> "subprocess.Popen[str]":
-        """Starts the job on host 0: with an engine on each other host, or over a service."""
+    def start(
+        self, output: Path, *, url: str | None = None, num_engines: int = 2
+    ) -> "subprocess.Popen[str]":
+        """Starts the job on host 0: with engines on the hosts, or over a service."""
         where = ["--url", url] if url else [*self._engine(), "--address", self.cluster.address]
-        engines = [] if url else ["--engines", "2"]
+        engines = [] if url else ["--engines", str(num_engines)]
         words = ["-m", "serve_app.cli.main", *self._words(output), *where, *engines]
         self._process = self.cluster.run(0, words, log=output.with_suffix(".log"))
         return self._process

@@ -8,6 +8,7 @@ from pathlib import Path
 from eesd_dist.errors import EngineError
 from serve_app.batch.local_client import answered_by
 from serve_app.batch.loop import AnswerBody
+from serve_app.batch.usage import Usage
 from serve_app.openai.text_service import TextService
 from serve_app.openai.workloads import Kind
 from tests.support.toy_api import toy_preparation
@@ -39,6 +40,9 @@ class ToyAnswering:
         self.is_broken = False
         with source.starts.open("a") as file:
             file.write("x")
+
+    def close(self) -> Usage:
+        return Usage()
 
     async def open(self) -> AnswerBody:
         engine = ToyEngine(vocab_size=128, delay_s=self._source.delay_s)

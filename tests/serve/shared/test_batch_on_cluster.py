@@ -16,7 +16,7 @@ from ray import serve
 from ray.data import DataContext
 
 from eesd_dist.errors import ConfigError
-from serve_app.batch.processor import (
+from serve_app.batch import (
     EESDEngineProcessorConfig,
     EESDServiceProcessorConfig,
     build_processor,

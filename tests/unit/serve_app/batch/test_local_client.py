@@ -8,6 +8,7 @@ import pytest
 
 from eesd_dist.engine.core import EngineCore
 from eesd_dist.errors import EngineError
+from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
 from serve_app.batch.local_client import LocalClient
 
@@ -43,7 +44,7 @@ async def _read(client: LocalClient, name: str) -> None:
 
 def test_requests_after_the_one_that_broke_the_engine_are_told_so() -> None:
     async def run() -> None:
-        client = LocalClient(cast(EngineCore, Broken()))
+        client = LocalClient(cast(EngineCore, Broken()), tracing=Tracing())
         for name in ("breaks it", "comes later"):
             with pytest.raises(EngineError, match="ZeroDivisionError: a bug"):
                 await asyncio.wait_for(_read(client, name), 5)
