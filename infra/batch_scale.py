@@ -4,7 +4,7 @@
 
 First JSON lines with ids of their own, then Parquet with long prompts and without ids. Each job is
 killed (SIGKILL) when half of it is done, and continued; then it is started once more, with nothing
-left to do: its time is that of the scan.
+left to do: its time is that of the scan. Then the bundled model answers 5,000 rows of many lengths.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from eesd_dist.provenance import collect_provenance
 
 _ROWS_PER_GROUP = 2000
 _PROMPT_BYTES = 50_000
+_NUM_REAL_ROWS = 5000
 
 
 def main(folder: Path, record: Path, *, num_rows: int, num_bytes: int) -> None:
@@ -56,8 +57,26 @@ def main(folder: Path, record: Path, *, num_rows: int, num_bytes: int) -> None:
             "scan_over_run": scan["seconds"] / (half["seconds"] + continued["seconds"]),
         }
         print(name, content[name], flush=True)
+    content["bundled model"] = _real(folder)
     content["provenance"] = asdict(collect_provenance())
     record.write_text(json.dumps(content, indent=1, default=str) + "\n")
+
+
+def _real(folder: Path) -> Mapping[str, Any]:
+    """Answers rows of many lengths with the bundled model; returns the report of the job."""
+    rng = random.Random(0)
+    rows, report = folder / "real.jsonl", folder / "real.json"
+    with rows.open("w") as lines:
+        for number in range(_NUM_REAL_ROWS):
+            a, b = rng.randrange(2, 90), rng.randrange(2, 90)
+            prompt = f"{number}. Tom has {a} apples and buys {b} more. How many does he have?"
+            row = {"messages": [{"role": "user", "content": prompt}]}
+            lines.write(json.dumps({**row, "max_tokens": rng.choice([16, 48, 96, 192])}) + "\n")
+    command = [sys.executable, "-m", "serve_app.cli.main", "batch", str(rows)]
+    command += [str(folder / "real.out.jsonl"), "--quiet", "--report", str(report)]
+    subprocess.run(command, check=True)
+    content: Mapping[str, Any] = json.loads(report.read_text())
+    return content
 
 
 def _write_lines(file: Path, number: int) -> None:

@@ -98,6 +98,7 @@ class PipelineAnswering:
             name=f"{name}-keeper",
             namespace=self._config.router.namespace,
             lifetime="detached",
+            get_if_exists=True,  # where this actor's process is another one than before
             max_restarts=-1,
             num_cpus=0,
         )

@@ -90,5 +90,6 @@ def as_json(report: BatchReport) -> Mapping[str, Any]:
         "core_hours": usage.core_s / 3600,
         "gpu_hours": usage.gpu_s / 3600,
         "seconds_per_bin": timeline.bin_s,
+        "rows_by_bin": timeline.num_rows,
         "tokens_per_s_by_bin": [round(rate, 1) for rate in timeline.rates()],
     }
