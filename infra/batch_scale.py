@@ -161,6 +161,9 @@ class EchoAnswering:
 
         return answer
 
+    def waiting_for(self) -> str:
+        return ""
+
     def close(self) -> Any:
         from serve_app.batch.usage import Usage
 

@@ -45,8 +45,8 @@ def _smoothed(values: list[float], width: int) -> list[float]:
     """Returns the mean of each value and those around it."""
     means = []
     for number in range(len(values)):
-        near = values[max(0, number - width // 2) : number + width // 2 + 1]
-        means.append(sum(near) / len(near))
+        window = values[max(0, number - width // 2) : number + width // 2 + 1]
+        means.append(sum(window) / len(window))
     return means
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -53,12 +53,15 @@ class Generation:
         self.finish_reason = emission.finish_reason
 
 
-def with_all_cores(config: EngineConfig) -> EngineConfig:
+def with_all_cores(
+    config: EngineConfig, *, environment: Mapping[str, str] = os.environ
+) -> EngineConfig:
     """Returns the configuration of an engine that has this machine to itself. Unless it states
-    `parallel.num_threads`, that is OMP_NUM_THREADS, or the number of cores. It changes no text."""
+    `parallel.num_threads`, that is OMP_NUM_THREADS of the environment, or the number of cores. It
+    changes no text."""
     if "num_threads" in config.parallel.model_fields_set:
         return config
-    stated = os.environ.get("OMP_NUM_THREADS", "")
+    stated = environment.get("OMP_NUM_THREADS", "")
     if stated.isdecimal() and int(stated) > 0:
         num_threads = int(stated)
     else:

@@ -54,6 +54,10 @@ class BatchEngine:
                 )
             return answering.max_rows
 
+    async def waiting_for(self) -> str:
+        """Returns why the engine is not open yet, if that is known."""
+        return "" if self._answering is None else self._answering.waiting_for()
+
     async def close(self) -> Usage:
         """Sends what was traced; returns what the engine has used."""
         return Usage() if self._answering is None else self._answering.close()

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from cluster.ray_compat import actor_class
-from eesd_dist.errors import EngineError
+from eesd_dist.errors import EesdError, EngineError
 from serve_app.batch.engine_actor import BatchEngine
 from serve_app.batch.loop import BodyOf, TakeResult
 from serve_app.batch.order import in_equal_waves
@@ -59,16 +59,10 @@ class EnginePool:
         """Raises EngineError when the job cannot go on, and what `take` and `rows` raise."""
         metrics = RayMetrics(take, num_rows=self.num_rows)
         queue = RowQueue(rows, metrics.take, num_rows=self.num_rows)
-        limit = in_equal_waves(self.concurrency, self.num_rows / self.num_engines)
-        engines = [
-            PooledEngine(self, queue, number, limit=limit) for number in range(self.num_engines)
-        ]
+        engines = [PooledEngine(self, queue, number) for number in range(self.num_engines)]
         tasks = {asyncio.ensure_future(engine.run()): engine for engine in engines}
         try:
-            # The first engine that returns has seen that all rows are done.
-            finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in finished:
-                task.result()
+            await _first_to_end(tasks)
             if running := [task for task, engine in tasks.items() if engine.is_open]:
                 await asyncio.wait(running, timeout=_LAST_WORDS_S)
         finally:
@@ -84,6 +78,31 @@ class EnginePool:
         return actor.remote(self.source, self.body_of)
 
 
+class StartFailed(Exception):
+    """An engine cannot be started."""
+
+    def __init__(self, reason: EesdError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+async def _first_to_end(tasks: "Mapping[asyncio.Task[None], PooledEngine]") -> None:
+    """Waits for the first engine that has seen that all rows are done. Goes on without engines that
+    cannot be started; raises the reason of the last one."""
+    running = set(tasks)
+    while True:
+        ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            try:
+                task.result()
+            except StartFailed as error:
+                if not running:
+                    raise error.reason from error
+                logger.error("the job goes on without an engine that does not start: %s", error)
+            else:
+                return
+
+
 def _reason_of(error: RayError) -> str:
     """Returns why an engine has ended, in one line: of a dead process what Ray has seen."""
     if not isinstance(error, RayActorError):
@@ -95,10 +114,8 @@ def _reason_of(error: RayError) -> str:
 class PooledEngine:
     """Engine of the pool: a process, and the one that follows it when it dies."""
 
-    def __init__(self, pool: EnginePool, queue: RowQueue, number: int, *, limit: int) -> None:
-        """`limit`: rows that it has at a time at most."""
+    def __init__(self, pool: EnginePool, queue: RowQueue, number: int) -> None:
         self._pool = pool
-        self._limit = limit
         self._queue = queue
         self._name = f"batch engine {number}"
         self._actor: Any = None
@@ -111,7 +128,7 @@ class PooledEngine:
         queue.on_change.append(self._wake.set)
 
     async def run(self) -> None:
-        """Returns when all rows of the job have results. Raises EngineError when the engine cannot
+        """Returns when all rows of the job have results. Raises StartFailed when the engine cannot
         be started, and what the queue raises."""
         num_starts = num_failed_starts = 0
         while True:
@@ -125,10 +142,12 @@ class PooledEngine:
                 self._pool.usage.add(await self._actor.close.remote())
                 return
             except RayError as error:
+                if self._queue.is_done:  # it died when it had nothing left to do
+                    return
                 reason = our_error(error)
-                num_failed_starts += 1
+                num_failed_starts += not self.is_open
                 if num_failed_starts == _MAX_FAILED_STARTS or not isinstance(reason, EngineError):
-                    raise reason from error
+                    raise StartFailed(reason) from error
                 num_rows = self._queue.died(self._name)
                 logger.warning(
                     "%s is started again, and %d rows run again apart: %s",
@@ -141,25 +160,39 @@ class PooledEngine:
 
     async def _open(self) -> int:
         """Waits for resources and the model; returns how many rows the engine may have."""
-        ping = asyncio.wrap_future(self._actor.ping.remote().future())
-        patience_s = _PATIENCE_S
-        while not (await asyncio.wait([ping], timeout=patience_s))[0]:
-            patience_s = 10 * _PATIENCE_S
-            needs = ", ".join(f"{name} {amount:g}" for name, amount in self._pool.resources.items())
-            logger.warning("%s waits: no node of the cluster has %s free", self._name, needs)
-        ping.result()
-        self._queue.join(self._name)
-        max_rows: int = await self._actor.open.remote()
+        needs = ", ".join(f"{name} {amount:g}" for name, amount in self._pool.resources.items())
+        await self._patiently(self._actor.ping.remote(), f"no node of the cluster has {needs} free")
+        if self._pool.resources:  # those of a pipeline are its own, and may not be there yet
+            self._queue.join(self._name)
+        max_rows: int = await self._patiently(self._actor.open.remote(), "")
+        if not self._pool.resources:
+            self._queue.join(self._name)
         self.is_open = True
-        return min(self._limit, max_rows)
+        return min(max_rows, in_equal_waves(self._pool.concurrency, self._queue.rows_per_engine()))
+
+    async def _patiently(self, call: Any, reason: str) -> Any:
+        """Returns the result of a call to the actor; says now and then that it is waited for."""
+        result = asyncio.wrap_future(call.future())
+        patience_s = _PATIENCE_S
+        while not (await asyncio.wait([result], timeout=patience_s))[0]:
+            patience_s = 10 * _PATIENCE_S
+            logger.warning("%s waits: %s", self._name, reason or await self._reason())
+        return result.result()
+
+    async def _reason(self) -> str:
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                reason: str = await self._actor.waiting_for.remote()
+        except (TimeoutError, RayError):
+            reason = ""
+        return reason or "it loads the model"
 
     async def _answer_rows(self, limit: int) -> None:
         is_apart = False
         """True while rows run apart from all others."""
         while not self._queue.is_done:
             self._wake.clear()
-            if self._failure is not None:
-                raise self._failure
+            self._raise_failure()
             if not self._running:
                 suspects = self._queue.suspects(self._name)
                 is_apart = bool(suspects)
@@ -169,6 +202,11 @@ class PooledEngine:
                 self._start(self._queue.next(self._name, number))
             if not self._queue.is_done:
                 await self._wake.wait()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _start(self, rows: list[Row]) -> None:
         for row in rows:
@@ -182,8 +220,11 @@ class PooledEngine:
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._running.discard(task)
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            self._failure = self._failure or error
+        # An error of the output says more than that of an engine.
+        if isinstance(error, Exception) and (
+            self._failure is None or isinstance(self._failure, RayError)
+        ):
+            self._failure = error
         self._wake.set()
 
     async def _stop(self) -> None:

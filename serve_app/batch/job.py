@@ -113,7 +113,12 @@ async def run_batch(
     options = options or BatchOptions()
     progress = JobProgress()
     with ExitStack() as stack:
-        output = output_of(output_word, format=options.format, ordered=options.ordered)
+        output = output_of(
+            output_word,
+            format=options.format,
+            ordered=options.ordered,
+            dry_run=options.recovery.dry_run,
+        )
         stack.enter_context(output)
         inputs = stack.enter_context(inputs_of(input_word, excluded=output.paths))
         stack.enter_context(_room_for_ledger())
@@ -124,7 +129,7 @@ async def run_batch(
         num_failed_before = ledger.count(RowState.FAILED)
         num_skipped = ledger.count(RowState.ANSWERED) + num_failed_before
         results = _Results(output, progress, max_errors=options.max_errors)
-        usage, preview = Usage(), None
+        usage, preview, throughput = Usage(), None, Throughput()
         if options.recovery.dry_run:
             preview = preview_of(ledger.pending(inputs), options.bodies(model), inputs)
         elif num_skipped < ledger.num_rows:
@@ -132,6 +137,7 @@ async def run_batch(
                 total, initial = ledger.num_rows, num_skipped
                 with progress.shown(total, initial) if options.show_progress else nullcontext():
                     await running.run(longest_first(ledger.pending(inputs)), results.take)
+                    throughput = progress.throughput
                 usage = running.usage
         num_done = num_skipped + results.num_completed + results.num_failed
         if num_done != ledger.num_rows and preview is None:
@@ -147,7 +153,7 @@ async def run_batch(
         num_failed_before=num_failed_before,
         num_completed=results.num_completed,
         num_failed=results.num_failed,
-        throughput=progress.throughput,
+        throughput=throughput,
         usage=usage,
         preview=preview,
     )

@@ -29,12 +29,12 @@ FORMAT = 5
 class Manifest:
     """Record of what an output was made with; locked as long as it is open."""
 
-    def __init__(self, system: Any, path: str, *, output: str) -> None:
+    def __init__(self, system: Any, path: str, *, output: str, dry_run: bool) -> None:
         """`output`: the output, as the user knows it. Raises ConfigError while another job writes
-        it."""
+        it; a dry run only reads."""
         self._system, self._path, self._output = system, path, output
         self._lock: IO[str] | None = None
-        if not isinstance(system, fs.LocalFileSystem):
+        if dry_run or not isinstance(system, fs.LocalFileSystem):
             return
         with writing(path):
             self._lock = Path(path).open("a+", errors="replace")  # noqa: SIM115  # while it runs

@@ -55,7 +55,7 @@ class Output(Protocol):
     ) -> None: ...
 
 
-def output_of(word: str, *, format: Format | None, ordered: bool) -> Output:
+def output_of(word: str, *, format: Format | None, ordered: bool, dry_run: bool = False) -> Output:
     """Returns the output that a word names: a local file of JSON lines, or a folder of parts where
     it is a URI, ends with a slash or `.parquet`, is a folder, or `format` is `parquet`.
 
@@ -68,10 +68,10 @@ def output_of(word: str, *, format: Format | None, ordered: bool) -> Output:
                 f"--ordered: found together with {word}, a folder of parts, which are written as "
                 "rows are done: sort by the column `row`, or name a .jsonl file"
             )
-        return PartFolder(word, is_parquet=is_parquet)
+        return PartFolder(word, is_parquet=is_parquet, dry_run=dry_run)
     if word.endswith((".csv", ".gz", ".zst")):
         raise ConfigError(
             f"{word}: found an output in a form that is not written here, expected a .jsonl file, "
             "or a folder of JSON lines or Parquet"
         )
-    return JsonlOutput(Path(word), ordered=ordered)
+    return JsonlOutput(Path(word), ordered=ordered, dry_run=dry_run)

@@ -47,7 +47,8 @@ _SCHEMA = pa.schema(
 class PartFolder:
     """A folder of parts. Rows are in order of completion; the column `row` is their number."""
 
-    def __init__(self, word: str, *, is_parquet: bool) -> None:
+    def __init__(self, word: str, *, is_parquet: bool, dry_run: bool = False) -> None:
+        """`dry_run`: changes no file."""
         self.name = word
         try:
             self._system, path = file_system_of(word)
@@ -55,9 +56,12 @@ class PartFolder:
             raise ConfigError(f"{word}: found {error}, expected a path or a URI") from error
         self._path = path.rstrip("/")
         self._is_parquet = is_parquet
-        with writing(word):
-            self._system.create_dir(self._path, recursive=True)
-        self._manifest = Manifest(self._system, f"{self._path}/_manifest.json", output=word)
+        if not dry_run:
+            with writing(word):
+                self._system.create_dir(self._path, recursive=True)
+        self._manifest = Manifest(
+            self._system, f"{self._path}/_manifest.json", output=word, dry_run=dry_run
+        )
         self._next_part = 0
         self._run = secrets.token_hex(4)
         """Part of all names: another job in the folder overwrites nothing."""
@@ -105,9 +109,6 @@ class PartFolder:
                 self._flush()
         finally:
             self._manifest.close()
-            if isinstance(self._system, fs.LocalFileSystem):
-                with suppress(OSError):  # it has files
-                    os.rmdir(self._path)
 
     def _flush(self) -> None:
         answers = [result for result in self._waiting if not result.has_failed]
@@ -157,7 +158,9 @@ class PartFolder:
     def _parts(self) -> list[str]:
         return [
             info.path
-            for info in self._system.get_file_info(fs.FileSelector(self._path))
+            for info in self._system.get_file_info(
+                fs.FileSelector(self._path, allow_not_found=True)
+            )
             if info.is_file and info.base_name.startswith(("part-", "errors-"))
         ]
 

@@ -14,19 +14,24 @@ from dataclasses import dataclass
 
 import ray
 from ray import serve
+from ray.exceptions import ActorAlreadyExistsError
+from ray.serve.config import ProxyLocation
 
-from cluster.ray_compat import actor_class, is_actor_dead
+from cluster.ray_compat import actor_class, is_actor_dead, serve_status
 from eesd_dist.telemetry.tracing import make_tracing
 from serve_app.app import pipelines_of
 from serve_app.batch.local_client import answered_by
 from serve_app.batch.local_engine import LocalModel
 from serve_app.batch.loop import AnswerBody
+from serve_app.batch.resources import uses_gpus
 from serve_app.batch.usage import Usage
 from serve_app.config import PipelinesConfig, ServiceConfig
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.openai.text_service import TextService
 from serve_app.service.serve_instance import deploy, remove_application
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 2.0
 _ID_DIGITS = 12
@@ -71,6 +76,7 @@ class PipelineAnswering:
         self.max_rows = scheduler.max_running + scheduler.max_waiting // 2
 
     async def open(self) -> AnswerBody:
+        await asyncio.to_thread(_start_serve)
         await asyncio.to_thread(self._deploy)
         self._started_s = time.monotonic()
         pipelines = serve.get_deployment_handle("Pipeline", self._config.app_name)
@@ -82,51 +88,77 @@ class PipelineAnswering:
         )
         return answered_by(TextService(client, self._preparation, tracing=self._tracing))
 
+    def waiting_for(self) -> str:
+        return "its pipeline loads the model, or no node has room for its ranks"
+
     def close(self) -> Usage:
         self._tracing.close()
         seconds = time.monotonic() - self._started_s
         parallel = self._config.engine.parallel
-        if ray.cluster_resources().get("GPU"):
+        if uses_gpus(self._config.engine.model.device):
             return Usage(gpu_s=parallel.num_ranks * seconds)
         return Usage(core_s=parallel.num_ranks * parallel.num_threads * seconds)
 
     def _deploy(self) -> None:
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         name = self._config.app_name
-        serve.start(proxy_location="Disabled")  # where Serve runs already it stays as it is
-        keeper = actor_class(PipelineKeeper).options(
-            name=f"{name}-keeper",
+        cleanup = actor_class(PipelineCleanup).options(
+            name=f"{name}-cleanup",
             namespace=self._config.router.namespace,
             lifetime="detached",
             get_if_exists=True,  # where this actor's process is another one than before
             max_restarts=-1,
             num_cpus=0,
         )
-        keeper.remote(self._config, self._owner)
+        cleanup.remote(self._config, self._owner)
         deploy(pipelines_of(self._config), name=name, route_prefix=None, wait=_patiently)
 
 
-class PipelineKeeper:
-    """Removes the pipeline of an actor that has ended, and Serve if nothing else runs in it."""
+def _start_serve() -> None:
+    """Starts Serve without HTTP; where it runs already it stays as it is."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        serve.start(proxy_location="Disabled")
+    except ActorAlreadyExistsError:  # another engine was faster
+        serve.start(proxy_location="Disabled")
+
+
+class PipelineCleanup:
+    """Removes the pipeline of an actor that has ended, and a Serve without HTTP in which nothing
+    else runs."""
 
     def __init__(self, config: ServiceConfig, owner: str) -> None:
         self._config = config
         self._owner = owner
-        self._keeping = asyncio.ensure_future(self._keep())
+        self._waiting = asyncio.ensure_future(self._wait())
 
     async def ping(self) -> None:
         """Makes the actor one with an event loop."""
 
-    async def _keep(self) -> None:
+    async def _wait(self) -> None:
         await asyncio.to_thread(self._remove_in_the_end)
         ray.actor.exit_actor()
 
     def _remove_in_the_end(self) -> None:
-        while not is_actor_dead(self._owner):
+        while not (is_actor_dead(self._owner) and self._is_removed()):
             time.sleep(_POLL_S)
-        remove_application(self._config.app_name, self._config.router)
-        if not serve.status().applications:
-            serve.shutdown()
+
+    def _is_removed(self) -> bool:
+        """Removes the pipeline; returns whether nothing is left of it."""
+        try:
+            status = serve_status()
+            if status is not None and self._config.app_name in status.route_prefixes:
+                remove_application(self._config.app_name, self._config.router)
+                status = serve_status()
+            if (
+                status is not None
+                and status.proxy_location == ProxyLocation.Disabled
+                and not status.route_prefixes
+            ):
+                serve.shutdown()
+        except Exception as error:  # Serve may be ended by another pipeline: it is looked at again
+            logger.warning("not removed yet: app=%s error=%r", self._config.app_name, error)
+            return False
+        return True
 
 
 def _patiently(seconds: float) -> bool:

@@ -1,7 +1,7 @@
 """Rows of a dry run: those that a batch would run."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eesd_dist.errors import RequestError
 from serve_app.batch.inputs import Inputs
@@ -9,6 +9,8 @@ from serve_app.batch.loop import Bodies
 from serve_app.batch.rows import Row
 
 _NUM_EXAMPLES = 3
+_MAX_TEXTS = 1024
+"""Texts of a row that count: more are refused anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +34,15 @@ def preview_of(rows: Iterator[Row], bodies: Bodies, inputs: Inputs) -> Preview:
     for row in rows:
         num_rows += 1
         try:
-            bodies(row)
+            body = bodies(row)
         except RequestError as error:
             num_invalid += 1
             if len(problems) < _NUM_EXAMPLES:
                 problems.append(f"{row.custom_id}: {error}")
         else:
-            max_tokens += row.max_tokens
+            number = body.get("n")
+            num_texts = number if isinstance(number, int) and 1 < number <= _MAX_TEXTS else 1
+            max_tokens += num_texts * replace(row, body=body).max_tokens
     return Preview(
         num_rows=num_rows,
         num_invalid=num_invalid,

@@ -168,7 +168,7 @@ class EESDEngineProcessorConfig(ProcessorConfig):
         if self._engine.parallel.num_ranks > 2:
             return {}
         if self.placement_group_config is None:
-            return default_resources()
+            return default_resources(self._engine.model.device)
         return sum_of_bundles(self.placement_group_config)
 
 

@@ -14,7 +14,7 @@ from eesd_dist.errors import EesdError, EngineError, PoisonRequest
 
 MAX_DEATHS_ALONE = 2
 MAX_BARREN_DEATHS = 8
-"""Deaths of engines in a row, without an answered row in between, after which the job ends."""
+"""Deaths of one engine without any news of a row in between, after which the job ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class Quarantine:
         """The rows in each engine."""
         self._engines: set[str] = set()
         """Engines that have started."""
-        self._num_barren_deaths = 0
-        """Deaths since a row was answered."""
+        self._num_barren_deaths: Counter[str] = Counter()
+        """Deaths by engine since a row was answered, or given up."""
         self._deaths: Counter[str] = Counter()
         self._deaths_alone: Counter[str] = Counter()
 
@@ -58,17 +58,21 @@ class Quarantine:
     def died(self, engine: str) -> int:
         """Counts the death of an engine's process; returns the number of its rows. Raises
         EngineError when engines die and answer nothing."""
-        self._num_barren_deaths += 1
-        if self._num_barren_deaths > MAX_BARREN_DEATHS:
-            raise EngineError(
-                f"engines have died {self._num_barren_deaths} times in a row, and answered no row "
-                "in between: their logs have the reason"
-            )
         rows = self._running.pop(engine, Counter())
         self._deaths.update(rows.keys())
-        if len(rows) == 1:
+        if rows.total() == 1:
             self._deaths_alone.update(rows.keys())
-        return len(rows)
+        self._num_barren_deaths[engine] += 1
+        if self._num_barren_deaths[engine] > MAX_BARREN_DEATHS:
+            raise EngineError(
+                f"an engine has died {self._num_barren_deaths[engine]} times in a row, and no row "
+                "was answered in between: its log has the reason"
+            )
+        return rows.total()
+
+    def give_up(self) -> None:
+        """Notes that a row is not run any more: engines that died with it may work now."""
+        self._num_barren_deaths.clear()
 
     def suspicions(self, rows: Sequence[str]) -> list[Suspicion]:
         return [
@@ -82,7 +86,7 @@ class Quarantine:
 
     def end(self, engine: str, rows: Sequence[str]) -> None:
         """Notes that rows have left an engine with their answers: they are to blame for nothing."""
-        self._num_barren_deaths = 0
+        self._num_barren_deaths.clear()
         running = self._running.get(engine, Counter())
         running.subtract(rows)
         for row in rows:

@@ -52,7 +52,10 @@ def _engines(
     if parallel.num_ranks > 2:
         num_pipelines = plan.engines or max_pipelines(parallel.num_ranks)
         return PipelineSource(config=config), num_pipelines, {}
-    resources = shared_resources(plan.engines) if plan.engines else default_resources()
+    device = config.engine.model.device
+    resources = (
+        shared_resources(plan.engines, device) if plan.engines else default_resources(device)
+    )
     source = EngineSource(
         engine=config.engine,
         model_name=model.name,

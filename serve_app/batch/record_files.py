@@ -124,13 +124,16 @@ class _UnchangedFile:
 class JsonlOutput:
     """A local file of answers, and one of errors, which is there once a row has failed."""
 
-    def __init__(self, path: Path, *, ordered: bool) -> None:
-        """`ordered`: puts the records into the order of the input, once all rows are done."""
+    def __init__(self, path: Path, *, ordered: bool, dry_run: bool = False) -> None:
+        """`ordered`: puts the records into the order of the input, once all rows are done.
+        `dry_run`: changes no file."""
         self.name = str(path)
         self._path = path
         self._ordered = ordered
         self._errors_path = errors_path_of(path)
-        self._manifest = Manifest(fs.LocalFileSystem(), f"{path}.manifest.json", output=self.name)
+        self._manifest = Manifest(
+            fs.LocalFileSystem(), f"{path}.manifest.json", output=self.name, dry_run=dry_run
+        )
         self._files: dict[bool, RecordFile] = {}
         """The open files, by whether their rows have failed."""
 

@@ -12,23 +12,31 @@ from eesd_dist.errors import ConfigError
 from serve_app.config import BundleConfig, PlacementConfig
 
 
-def default_resources() -> Mapping[str, float]:
-    """Returns the resources of an engine's actor: a GPU where there are some, else more than half
-    of the largest node's cores, so that each large node has one engine, and small ones none."""
-    nodes = _nodes()
-    if any(node.get("GPU", 0) for node in nodes):
+def uses_gpus(device: str) -> bool:
+    """Returns whether engines with this `model.device` compute on GPUs of the cluster."""
+    if device == "auto":
+        return any(node.get("GPU", 0) for node in _nodes())
+    return device != "cpu"
+
+
+def default_resources(device: str) -> Mapping[str, float]:
+    """Returns the resources of an engine's actor: a GPU, else more than half of the largest node's
+    cores, so that each large node has one engine, and small ones none."""
+    if uses_gpus(device):
         return {"CPU": 1.0, "GPU": 1.0}
-    num_cores = max((node.get("CPU", 0.0) for node in nodes), default=1.0)
+    num_cores = max((node.get("CPU", 0.0) for node in _nodes()), default=0.0) or 2.0
     return {"CPU": (num_cores + 1) / 2 if num_cores > 2 else num_cores / 2}
 
 
-def shared_resources(num_engines: int) -> Mapping[str, float]:
-    """Returns the resources of an actor where there are so many: a GPU, or a share of the cores."""
-    nodes = _nodes()
-    if any(node.get("GPU", 0) for node in nodes):
+def shared_resources(num_engines: int, device: str) -> Mapping[str, float]:
+    """Returns the resources of an actor where there are so many: a GPU, or as many cores as let all
+    of them fit the present nodes, at least one."""
+    if uses_gpus(device):
         return {"CPU": 1.0, "GPU": 1.0}
-    sizes = [node.get("CPU", 0.0) for node in nodes]
-    return {"CPU": max(1.0, min(max(sizes), sum(sizes) // num_engines))}
+    sizes = [int(node.get("CPU", 0.0)) for node in _nodes()]
+    cores = range(max(sizes, default=1), 1, -1)
+    fitting = (n for n in cores if sum(size // n for size in sizes) >= num_engines)
+    return {"CPU": float(next(fitting, 1))}
 
 
 def max_engines(resources: Mapping[str, float]) -> int:

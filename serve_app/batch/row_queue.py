@@ -3,8 +3,9 @@
 A row that was in an engine when it died is run again apart from others (`quarantine`).
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from serve_app.batch.loop import TakeResult
@@ -44,9 +45,13 @@ class RowQueue:
         self._in_engines[engine] = {}
         self._changed()
 
+    def rows_per_engine(self) -> float:
+        """Returns the rows that are left, for each engine with a process."""
+        return self._num_left / max(1, len(self._in_engines))
+
     def share(self) -> int:
         """Returns how many rows an engine may have, so that none of the others is idle."""
-        return max(1, -(-self._num_left // max(1, len(self._in_engines))))
+        return max(1, math.ceil(self.rows_per_engine()))
 
     def next(self, engine: str, number: int) -> list[Row]:
         """Returns up to so many rows, which are in the engine from now on. Raises what reading them
@@ -69,6 +74,7 @@ class RowQueue:
                 break
             self._suspects.popleft()
             if suspicion.is_poison:
+                self._quarantine.give_up()
                 self._finish(failed(row, poison(row.custom_id, suspicion)))
                 continue
             rows.append(row)
@@ -86,9 +92,11 @@ class RowQueue:
     def died(self, engine: str) -> int:
         """Takes back the rows of an engine without a process; returns their number. Raises
         EngineError when engines die and answer nothing."""
-        rows: Mapping[int, Row] = self._in_engines.pop(engine, {})
-        self._suspects.extend(rows.values())
-        self._quarantine.died(engine)
+        rows: dict[int, Row] = self._in_engines.pop(engine, {})
+        # First: each row is cleared, or named, before the next one is suspected.
+        self._suspects.extendleft(reversed(rows.values()))
+        if rows:  # else it died while it loaded, which the pool counts
+            self._quarantine.died(engine)
         self._changed()
         return len(rows)
 

@@ -5,7 +5,8 @@ A source is a description that travels to an actor, and is built there.
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import ray
@@ -38,9 +39,18 @@ class Answering(Protocol):
         """True if nothing is answered in this process any more."""
         ...
 
+    def waiting_for(self) -> str:
+        """Returns why it is not open yet, if that is known."""
+        ...
+
     def close(self) -> Usage:
         """Sends what was traced; returns what its engine has used."""
         ...
+
+
+def thread_settings() -> Mapping[str, str]:
+    """Returns the setting for threads of this process's environment, if there is one."""
+    return {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +62,8 @@ class EngineSource:
     tracing: TracingOptions
     has_whole_node: bool
     """Uses all cores of its node; otherwise those that are reserved for it."""
+    environment: Mapping[str, str] = field(default_factory=thread_settings)
+    """The user's settings for threads: Ray replaces them in the actor's process."""
 
     def build(self) -> "EngineAnswering":
         return EngineAnswering(self)
@@ -64,7 +76,10 @@ class EngineAnswering:
     patience_s = math.inf
 
     def __init__(self, source: EngineSource) -> None:
-        self._config = (with_all_cores if source.has_whole_node else _with_own_cores)(source.engine)
+        if source.has_whole_node:
+            self._config = with_all_cores(source.engine, environment=source.environment)
+        else:
+            self._config = _with_own_cores(source.engine)
         model = LocalModel.load(self._config, name=source.model_name)
         self._preparation = model.preparation
         self._tracing = make_tracing(source.tracing, process=f"batch-{os.getpid()}")
@@ -80,6 +95,9 @@ class EngineAnswering:
     @property
     def is_broken(self) -> bool:
         return self._client is not None and self._client.is_broken
+
+    def waiting_for(self) -> str:
+        return "it loads the model"
 
     def close(self) -> Usage:
         self._tracing.close()
@@ -118,6 +136,9 @@ class ServiceAnswering:
 
     async def open(self) -> AnswerBody:
         return HttpClient(self._source.url, api_key=self._source.api_key).answer
+
+    def waiting_for(self) -> str:
+        return ""
 
     def close(self) -> Usage:
         return Usage()

@@ -79,6 +79,7 @@ class GenerateText:
         groups: list[list[int]] = [[], []]
         for number, suspicion in enumerate(suspicions):
             if suspicion.is_poison:
+                await self._quarantine.give_up.remote()
                 error = poison(rows[number].custom_id, suspicion)
                 results[number] = failed(rows[number], error)
             elif suspicion.runs_alone:
@@ -90,6 +91,9 @@ class GenerateText:
                 async with self._turns.exclusive() if index else self._turns.shared():
                     answers = await self._run([rows[number] for number in group])
                 results.update(zip(group, answers, strict=True))
+        for result in results.values() if self._raises_errors else ():
+            if result.has_failed:
+                raise EngineError(f"row {result.custom_id}: {result.error}")
         return [results[number] for number in range(len(rows))]
 
     async def _run(self, rows: Sequence[Row]) -> list[RowResult]:
@@ -102,9 +106,6 @@ class GenerateText:
             logging.shutdown()
             os._exit(_BROKEN)  # a process in which a device failed is of no use
         await self._quarantine.end.remote(self._name, custom_ids)
-        for result in results:
-            if result.has_failed and self._raises_errors:
-                raise EngineError(f"row {result.custom_id}: {result.error}")
         return results
 
 

@@ -59,8 +59,8 @@ async def run_with_ray(
     options: BatchOptions,
     plan: RayPlan,
 ) -> BatchReport:
-    """Runs a batch with Ray Data, on a Ray of its own or on a cluster. Raises ConfigError before
-    any row when something does not fit."""
+    """Runs a batch with engines in actors, on a Ray of its own or on a cluster. Raises ConfigError
+    before any row when something does not fit."""
     # Ray reads the environment when it is imported.
     if plan.address is None:
         prepare_for_local_ray()

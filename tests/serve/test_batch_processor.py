@@ -23,7 +23,7 @@ from serve_app.batch.processor import (
     build_processor,
     staged,
 )
-from serve_app.batch.resources import default_resources, max_engines
+from serve_app.batch.resources import default_resources, max_engines, shared_resources
 from serve_app.batch.results import RowResult
 from serve_app.batch.rows import Row
 from serve_app.batch.stage import COLUMN, StageRow
@@ -306,7 +306,31 @@ def test_each_large_node_or_gpu_has_one_engine(
     num_engines: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    _list_nodes(monkeypatch, nodes)
+    assert default_resources("auto") == resources
+    assert max_engines(default_resources("auto")) == num_engines
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_engines", "expected"),
+    [([5, 5], 3, 2), ([8, 8], 3, 4), ([2, 32], 2, 16), ([4, 4], 2, 4), ([4], 9, 1), ([0], 2, 1)],
+)
+def test_so_many_engines_as_are_asked_for_fit_the_nodes(
+    cores: list[float], num_engines: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _list_nodes(monkeypatch, [{"CPU": size} for size in cores])
+    assert shared_resources(num_engines, "auto") == {"CPU": expected}
+
+
+def test_a_device_that_is_named_decides_about_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    _list_nodes(monkeypatch, [{"CPU": 16.0, "GPU": 2.0}])
+    assert default_resources("cpu") == {"CPU": 8.5}
+    assert "GPU" not in shared_resources(2, "cpu")
+    _list_nodes(monkeypatch, [{"CPU": 0.0}])  # a head, before there are nodes
+    assert default_resources("cuda") == shared_resources(4, "cuda") == {"CPU": 1.0, "GPU": 1.0}
+    assert default_resources("auto") == {"CPU": 1.0}
+
+
+def _list_nodes(monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, float]]) -> None:
     listed = [{"Alive": True, "Resources": node} for node in nodes]
     monkeypatch.setattr(ray, "nodes", lambda: listed)
-    assert default_resources() == resources
-    assert max_engines(default_resources()) == num_engines

@@ -41,6 +41,9 @@ class ToyAnswering:
         with source.starts.open("a") as file:
             file.write("x")
 
+    def waiting_for(self) -> str:
+        return ""
+
     def close(self) -> Usage:
         return Usage()
 

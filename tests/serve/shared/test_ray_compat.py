@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from cluster.ray_compat import (
     proxy_actors,
     replica_actors,
     serve_status,
-    stop_of,
 )
 from tests.endurance.processes import num_live_actors
 from tests.support.running import Running
@@ -130,21 +128,3 @@ def test_a_serve_tells_where_it_listens_and_what_it_serves(service: Running) -> 
 
 def test_serve_is_said_to_run_while_it_does(service: Running) -> None:
     assert is_serve_running()
-
-
-def test_a_dataset_that_is_read_in_another_thread_can_be_stopped(ray_port: int) -> None:
-    def sleep(batch: dict[str, list[int]]) -> dict[str, list[int]]:
-        time.sleep(0.2)
-        return batch
-
-    rows = ray.data.range(10_000, override_num_blocks=2_000).map_batches(sleep, batch_size=None)
-    stop = stop_of(rows)
-    batches: list[object] = []
-    reading = threading.Thread(target=lambda: batches.extend(rows.iter_batches(batch_size=None)))
-    reading.start()
-    deadline_s = time.monotonic() + 60.0
-    while reading.is_alive() and time.monotonic() < deadline_s:
-        stop()
-        reading.join(timeout=0.2)
-    assert not reading.is_alive()
-    assert len(batches) < 2_000

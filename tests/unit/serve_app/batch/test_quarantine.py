@@ -53,7 +53,7 @@ def test_engines_that_die_and_answer_nothing_end_the_job() -> None:
     quarantine = Quarantine()
     for _ in range(1 + MAX_BARREN_DEATHS):
         quarantine.restarted("engine")
-    with pytest.raises(EngineError, match="engines have died 9 times in a row"):
+    with pytest.raises(EngineError, match="an engine has died 9 times in a row"):
         quarantine.restarted("engine")
     quarantine.begin("other", ["a"])
     quarantine.end("other", ["a"])

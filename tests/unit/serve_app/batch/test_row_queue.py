@@ -63,19 +63,15 @@ def test_rows_of_a_dead_engine_run_apart_then_alone_and_the_killer_is_named() ->
     queue.died("b")
     queue.join("a")
     queue.join("b")
-    assert [row.ordinal for row in queue.suspects("a")] == [8, 9]  # together: one death each
-    for row in group[1:]:
-        (suspect,) = queue.suspects("b")
-        if row is not group[-1]:
-            _answer(queue, "b", [suspect])
-        else:
-            queue.died("b")  # the last row kills
-            queue.join("b")
-    _answer(queue, "b", queue.suspects("b"))
-    (killer,) = queue.suspects("b")
-    queue.died("b")
-    queue.join("b")
-    assert not queue.suspects("b")
+    for row in group[:-1]:
+        assert queue.suspects("b") == [row]  # alone: two deaths each
+        _answer(queue, "b", [row])
+    killer = group[-1]
+    for _ in range(2):
+        assert queue.suspects("b") == [killer]
+        queue.died("b")
+        queue.join("b")
+    assert [row.ordinal for row in queue.suspects("b")] == [8, 9]  # together: one death each
     (error,) = [result for result in results if result.has_failed]
     assert error.custom_id == killer.custom_id
     assert error.error_code == "poison_request"
@@ -100,8 +96,31 @@ def test_engines_are_told_when_there_are_rows_to_take_over() -> None:
 
 
 def test_engines_that_die_and_answer_nothing_end_the_job() -> None:
-    queue, _ = _queue(1)
+    queue, _ = _queue(1000)
+
+    def die() -> None:
+        queue.join("a")
+        queue.next("a", 64)  # other rows every time
+        queue.died("a")
+        queue.died("b")  # without rows, while it loads
+
     for _ in range(MAX_BARREN_DEATHS):
-        queue.died("a")
-    with pytest.raises(EngineError, match="engines have died 9 times in a row"):
-        queue.died("a")
+        die()
+    with pytest.raises(EngineError, match="an engine has died 9 times in a row"):
+        die()
+
+
+@pytest.mark.parametrize("num_rows", [4, 1000])
+@pytest.mark.parametrize("num_killers", [1, 4, 40])
+def test_however_many_rows_kill_each_is_named(num_rows: int, num_killers: int) -> None:
+    queue, results = _queue(num_rows)
+    killers = set(range(min(num_killers, num_rows)))
+    while not queue.is_done:
+        queue.join("a")
+        rows = queue.suspects("a") or queue.next("a", 64)
+        if killers & {row.ordinal for row in rows}:
+            queue.died("a")
+        else:
+            _answer(queue, "a", rows)
+    assert {result.ordinal for result in results if result.has_failed} == killers
+    assert len(results) == num_rows
