@@ -92,15 +92,15 @@ async def _first_to_end(tasks: "Mapping[asyncio.Task[None], PooledEngine]") -> N
     running = set(tasks)
     while True:
         ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            try:
-                task.result()
-            except StartFailed as error:
-                if not running:
-                    raise error.reason from error
-                logger.error("the job goes on without an engine that does not start: %s", error)
-            else:
-                return
+        errors = [error for task in ended if (error := task.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, StartFailed):
+                raise error
+            if len(errors) == len(ended) and not running:
+                raise error.reason from error
+            logger.error("the job goes on without an engine that does not start: %s", error)
+        if len(errors) < len(ended):
+            return
 
 
 def _reason_of(error: RayError) -> str:
@@ -144,11 +144,10 @@ class PooledEngine:
             except RayError as error:
                 if self._queue.is_done:  # it died when it had nothing left to do
                     return
-                reason = our_error(error)
+                reason, num_rows = our_error(error), self._queue.died(self._name)
                 num_failed_starts += not self.is_open
                 if num_failed_starts == _MAX_FAILED_STARTS or not isinstance(reason, EngineError):
                     raise StartFailed(reason) from error
-                num_rows = self._queue.died(self._name)
                 logger.warning(
                     "%s is started again, and %d rows run again apart: %s",
                     self._name,

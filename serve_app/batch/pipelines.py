@@ -29,7 +29,7 @@ from serve_app.config import PipelinesConfig, ServiceConfig
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient
 from serve_app.openai.text_service import TextService
-from serve_app.service.serve_instance import deploy, remove_application
+from serve_app.service.serve_instance import deploy, remove_router
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +147,9 @@ class PipelineCleanup:
         try:
             status = serve_status()
             if status is not None and self._config.app_name in status.route_prefixes:
-                remove_application(self._config.app_name, self._config.router)
+                serve.delete(self._config.app_name)
                 status = serve_status()
+            remove_router(self._config.router)
             if (
                 status is not None
                 and status.proxy_location == ProxyLocation.Disabled

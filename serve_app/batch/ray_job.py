@@ -48,11 +48,10 @@ def _engines(
     config: ServiceConfig, model: LocalModel, plan: RayPlan
 ) -> tuple[Source, int, Mapping[str, float]]:
     """Returns the kind of a job's engines, their number, and what each actor reserves."""
-    parallel = config.engine.parallel
+    parallel, device = config.engine.parallel, config.engine.model.device
     if parallel.num_ranks > 2:
-        num_pipelines = plan.engines or max_pipelines(parallel.num_ranks)
+        num_pipelines = plan.engines or max_pipelines(parallel.num_ranks, device)
         return PipelineSource(config=config), num_pipelines, {}
-    device = config.engine.model.device
     resources = (
         shared_resources(plan.engines, device) if plan.engines else default_resources(device)
     )

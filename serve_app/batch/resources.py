@@ -48,8 +48,10 @@ def max_engines(resources: Mapping[str, float]) -> int:
     return max(1, sum(node.get("CPU", 0.0) >= resources["CPU"] for node in nodes))
 
 
-def max_pipelines(num_ranks: int) -> int:
+def max_pipelines(num_ranks: int, device: str) -> int:
     """Returns how many pipelines of so many ranks the present GPUs hold; one without GPUs."""
+    if not uses_gpus(device):
+        return 1
     num_gpus = sum(node.get("GPU", 0) for node in _nodes())
     return max(1, int(num_gpus // num_ranks))
 

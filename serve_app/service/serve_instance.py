@@ -139,6 +139,11 @@ def failure_of(app_name: str) -> EesdError | None:
 def remove_application(app_name: str, router: RouterConfig) -> None:
     """Deletes an application and its router; Serve stays."""
     serve.delete(app_name)
+    remove_router(router)
+
+
+def remove_router(router: RouterConfig) -> None:
+    """Ends a router, if there is one."""
     with suppress(ValueError):  # no pipeline got as far as starting one
         ray.kill(ray.get_actor(router.name, namespace=router.namespace))
 
