@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 import httpx
-from psutil import Process
+from psutil import NoSuchProcess, Process
 
 from eesd_dist.bench.load_client import Listener, Streamed, stream
 from tests.support.running import Running, descendants, until
@@ -22,9 +22,15 @@ _BODY = {
 _EARLY = 20
 
 
-def _process(name: str) -> Process:
-    (process,) = [p for p in descendants() if " ".join(p.cmdline()).startswith(f"ray::{name}")]
-    return process
+def _processes(name: str) -> list[Process]:
+    return [p for p in descendants() if _title(p).startswith(f"ray::{name}")]
+
+
+def _title(process: Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except NoSuchProcess:
+        return ""
 
 
 def _streamed(service: Running, *, meanwhile: Callable[[], object] = lambda: None) -> Streamed:
@@ -47,11 +53,12 @@ def _streamed(service: Running, *, meanwhile: Callable[[], object] = lambda: Non
 
 def test_streams_and_requests_do_without_serves_controller(service: Running) -> None:
     undisturbed = _streamed(service)
-    before = _process("ServeController")
+    (before,) = _processes("ServeController")
     streamed = _streamed(service, meanwhile=before.kill)
     assert (streamed.tokens, streamed.num_resumed) == (undisturbed.tokens, 0)
     assert _streamed(service).tokens == undisturbed.tokens
-    after = until(lambda: _process("ServeController"), timeout_s=60)
+    # Ray starts another process some time after it has noticed that this one is gone.
+    (after,) = until(lambda: _processes("ServeController"), timeout_s=60)
     assert after.pid != before.pid
     until(lambda: service.state().is_ready, timeout_s=60)
 
@@ -60,7 +67,8 @@ def test_a_killed_proxy_is_replaced_and_its_stream_continues(service: Running) -
     undisturbed = _streamed(service)
     before = service.state()
     began_s = time.monotonic()
-    streamed = _streamed(service, meanwhile=_process("ProxyActor").kill)
+    (proxy,) = _processes("ProxyActor")
+    streamed = _streamed(service, meanwhile=proxy.kill)
     assert streamed.tokens == undisturbed.tokens
     assert streamed.num_resumed == 1
     assert service.state().epoch == before.epoch
