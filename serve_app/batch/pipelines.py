@@ -8,7 +8,6 @@ the client is gone, however it ended.
 import asyncio
 import logging
 import math
-import os
 import time
 from dataclasses import dataclass
 
@@ -18,9 +17,8 @@ from ray.exceptions import ActorAlreadyExistsError
 from ray.serve.config import ProxyLocation
 
 from cluster.ray_compat import actor_class, is_actor_dead, serve_status
-from eesd_dist.telemetry.tracing import make_tracing
 from serve_app.app import pipelines_of
-from serve_app.batch.local_client import answered_by
+from serve_app.batch.local_client import answered_by, exported_traces
 from serve_app.batch.local_engine import LocalModel
 from serve_app.batch.loop import AnswerBody
 from serve_app.batch.resources import uses_gpus
@@ -67,9 +65,7 @@ class PipelineAnswering:
             }
         )
         self._started_s = time.monotonic()
-        self._tracing = make_tracing(
-            self._config.telemetry_options.tracing, process=f"batch-{os.getpid()}"
-        )
+        self._tracing = exported_traces(self._config.telemetry_options.tracing)
         model = LocalModel.load(config.engine, name=config.served_model_name)
         self._preparation = model.preparation
         scheduler = config.engine.scheduler

@@ -13,10 +13,9 @@ import ray
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.local import with_all_cores
-from eesd_dist.telemetry.tracing import make_tracing
 from eesd_dist.telemetry.tracing_options import TracingOptions
 from serve_app.batch.http_client import HttpClient
-from serve_app.batch.local_client import LocalClient, answered_by
+from serve_app.batch.local_client import LocalClient, answered_by, exported_traces
 from serve_app.batch.local_engine import LocalModel
 from serve_app.batch.loop import AnswerBody
 from serve_app.batch.usage import Usage
@@ -82,7 +81,7 @@ class EngineAnswering:
             self._config = _with_own_cores(source.engine)
         model = LocalModel.load(self._config, name=source.model_name)
         self._preparation = model.preparation
-        self._tracing = make_tracing(source.tracing, process=f"batch-{os.getpid()}")
+        self._tracing = exported_traces(source.tracing)
         self._engine = model.build(self._tracing)
         scheduler = self._config.scheduler
         self.max_rows = scheduler.max_running + scheduler.max_waiting // 2

@@ -6,10 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from eesd_dist.engine.local import with_all_cores
-from eesd_dist.telemetry.tracing import make_tracing
 from serve_app.batch.http_client import HttpClient
 from serve_app.batch.job import BatchOptions, BatchReport, ServedModel, run_batch
-from serve_app.batch.local_client import LocalClient, answered_by
+from serve_app.batch.local_client import LocalClient, answered_by, exported_traces
 from serve_app.batch.local_engine import LocalModel, with_room_for
 from serve_app.batch.loop import RowLoop
 from serve_app.batch.order import in_equal_waves
@@ -35,7 +34,7 @@ async def run_in_process(
 
     @asynccontextmanager
     async def execution(options: BatchOptions, num_rows: int) -> AsyncIterator[RowLoop]:
-        tracing = make_tracing(config.telemetry_options.tracing, process="batch")
+        tracing = exported_traces(config.telemetry_options.tracing)
         async with aclosing(LocalClient(model.build(tracing), tracing=tracing)) as client:
             answer = answered_by(TextService(client, model.preparation, tracing=tracing))
             cancel_at_signals()

@@ -13,10 +13,13 @@ class Timeline:
         self.bin_s = _FIRST_BIN_S
         self.num_tokens: list[float] = []
         self.num_rows: list[int] = []
+        self._end_s = 0.0
+        """When the last row ended: the last bin may have hardly begun."""
 
     def add(self, begin_s: float, end_s: float, *, num_tokens: int) -> None:
         """Adds a row that ended at `end_s`, and its tokens as if they had come evenly from
         `begin_s` on."""
+        self._end_s = max(self._end_s, end_s)
         while end_s >= _MAX_BINS * self.bin_s:
             self._merge()
         last = int(end_s / self.bin_s)
@@ -52,8 +55,8 @@ class Timeline:
             sum(self.num_tokens[at : at + width]) / width
             for at in range(len(self.num_tokens) - width + 1)
         )
-        tail = self.num_tokens[first:]
-        return sum(tail) / len(tail) / peak
+        num_bins = self._end_s / self.bin_s - first
+        return sum(self.num_tokens[first:]) / num_bins / peak if num_bins > 0 else None
 
     def rates(self) -> list[float]:
         """Returns the tokens/s of each bin."""

@@ -43,3 +43,12 @@ def test_a_run_without_tokens_has_no_tail() -> None:
     timeline.add(0.0, 1.0, num_tokens=0)
     timeline.add(0.0, 3.0, num_tokens=0)
     assert timeline.tail_over_peak() is None
+
+
+def test_a_tail_ends_with_its_last_row_and_not_with_the_last_bin() -> None:
+    timeline = Timeline()
+    for wave in range(4):
+        begin_s = 2.51 * wave
+        for _ in range(50):
+            timeline.add(begin_s, begin_s + 2.51, num_tokens=128)
+    assert timeline.tail_over_peak() == pytest.approx(1.0, abs=0.02)
