@@ -14,7 +14,7 @@ class Timeline:
         self.num_tokens: list[float] = []
         self.num_rows: list[int] = []
         self._end_s = 0.0
-        """When the last row ended: the last bin may have hardly begun."""
+        """Time at which the last row ended: the last bin may have hardly begun."""
 
     def add(self, begin_s: float, end_s: float, *, num_tokens: int) -> None:
         """Adds a row that ended at `end_s`, and its tokens as if they had come evenly from
