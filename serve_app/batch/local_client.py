@@ -97,10 +97,10 @@ class LocalClient:
         self._tracing.close()
 
     def _deliver(self, result: StepResult) -> None:
-        now_s = time.monotonic()
+        time_s = time.monotonic()
         self._held.append(result)
-        if result.finished or now_s - self._delivered_s >= _HOLD_S:
-            held, self._held, self._delivered_s = self._held, [], now_s
+        if result.finished or time_s - self._delivered_s >= _HOLD_S:
+            held, self._held, self._delivered_s = self._held, [], time_s
             self._loop.call_soon_threadsafe(self._take, held)
 
     def _take(self, results: Sequence[StepResult]) -> None:

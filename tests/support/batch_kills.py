@@ -26,7 +26,7 @@ from tests.support.ray_hosts import HostsService, RayHosts
 from tests.support.running import until
 from tests.support.tiny_service import write_tiny_service
 
-NUM_ROWS = 200
+NUM_ROWS = 600
 _TIMEOUT_S = 240.0
 _NUM_STARTS = 4
 """Starts of a job that may be needed; a driver is killed once."""
@@ -165,7 +165,7 @@ def _run(
     url = service.url if kind == "service" else None
     began_s = time.monotonic()
     job.start(output, url=url)
-    after = rng.randrange(1, NUM_ROWS - 20)
+    after = rng.randrange(1, NUM_ROWS - 100)
     job.wait_for_rows(output, after)
     kills: Mapping[str, Callable[[], None]] = {
         "driver": job.kill_driver,
