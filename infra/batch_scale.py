@@ -1,10 +1,12 @@
 """Measures memory and scan time of `eesd batch` with many rows, answered by an engine that echoes.
 
     python infra/batch_scale.py FOLDER RECORD.json [--rows 1000000] [--parquet-bytes 5000000000]
+    python infra/batch_scale.py FOLDER RECORD.json --real
 
 First JSON lines with ids of their own, then Parquet with long prompts and without ids. Each job is
 killed (SIGKILL) when half of it is done, and continued; then it is started once more, with nothing
-left to do: its time is that of the scan. Then the bundled model answers 5,000 rows of many lengths.
+left to do: its time is that of the scan. With `--real` the bundled model answers 5,000 rows of many
+lengths instead.
 """
 
 import argparse
@@ -33,8 +35,8 @@ _PROMPT_BYTES = 50_000
 _NUM_REAL_ROWS = 5000
 
 
-def main(folder: Path, record: Path, *, num_rows: int, num_bytes: int) -> None:
-    """Writes the record, and prints a line for each job."""
+def echo(folder: Path, *, num_rows: int, num_bytes: int) -> Mapping[str, Any]:
+    """Returns the figures of the jobs over an engine that echoes, and prints a line for each."""
     lines, table = folder / "rows.jsonl", folder / "rows.parquet"
     _write_lines(lines, num_rows)
     num_long_rows = _write_table(table, num_bytes)
@@ -57,12 +59,10 @@ def main(folder: Path, record: Path, *, num_rows: int, num_bytes: int) -> None:
             "scan_over_run": scan["seconds"] / (half["seconds"] + continued["seconds"]),
         }
         print(name, content[name], flush=True)
-    content["bundled model"] = _real(folder)
-    content["provenance"] = asdict(collect_provenance())
-    record.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    return content
 
 
-def _real(folder: Path) -> Mapping[str, Any]:
+def real(folder: Path) -> Mapping[str, Any]:
     """Answers rows of many lengths with the bundled model; returns the report of the job."""
     rng = random.Random(0)
     rows, report = folder / "real.jsonl", folder / "real.json"
@@ -207,10 +207,12 @@ if __name__ == "__main__":
     parser.add_argument("record", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--parquet-bytes", type=int, default=5_000_000_000)
+    parser.add_argument("--real", action="store_true")
     arguments = parser.parse_args()
-    main(
-        arguments.folder,
-        arguments.record,
-        num_rows=arguments.rows,
-        num_bytes=arguments.parquet_bytes,
+    content = (
+        real(arguments.folder)
+        if arguments.real
+        else echo(arguments.folder, num_rows=arguments.rows, num_bytes=arguments.parquet_bytes)
     )
+    content = {**content, "provenance": asdict(collect_provenance())}
+    arguments.record.write_text(json.dumps(content, indent=1, default=str) + "\n")

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/batch.png from a record of `infra/batch_scale.py`.
+"""Draws docs/pictures/batch.png from a record of `infra/batch_scale.py --real`.
 
     python infra/draw_batch.py RECORD.json PICTURE.png
 
@@ -52,4 +52,4 @@ def _smoothed(values: list[float], width: int) -> list[float]:
 
 if __name__ == "__main__":
     record, picture = map(Path, sys.argv[1:])
-    draw(json.loads(record.read_text())["bundled model"], picture)
+    draw(json.loads(record.read_text()), picture)

@@ -55,6 +55,10 @@ class EnginePool:
     usage: Usage = field(default_factory=Usage)
     """Use of devices when `run` returns, without engines that died."""
 
+    @property
+    def max_in_flight(self) -> int:
+        return self.num_engines * self.concurrency
+
     async def run(self, rows: Iterator[Row], take: TakeResult) -> None:
         """Raises EngineError when the job cannot go on, and what `take` and `rows` raise."""
         metrics = RayMetrics(take, num_rows=self.num_rows)

@@ -16,7 +16,7 @@ from serve_app.batch.inputs import inputs_of
 from serve_app.batch.ledger import Ledger, RowState
 from serve_app.batch.loop import Bodies, TakeResult
 from serve_app.batch.manifest import FORMAT
-from serve_app.batch.order import longest_first
+from serve_app.batch.order import mixed_then_longest
 from serve_app.batch.outputs import Format, Output, output_of
 from serve_app.batch.preview import Preview, preview_of
 from serve_app.batch.progress import JobProgress, Throughput
@@ -87,6 +87,11 @@ class TooManyErrors(EngineError):
 class Execution(Protocol):
     """Runs rows in some order, and passes on each one's result."""
 
+    @property
+    def max_in_flight(self) -> int:
+        """Rows that are run at the same time."""
+        ...
+
     async def run(self, rows: Iterator[Row], take: TakeResult) -> None: ...
     @property
     def usage(self) -> Usage:
@@ -136,7 +141,10 @@ async def run_batch(
             async with execution(options, ledger.num_rows - num_skipped) as running:
                 total, initial = ledger.num_rows, num_skipped
                 with progress.shown(total, initial) if options.show_progress else nullcontext():
-                    await running.run(longest_first(ledger.pending(inputs)), results.take)
+                    rows = mixed_then_longest(
+                        ledger.pending(inputs), max_in_flight=running.max_in_flight
+                    )
+                    await running.run(rows, results.take)
                     throughput = progress.throughput
                 usage = running.usage
         num_done = num_skipped + results.num_completed + results.num_failed

@@ -51,7 +51,7 @@ class RowLoop:
         """`max_attempts`: at a row under which the engine fails. `usage_of`: returns what an engine
         of this process has used."""
         self._answer = answer
-        self._concurrency = concurrency
+        self.max_in_flight = concurrency
         self._body_of = body_of
         self._max_attempts = max_attempts
         self._patience_s = patience_s
@@ -63,7 +63,7 @@ class RowLoop:
         """Takes the next row as soon as one is done. Raises what `take` and `rows` raise."""
         try:
             async with asyncio.TaskGroup() as workers:
-                for _ in range(self._concurrency):
+                for _ in range(self.max_in_flight):
                     workers.create_task(self._run_some(rows, take))
         except* Exception as group:
             raise group.exceptions[0] from None

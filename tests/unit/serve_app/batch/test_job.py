@@ -432,6 +432,7 @@ def test_a_refused_input_leaves_no_file(tmp_path: Path) -> None:
 def test_an_execution_that_ends_early_is_no_success(rows: Path, tmp_path: Path) -> None:
     class Early:
         usage = Usage()
+        max_in_flight = 1
 
         async def run(self, rows: Iterator[Row], take: TakeResult) -> None:
             return

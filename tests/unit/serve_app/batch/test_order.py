@@ -1,10 +1,13 @@
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from serve_app.batch.order import in_equal_waves, longest_first
+from serve_app.batch.order import in_equal_waves, mixed_then_longest
 from serve_app.batch.rows import Row
+
+ordered = partial(mixed_then_longest, max_in_flight=8)
 
 
 def _row(ordinal: int, *, max_tokens: int = 16, prompt: str = "x") -> Row:
@@ -12,18 +15,43 @@ def _row(ordinal: int, *, max_tokens: int = 16, prompt: str = "x") -> Row:
     return Row(custom_id=str(ordinal), digest="", body=body, ordinal=ordinal)
 
 
-def test_the_most_expensive_rows_come_first_and_the_cheap_ones_last() -> None:
-    lengths = [random.Random(3).choice([8, 64, 512]) for _ in range(300)]
-    rows = (_row(i, max_tokens=length) for i, length in enumerate(lengths))
-    ordered = [row.body["max_tokens"] for row in longest_first(rows)]
-    assert ordered == sorted(lengths, reverse=True)
+def _lengths_in_order(lengths: list[int]) -> list[int]:
+    rows = [_row(i, max_tokens=length) for i, length in enumerate(lengths)]
+    in_order = list(ordered(iter(rows)))
+    assert sorted(row.ordinal for row in in_order) == list(range(len(lengths)))
+    return [row.max_tokens for row in in_order]
+
+
+def test_lengths_are_mixed_until_the_long_rows_would_be_the_last_to_end() -> None:
+    rng = random.Random(3)
+    lengths = _lengths_in_order([rng.choice([8, 64, 512]) for _ in range(600)])
+    half, last = lengths[:300], lengths[-20:]
+    assert {8, 64, 512} == set(half)
+    assert sum(half) == pytest.approx(sum(lengths) / 2, rel=0.2)
+    assert last == sorted(last, reverse=True)
+    assert last[-8:] == [8] * 8
+
+
+def test_a_row_that_is_longer_than_all_others_together_comes_first() -> None:
+    assert _lengths_in_order([16] * 100 + [4096])[0] == 4096
+
+
+def test_rows_end_nearly_together_however_their_lengths_are_mixed() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        lengths = _lengths_in_order([int(rng.lognormvariate(4, 1)) + 1 for _ in range(500)])
+        ends = [0] * 8  # of what each worker runs
+        for length in lengths:
+            worker = ends.index(min(ends))
+            ends[worker] += length
+        assert max(ends) <= max(1.05 * sum(lengths) / 8, max(lengths))
 
 
 def test_rows_with_the_same_beginning_come_together() -> None:
-    prompts = [f"{'ab'[i % 2] * 300} question {i}" for i in range(40)]
+    prompts = [f"{'ab'[i % 2] * 300} question {i}" for i in range(400)]
     rows = (_row(i, prompt=prompt) for i, prompt in enumerate(prompts))
-    beginnings = [str(row.body["prompt"])[0] for row in longest_first(rows)]
-    assert "".join(beginnings) in {"a" * 20 + "b" * 20, "b" * 20 + "a" * 20}
+    beginnings = "".join(str(row.body["prompt"])[0] for row in ordered(rows))
+    assert beginnings.count("ab") + beginnings.count("ba") <= 3
 
 
 def test_no_more_rows_are_read_ahead_than_allowed() -> None:
@@ -37,7 +65,7 @@ def test_no_more_rows_are_read_ahead_than_allowed() -> None:
 
     for limits in ({"max_rows": 20}, {"max_characters": 2000}):
         num_read = 0
-        for number, _ in enumerate(longest_first(rows(), **limits), start=1):
+        for number, _ in enumerate(ordered(rows(), **limits), start=1):
             assert num_read - number <= 21
         assert number == 500
 
