@@ -11,9 +11,8 @@ from cluster.planning.presets import ON_ONE_GPU
 from cluster.planning.shapes import ModelShape, Split
 
 _PRODUCTS_OF_A_LAYER = 4
-_DRAFT_COMMANDS = 3
-"""Commands to the other draft ranks, for each drafted token: the layers, the exit head, its
-logits."""
+_GUESS_BYTES = 16
+"""Two tokens and their scores, which each draft rank tells the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +44,10 @@ class StageTimes:
         ranks = split.draft_tensor_parallel_size
         vocabulary = split.draft_vocab_size or self.shape.vocab_size
         head_s = self._head_s(vocabulary, rows=requests, ranks=ranks)
-        command_s = _DRAFT_COMMANDS * host.hop_s if ranks > 1 else 0.0
-        gather_s = self._draft_sum_s(requests, vocabulary * 4 // ranks)
+        gather_s = self._draft_sum_s(requests, _GUESS_BYTES)
         host_s = host.step_s + requests * host.step_request_s
         layers_s = self._draft_layers_s(split.exit_layer + 1, batch)
-        return layers_s + head_s + command_s + gather_s + host_s
+        return layers_s + head_s + gather_s + host_s
 
     def draft_s(self, batch: Batch, num_draft_tokens: int) -> float:
         """Returns the seconds of the known rows and of drafts of this length."""
@@ -59,6 +57,8 @@ class StageTimes:
         ranks, rows = self.split.draft_tensor_parallel_size, batch.num_requests
         more_s = self._layer_s(ranks, rows=2 * rows, batch=batch)
         more_s += self.machine.host.first_s - self._layer_s(ranks, rows=rows, batch=batch)
+        if ranks > 1:  # one command to the other ranks
+            more_s += self.machine.host.hop_s
         return self.prefix_s(batch) + more_s + num_draft_tokens * self.draft_step_s(batch)
 
     def verify_s(self, batch: Batch, num_draft_tokens: int) -> float:

@@ -13,7 +13,7 @@ from eesd_dist.backends.cuda.kernels.choice import best_kernel, block_kernel, gu
 _BLOCK = 1024
 
 
-# Shapes: S rows, V columns, B blocks of columns.
+# Shapes: S rows, V columns, B blocks of columns, G ranks, N candidates of a row.
 def gumbel_on_gpu(words_S3: npt.NDArray[np.int32], ids_V: Tensor) -> Tensor:
     """Returns the draws [S, V] of `noise.gumbel`."""
     words = torch.from_numpy(np.ascontiguousarray(words_S3)).to(ids_V.device, non_blocking=True)
@@ -88,5 +88,29 @@ def best_two(logits_SV: Tensor, noise: Tensor, vocab_ids: Tensor | None) -> Tens
         2 * num_blocks,
         HAS_IDS=vocab_ids is not None,
         PADDED=triton.next_power_of_2(2 * num_blocks),
+    )
+    return best_S4
+
+
+def best_two_of_ranks(best_GS4: Tensor, *, vocab_size: int) -> Tensor:
+    """Returns `best_two` [S, 4] over the columns of all ranks, which are in rank order, from that
+    of each. Tokens are below `vocab_size` whatever is in the memory of a rank that was lost: they
+    may be embedded before the loss is known."""
+    num_ranks, num_rows, _ = best_GS4.shape
+    num_candidates = 2 * num_ranks
+    tokens_SG2 = best_GS4[:, :, :2].transpose(0, 1).clamp(0, vocab_size - 1)
+    scores_SG2 = best_GS4[:, :, 2:].transpose(0, 1).contiguous().view(torch.float32)
+    places_SN = torch.arange(
+        num_rows * num_candidates, dtype=torch.int32, device=best_GS4.device
+    ).view(num_rows, num_candidates)
+    best_S4 = torch.empty(num_rows, 4, device=best_GS4.device, dtype=torch.int32)
+    best_kernel[(num_rows,)](
+        scores_SG2,
+        places_SN,
+        tokens_SG2.contiguous(),
+        best_S4,
+        num_candidates,
+        HAS_IDS=True,
+        PADDED=triton.next_power_of_2(num_candidates),
     )
     return best_S4

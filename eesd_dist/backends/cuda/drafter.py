@@ -1,7 +1,8 @@
-"""Drafts a round on a GPU, a level in one step, for a stage of one rank.
+"""Drafts a round on a GPU, a level in one step.
 
-Rules are followed on the host, to which a step's guesses are copied. Where one is taken in any
-case, the next step is queued before, with the tokens as the GPU has them.
+Rules are followed on the host, to which a step's guesses are copied; every rank of a group decides
+the same. Where a guess is taken in any case, the next step is queued before, with the tokens as the
+GPU has them.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ from eesd_dist.sampling.rule import score_gaps
 
 # Shapes: T known rows, D hidden channels, B page tables, W pages of the longest one.
 class GraphDrafter:
-    """Layers [0, N) and the exit head of one rank, as steps. One call at a time."""
+    """Layers [0, N) and the exit head, or one rank's part of them, as steps. One call at a time;
+    every rank of a group makes the same calls."""
 
     name = "graph"
     has_masks = False
@@ -43,8 +45,7 @@ class GraphDrafter:
             return None
         if not (isinstance(layers, CudaLayers) and isinstance(head_layers, CudaLayers)):
             return None
-        fits = layers.group.size == head_layers.group.size == 1
-        fits = fits and head.vocab_size >= 2
+        fits = head.vocab_size >= 2 * layers.group.size
         return cls(DraftSteps(span, head, layers, head_layers)) if fits else None
 
     @torch.inference_mode()

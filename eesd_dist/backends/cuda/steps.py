@@ -4,6 +4,9 @@ A step is one upload, one CUDA graph and one copy of the guesses to the host: it
 launches take the host longer than the GPU needs to run them. The kernels are those of layers, head
 and rule in the same order, and rows do not depend on each other, so that a row has the same bits
 with and without a graph. Does not decide how far to draft.
+
+Every rank of a group queues the same steps, and gathers the best guesses of all ranks in each.
+Where the group's sums cannot be in a graph, its kernels are launched one by one.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eesd_dist.backends.cuda.choice import best_two, best_two_on_gpu, packed_noise
+from eesd_dist.backends.cuda.choice import best_two, best_two_of_ranks, packed_noise
 from eesd_dist.backends.cuda.layers import (
     GRAPH_ROWS,
     CudaLayers,
@@ -25,6 +28,7 @@ from eesd_dist.backends.row_slices import RowSlice, joined, uploaded
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kv_layout import Ints, RowArrays
+from eesd_dist.model.parallel import rank_range
 from eesd_dist.model.span import LlamaSpan
 
 _FEW_ROWS = 64
@@ -32,7 +36,8 @@ _FEW_ROWS = 64
 excludes prompts."""
 
 
-# Shapes: T rows of a step, H rows that the head reads, G guesses, D hidden channels.
+# Shapes: T rows of a step, H rows that the head reads, G guesses, D hidden channels, V columns of
+# this rank, R ranks.
 class HeadRows(NamedTuple):
     """Rows that the head reads in a step, and how it guesses."""
 
@@ -116,8 +121,8 @@ class _Downloads:
 
 
 class DraftSteps:
-    """Layers [0, N) and the exit head of one rank, as steps that are queued one after the other:
-    graphs share memory."""
+    """Layers [0, N) and the exit head, or one rank's part of them, as steps that are queued one
+    after the other: graphs share memory."""
 
     def __init__(
         self, span: LlamaSpan, head: ExitHead, layers: CudaLayers, head_layers: CudaLayers
@@ -132,6 +137,14 @@ class DraftSteps:
             GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=self._device
         )
         self._downloads = _Downloads()
+        self._group = layers.group
+        self._ids_V = head.vocab_ids
+        """Tokens of this rank's columns; None where a column is its token."""
+        if self._group.size > 1:
+            columns = rank_range(head.vocab_size, self._group.rank, self._group.size)
+            all_V = torch.arange(head.vocab_size) if head.vocab_ids is None else head.vocab_ids
+            ids_V = all_V[columns.start : columns.stop]
+            self._ids_V = ids_V.to(device=self._device, dtype=torch.int32)
 
     def queue(
         self, tokens: Sequence[int] | Tensor, rows: RowArrays, head: HeadRows | None
@@ -160,13 +173,19 @@ class DraftSteps:
 
     def may_queue_ahead(self, num_rows: int) -> bool:
         """Returns whether a step of so many chains, a row each, can have its tokens on the GPU."""
-        return self._graphs.has_room and num_rows <= GRAPH_ROWS[-1]
+        return self._is_padded and num_rows <= GRAPH_ROWS[-1]
+
+    @property
+    def _is_padded(self) -> bool:
+        """True if steps are as graphs have them. The same on every rank of a group, of which one
+        may have no room for graphs."""
+        return self._graphs.has_room or self._group.size > 1
 
     def _reading(self, rows: RowArrays, head: HeadRows | None) -> _Reading | None:
         """Returns None for a step without a graph."""
         num_rows = len(rows.position_R)
         is_short = num_rows <= max(_FEW_ROWS, len(rows.tables_BW))
-        if not (self._graphs.has_room and is_short and num_rows <= GRAPH_ROWS[-1]):
+        if not (self._is_padded and is_short and num_rows <= GRAPH_ROWS[-1]):
             return None
         if head is None:
             return _Reading.NOTHING
@@ -185,6 +204,8 @@ class DraftSteps:
         if head is not None and head.lagging:
             lagging_TD = joined(head.lagging)
             self._lagging_TD.narrow(0, 0, len(lagging_TD)).copy_(lagging_TD)
+        if not self._layers.has_graphs(size.num_rows):
+            return self._step(size)
         return self._graphs.run(size, lambda: self._step(size))
 
     def _step(self, size: _Size) -> tuple[Tensor, Tensor]:
@@ -208,7 +229,15 @@ class DraftSteps:
             lagging_TD = self._lagging_TD.narrow(0, 0, count)
             input_HD = torch.cat([hidden_TD, lagging_TD]).index_select(0, source_H)
             out_GD = self._head_layers.run(input_HD, read).index_select(0, last_G)
-        return hidden_TD, best_two(self._head.logits(out_GD), noise, self._head.vocab_ids)
+        return hidden_TD, self._guesses(out_GD, noise)
+
+    def _guesses(self, out_GD: Tensor, noise: Tensor) -> Tensor:
+        """Returns the two best tokens after rows of the head, [G, 4], the same on every rank."""
+        best_G4 = best_two(self._head.logits_head(out_GD), noise, self._ids_V)
+        if self._group.size == 1:
+            return best_G4
+        best_RG4 = torch.stack(self._group.all_gather(best_G4))
+        return best_two_of_ranks(best_RG4, vocab_size=self._span.spec.vocab_size)
 
     def _without_graph(
         self, tokens: Sequence[int], rows: RowArrays, head: HeadRows | None
@@ -222,9 +251,9 @@ class DraftSteps:
         rows_TD = torch.cat([hidden_TD, *(row_slice.tensor for row_slice in head.lagging)])
         input_HD = rows_TD.index_select(0, self._on_device(head.source_H))
         out_HD = self._head.forward(input_HD, self._plan(head.rows))
-        logits_GV = self._head.logits(out_HD.index_select(0, self._on_device(head.last_G)))
-        best_G4 = best_two_on_gpu(logits_GV, head.divisors, head.words_G3, self._head.vocab_ids)
-        return hidden_TD, best_G4
+        noise = packed_noise(head.divisors, head.words_G3, num_padded=len(head.last_G))
+        out_GD = out_HD.index_select(0, self._on_device(head.last_G))
+        return hidden_TD, self._guesses(out_GD, self._on_device(noise))
 
     def _plan(self, rows: RowArrays) -> RowPlan:
         num_rows = len(rows.position_R)

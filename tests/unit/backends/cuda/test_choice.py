@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from eesd_dist.backends.cpu.kernels.choice import best_two
-from eesd_dist.backends.cuda.choice import best_two_on_gpu, gumbel_on_gpu
+from eesd_dist.backends.cuda.choice import best_two_of_ranks, best_two_on_gpu, gumbel_on_gpu
+from eesd_dist.model.parallel import rank_range
 from eesd_dist.sampling.noise import gumbel_by_steps, key_words, noise_key
 
 
@@ -49,3 +50,25 @@ def test_not_a_number_is_the_largest_score_as_on_a_cpu(num_columns: int) -> None
     gpu_S4 = best_two_on_gpu(logits_SV, [0.0] * 3, words_S3, None).numpy()
     assert np.array_equal(gpu_S4[:, 0], columns_S2[:, 0])
     assert gpu_S4[:, :2].max() < num_columns
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_the_two_best_scores_of_all_ranks_are_those_of_all_columns(num_ranks: int) -> None:
+    generator = torch.Generator().manual_seed(num_ranks)
+    logits_SV = 3 * torch.randn(40, 50, generator=generator)
+    logits_SV[10:30] = logits_SV[10:30].round()  # equal scores, of one rank and of several
+    logits_SV[30] = torch.nan
+    divisors, words_S3 = [0.0] * 40, key_words([0] * 40)
+    vocab_ids = 3 * torch.arange(50, dtype=torch.int32) + 11
+    best = []
+    for rank in range(num_ranks):
+        columns = rank_range(50, rank, num_ranks)
+        shard_SV = logits_SV[:, columns.start : columns.stop]
+        ids_V = vocab_ids[columns.start : columns.stop]
+        best.append(best_two_on_gpu(shard_SV, divisors, words_S3, ids_V))
+    best_GS4 = torch.stack(best)
+    expected_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, vocab_ids)
+    assert torch.equal(best_two_of_ranks(best_GS4, vocab_size=200), expected_S4)
+    best_GS4[1:] = 2**31 - 1  # what is left of a lost rank
+    tokens_S2 = best_two_of_ranks(best_GS4, vocab_size=200)[:, :2]
+    assert 0 <= tokens_S2.min() <= tokens_S2.max() < 200

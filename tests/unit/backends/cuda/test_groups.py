@@ -10,9 +10,11 @@ from torch import Tensor
 
 from eesd_dist.backends.cuda import attention as cuda_attention
 from eesd_dist.backends.cuda import layers as cuda_layers
-from eesd_dist.backends.cuda import verifier
+from eesd_dist.backends.cuda import steps, verifier
 from eesd_dist.backends.cuda.verifier import GraphVerifier
 from eesd_dist.backends.lazy import LazyCompiled
+from eesd_dist.engine.build import build_draft_shard
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.profile import greedy_segment
 from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
@@ -24,7 +26,14 @@ from eesd_dist.types import ChoiceParams
 from tests.support.captured_ranks import CapturedRanks, on_captured_ranks
 from tests.support.fake_cuda import Rerun
 from tests.support.tiny_checkpoints import save_tiny_model
-from tests.unit.backends.cuda.test_drafter import on_gpu
+from tests.unit.backends.cuda.test_drafter import (
+    assert_same,
+    by_steps,
+    drafter_on_gpu,
+    on_gpu,
+    starts,
+)
+from tests.unit.engine.conftest import MakeConfig
 
 CPU = torch.device("cpu")
 PAGE_SIZE, NUM_PAGES = 4, 8
@@ -39,7 +48,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):Runtime
 def no_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_layers, "Graph", Rerun)
-        for module in (verifier, cuda_layers):  # padding takes the interpreter time, too
+        for module in (steps, verifier, cuda_layers):  # padding takes the interpreter time, too
             patch.setattr(module, "GRAPH_ROWS", (2, 4))
         patch.setattr(cuda_layers, "GRAPH_TILES", (2, 4))
         patch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
@@ -175,3 +184,29 @@ def test_a_rank_that_keeps_rows_after_layers_sums_with_peers_that_do_not(folder:
         assert len(seen) == (group.rank == 0)
 
     on_captured_ranks(2, run)
+
+
+@pytest.mark.parametrize("case", ["graphs", "a rank without room", "several nodes"])
+@pytest.mark.parametrize("head", ["sometimes", "truncated"])
+def test_ranks_draft_in_steps_what_calls_of_every_part_draft(
+    head: str, case: str, make_config: MakeConfig
+) -> None:
+    config = make_config(head)
+
+    def run(group: CapturedRanks) -> list[list[int]]:
+        shard = build_draft_shard(config, layout_of(config), GroupHandle(group))
+        drafter = drafter_on_gpu(shard)
+        graphs = drafter._steps._graphs
+        graphs.has_room = case != "a rank without room" or group.rank == 0
+        chains = starts(shard, num=6, seed=1)[2:]
+        expected = [by_steps(shard, chain) for chain in chains]
+        with torch.inference_mode():
+            for _ in range(2):  # the first step of a size has no graph yet
+                _, drafted = drafter.draft(chains)
+                assert_same(drafted, expected)
+        assert bool(graphs.by_key) == (case != "several nodes" and graphs.has_room)
+        return [chain.tokens for chain in drafted]
+
+    rank0, rank1 = on_captured_ranks(2, run, fits_graphs=case != "several nodes")
+    assert rank0 == rank1
+    assert sum(map(len, rank0)) > 3
