@@ -43,9 +43,8 @@ serve: install-serving
 	    $(BIN)/python infra/fetch_model.py > /dev/null; \
 	    case $$?$$model in 0*) model=smollm2 ;; 1) model=bundled ;; *) exit 1 ;; esac ;; \
 	esac; \
-	if [ "$$model" = bundled ]; then set --; else set -- --model "$$model"; fi; \
-	echo eesd serve "$$@"; \
-	exec $(BIN)/eesd serve "$$@"
+	echo eesd serve --model "$$model"; \
+	exec $(BIN)/eesd serve --model "$$model"
 
 # Arithmetic without bounds on time: it runs in addition to the services, and takes what these leave of two cores. At this
 # priority a test of 40 s has taken more than the usual 300: only one that hangs takes 20 minutes.

@@ -74,6 +74,8 @@ class BatchReport:
     """Skipped rows that had failed."""
     num_completed: int
     num_failed: int
+    errors_path: str
+    """Path of the file of failed rows, or pattern of several."""
     throughput: Throughput
     usage: Usage
     preview: Preview | None = None
@@ -161,6 +163,7 @@ async def run_batch(
         num_failed_before=num_failed_before,
         num_completed=results.num_completed,
         num_failed=results.num_failed,
+        errors_path=output.errors_path,
         throughput=throughput,
         usage=usage,
         preview=preview,

@@ -104,7 +104,7 @@ class Manifest:
                 "decides its texts was recorded in another way; name another output, or use "
                 "--force if the model's folder and the options are still the same"
             )
-        for name in sorted(manifest.keys() | contents.keys()):
+        for name in dict(contents) | manifest:
             if manifest.get(name) != contents.get(name):
                 raise ConfigError(
                     f"{self._output}: its rows were made with {name} {manifest.get(name)!r}, this "

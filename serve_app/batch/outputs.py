@@ -28,6 +28,11 @@ class Output(Protocol):
         """Paths of its files, or of their folder."""
         ...
 
+    @property
+    def errors_path(self) -> str:
+        """Path of the file of failed rows, or pattern of several."""
+        ...
+
     def claim(self, contents: Mapping[str, object], recovery: Recovery) -> None:
         """Records what the rows are made with. Raises ConfigError if those that are there were made
         with something else, unless forced."""

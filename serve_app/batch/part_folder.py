@@ -73,6 +73,10 @@ class PartFolder:
     def paths(self) -> tuple[str, ...]:
         return (self._path,)
 
+    @property
+    def errors_path(self) -> str:
+        return f"{self.name.rstrip('/')}/errors-*.jsonl"
+
     def claim(self, contents: Mapping[str, object], recovery: Recovery) -> None:
         self._manifest.claim(contents, has_rows=bool(self._parts()), recovery=recovery)
 

@@ -130,7 +130,7 @@ class JsonlOutput:
         self.name = str(path)
         self._path = path
         self._ordered = ordered
-        self._errors_path = errors_path_of(path)
+        self._errors = errors_path_of(path)
         self._manifest = Manifest(
             fs.LocalFileSystem(), f"{path}.manifest.json", output=self.name, dry_run=dry_run
         )
@@ -139,21 +139,25 @@ class JsonlOutput:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return (str(self._path), str(self._errors_path), f"{self._path}.manifest.json")
+        return (str(self._path), str(self._errors), f"{self._path}.manifest.json")
+
+    @property
+    def errors_path(self) -> str:
+        return str(self._errors)
 
     def claim(self, contents: Mapping[str, object], recovery: Recovery) -> None:
         has_rows = any(
-            path.exists() and path.stat().st_size > 0 for path in (self._path, self._errors_path)
+            path.exists() and path.stat().st_size > 0 for path in (self._path, self._errors)
         )
         self._manifest.claim(contents, has_rows=has_rows, recovery=recovery)
 
     def recover(self, ledger: Ledger, recovery: Recovery) -> None:
         if recovery.dry_run:
-            files = [_UnchangedFile(path) for path in (self._path, self._errors_path)]
+            files = [_UnchangedFile(path) for path in (self._path, self._errors)]
             recovery.recover(files, ledger, name=self.name)
             return
         self._open(has_failed=False)
-        if self._errors_path.exists():
+        if self._errors.exists():
             self._open(has_failed=True)
         recovery.recover(list(self._files.values()), ledger, name=self.name)
 
@@ -167,7 +171,7 @@ class JsonlOutput:
             file.put_in_order(ledger)
 
     def _open(self, *, has_failed: bool) -> None:
-        path = self._errors_path if has_failed else self._path
+        path = self._errors if has_failed else self._path
         self._files[has_failed] = RecordFile(path)
 
     def __enter__(self) -> Self:

@@ -40,6 +40,8 @@ def show_report(report: BatchReport) -> None:
             f"{report.num_failed_before} of those done before had failed: correct their rows, or "
             "use --retry-errors"
         )
+    if report.num_failed or report.num_failed_before:
+        echo(f"failed rows and their errors: {report.errors_path}")
     if report.num_completed:
         echo(", ".join(_figures(report)))
 

@@ -58,7 +58,7 @@ class EngineFlags:
     """Options of every command that runs an engine."""
 
     config: Annotated[Path | None, "--config FILE.yaml: options override it"] = None
-    model: Annotated[Path | None, "folder or hub name of the target model (the bundled one)"] = None
+    model: Annotated[Path | None, "folder or hub name of the target model (bundled)"] = None
     head: Annotated[Path | None, "folder of the exit head (MODEL/exit_head)"] = None
     dtype: Annotated[DTypeSetting | None, "type of the weights (auto: as in the checkpoint)"] = None
     numerics: Annotated[Numerics | None, "invariant: texts are bit-for-bit reproducible"] = None
@@ -98,7 +98,7 @@ class ServiceFlags:
 def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "ServiceConfig":
     """Builds the configuration: the file, then options, then every --set. Downloads a model that is
     a name of the hub, which is then the model's name in the API. Raises ConfigError."""
-    from serve_app.config import BUNDLED_MODEL, read_service_config, service_config
+    from serve_app.config import BUNDLED_MODEL, BUNDLED_NAME, read_service_config, service_config
     from serve_app.service.settings import apply_settings, is_missing, put
 
     tree = {} if engine.config is None else read_service_config(engine.config)
@@ -109,7 +109,7 @@ def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "Serv
     if "pipelines" in flags:
         put(tree, "pipelines.min_count", flags["pipelines"])
     apply_settings(tree, engine.set)
-    if is_missing(tree, "engine.model.path"):
+    if is_missing(tree, "engine.model.path") or flags.get("model") == Path(BUNDLED_NAME):
         put(tree, "engine.model.path", str(BUNDLED_MODEL))
     variables: dict[str, str] = {}
     for variable, key in _VARIABLES:

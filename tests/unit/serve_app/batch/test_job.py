@@ -205,6 +205,7 @@ def test_a_bad_row_that_was_corrected_is_run_again(tmp_path: Path, force: bool) 
     report = run(file, output, options=options)
     assert (report.num_skipped, report.num_completed, report.num_failed_before) == (7, 1, 0)
     assert len(_texts(output)) == 8
+    assert report.errors_path == str(errors_path_of(output))
     assert _records(errors_path_of(output)) == []
 
 

@@ -76,6 +76,7 @@ def test_a_second_run_answers_what_is_missing_and_nothing_else(
     lost.unlink()
     report = again(Recovery())
     assert (report.num_completed, report.num_failed_before) == (num_lost, 1)
+    assert list(folder.parent.glob(str(Path(report.errors_path).relative_to(folder.parent))))
     assert num_lost > 0
     assert again(Recovery(retry_errors=True)).num_failed == 1
     assert again(Recovery()).num_skipped == NUM_ROWS + 1

@@ -20,6 +20,14 @@ def test_without_options_the_bundled_model_is_served_on_this_machine_alone() -> 
     assert config.telemetry.otlp_endpoint is None
 
 
+@pytest.mark.parametrize("file", ["port: 9000\n", "engine: {model: {path: /m}}\n"])
+def test_the_bundled_model_has_a_name(tmp_path: Path, file: str) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text(file)
+    config = config_of(EngineFlags(config=path, model=Path("bundled")))
+    assert config.engine.model.path == BUNDLED_MODEL
+
+
 def test_options_win_over_the_file_and_leave_the_rest_of_it_alone(tmp_path: Path) -> None:
     file = tmp_path / "service.yaml"
     file.write_text("engine: {model: {path: /m, dtype: float32}}\nport: 9000\nhost: 0.0.0.0\n")
