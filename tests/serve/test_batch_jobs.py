@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from psutil import Process
 
@@ -133,13 +135,16 @@ def test_a_stopped_job_leaves_no_process_and_is_continued(
 def test_a_job_is_submitted_to_a_cluster(
     rows: Path, expected: dict[str, str], tiny_service: Path, tmp_path: Path
 ) -> None:
-    with _cluster() as (dashboard, env):
+    metrics_port = free_port()
+    with _cluster(metrics_port) as (dashboard, env):
         command = [str(Path(sys.executable).with_name("ray")), "job", "submit"]
         command += ["--address", f"http://127.0.0.1:{dashboard}", "--"]
         command += [sys.executable, "-m", "serve_app.cli.main", "batch", str(rows)]
         command += [str(tmp_path / "parts.parquet"), *_options(tiny_service), "--address", "auto"]
         command += ["--set", f"telemetry.trace_folder={tmp_path / 'traces'}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
+        metrics = until(lambda: _metrics(metrics_port), timeout_s=30)
+    assert metrics["ray_eesd_batch_generation_tokens_total"] > NUM_ROWS
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{NUM_ROWS} rows: 0 done before, {NUM_ROWS} answered, 0 failed" in done.stdout
     import pyarrow.dataset as ds
@@ -153,8 +158,16 @@ def test_a_job_is_submitted_to_a_cluster(
     assert "eesd.round" in spans
 
 
+def _metrics(port: int) -> dict[str, float]:
+    """Returns the counts of a job; empty as long as its last rows are missing."""
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    values = re.findall(r"^(ray_eesd_batch_\w+){.*} ([\d.]+)$", text, re.MULTILINE)
+    metrics = {name: float(value) for name, value in values}
+    return metrics if metrics.get("ray_eesd_batch_rows_total") == NUM_ROWS else {}
+
+
 @contextmanager
-def _cluster() -> Iterator[tuple[int, dict[str, str]]]:
+def _cluster(metrics_port: int) -> Iterator[tuple[int, dict[str, str]]]:
     """Gives the dashboard's port of a head with jobs, and the environment of its users."""
     # The node's agent, which starts jobs, has a fixed port by default: another cluster may hold it.
     port, dashboard, agent = free_port(), free_port(), free_port()
@@ -164,12 +177,15 @@ def _cluster() -> Iterator[tuple[int, dict[str, str]]]:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_enable_metrics_collection": "1",
+            "RAY_metrics_report_interval_ms": "500",
         }
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"]
         command += ["--num-cpus", "3", "--port", str(port), "--dashboard-port", str(dashboard)]
         command += ["--temp-dir", folder, "--object-store-memory", str(100 * 2**20)]
         command += ["--node-ip-address", "127.0.0.1", "--include-dashboard", "true"]
         command += ["--dashboard-agent-listen-port", str(agent)]
+        command += ["--metrics-export-port", str(metrics_port)]
         with subprocess.Popen(
             command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as head:
