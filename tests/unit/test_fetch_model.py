@@ -155,11 +155,11 @@ def test_an_interrupted_download_can_be_repeated(
     ("model", "status", "served"),
     [
         ("", 0, ["--model", "smollm2"]),
-        ("", 1, []),
+        ("", 1, ["--model", "bundled"]),
         ("", 130, None),
         ("smollm2", 0, ["--model", "smollm2"]),
         ("smollm2", 1, None),
-        ("bundled", 1, []),
+        ("bundled", 1, ["--model", "bundled"]),
         ("/models/my model", 1, ["--model", "/models/my model"]),
     ],
 )
