@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 
 from eesd_dist.bench.judging import ChangeOfClass, Findings, Judge, Rates
 from eesd_dist.bench.live import PLAIN
-from eesd_dist.bench.options import BUNDLED_MODEL
 from eesd_dist.bench.replay import ReplaySetting, lengths_by_position
 from eesd_dist.bench.traces import TraceSet
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.command_line import run_command
 from eesd_dist.config import SpeculationConfig
 from eesd_dist.control.belief import Belief

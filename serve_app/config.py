@@ -28,10 +28,6 @@ from eesd_dist.telemetry.logs import LogFormat
 from eesd_dist.telemetry.tracing_options import MAX_ROUND_SPANS, OtlpProtocol, TracingOptions
 from eesd_dist.workers.messages import TelemetryOptions
 
-BUNDLED_MODEL = Path(__file__).parent / "demo_model"
-BUNDLED_NAME = "bundled"
-"""The bundled model's name in options."""
-
 _MIN_HEARTBEATS = 3
 """Heartbeats that have to fit into the time after which a pipeline is forgotten."""
 

@@ -11,12 +11,11 @@ from typing import Annotated, Literal
 
 from typer import Option
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.types import Device, DType, DTypeSetting, Numerics, StopRule
 
-BUNDLED_MODEL = Path(__file__).parents[2] / "serve_app" / "demo_model"
 SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 """JSON lines, with a workload each."""
-
 
 Model = Annotated[Path, "folder of the target model (the bundled one)"]
 Head = Annotated[Path | None, "folder of the exit head (MODEL/exit_head)"]

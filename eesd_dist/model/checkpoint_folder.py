@@ -12,12 +12,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import CheckpointError, listed
 from eesd_dist.user_folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
+_BUNDLED_NAME = "bundled"
 DOWNLOADED_MODEL = "smollm2"
 """Name of the model that `make model` downloads."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -58,8 +60,10 @@ def with_local_folder(config: EngineConfig) -> EngineConfig:
 
 
 def local_folder(path: Path) -> Path:
-    """Returns the path, or the folder of the downloaded model if it is a name of the hub, or that
-    made of a GGUF file."""
+    """Returns the path, or the folder of the downloaded model if it is a name of the hub, of the
+    bundled model if it is `bundled`, or that made of a GGUF file."""
+    if str(path) == _BUNDLED_NAME and not path.exists():
+        return BUNDLED_MODEL
     if (file := gguf_file(path)) is not None:
         # Imported here: it imports torch.
         from eesd_dist.model.gguf.folder import checkpoint_of

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from eesd_dist.bench.options import (
-    BUNDLED_MODEL,
     SHIPPED_PROMPTS,
     ExactOptions,
     Json,
@@ -15,6 +14,7 @@ from eesd_dist.bench.options import (
     Prompts,
     Quick,
 )
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.checks import require_positive
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from typer.core import TyperGroup
 
 from eesd_dist.bench import options as engine
-from eesd_dist.bench.options import BUNDLED_MODEL, CostsOptions, FuzzOptions
+from eesd_dist.bench.options import CostsOptions, FuzzOptions
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.command_line import Conversion, add_callback, add_module, group
 from eesd_dist.errors import ConfigError
 from serve_app.bench import options as service

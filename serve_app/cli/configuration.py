@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.command_line import given
 from eesd_dist.errors import ConfigError
 from eesd_dist.telemetry.logs import LogFormat
@@ -98,7 +99,7 @@ class ServiceFlags:
 def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "ServiceConfig":
     """Builds the configuration: the file, then options, then every --set. Downloads a model that is
     a name of the hub, which is then the model's name in the API. Raises ConfigError."""
-    from serve_app.config import BUNDLED_MODEL, BUNDLED_NAME, read_service_config, service_config
+    from serve_app.config import read_service_config, service_config
     from serve_app.service.settings import apply_settings, is_missing, put
 
     tree = {} if engine.config is None else read_service_config(engine.config)
@@ -109,7 +110,7 @@ def config_of(engine: EngineFlags, service: ServiceFlags | None = None) -> "Serv
     if "pipelines" in flags:
         put(tree, "pipelines.min_count", flags["pipelines"])
     apply_settings(tree, engine.set)
-    if is_missing(tree, "engine.model.path") or flags.get("model") == Path(BUNDLED_NAME):
+    if is_missing(tree, "engine.model.path"):
         put(tree, "engine.model.path", str(BUNDLED_MODEL))
     variables: dict[str, str] = {}
     for variable, key in _VARIABLES:
@@ -132,8 +133,10 @@ def _with_local_folder(config: "ServiceConfig") -> "ServiceConfig":
     engine = with_local_folder(config.engine)
     if engine is config.engine:
         return config
-    # The file's name, and of the hub the whole name.
-    name = config.model_name or (path.stem if path.exists() else str(path))
+    # The file's name, and of the hub the whole name; the bundled model has that of its folder.
+    name = config.model_name
+    if engine.model.path != BUNDLED_MODEL:
+        name = name or (path.stem if path.exists() else str(path))
     return config.model_copy(update={"engine": engine, "model_name": name})
 
 

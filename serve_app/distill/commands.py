@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Typer
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.command_line import Run, program_of
 from eesd_dist.distill import calibrate, collect, evaluate, refresh, run, sweep
 from eesd_dist.distill import train_head as train
@@ -20,7 +21,7 @@ from eesd_dist.distill.train.request import TrainRequest
 from eesd_dist.model.checkpoint_folder import local_folder
 from eesd_dist.model.config_fields import read_json
 from eesd_dist.model.heads.head_files import head_digest
-from serve_app.config import BUNDLED_MODEL, RouterConfig
+from serve_app.config import RouterConfig
 from serve_app.distill.executors import RayExecutor, ServiceChoice, executor_for
 from serve_app.service.promotion import promote
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from eesd_dist.bench.options import BUNDLED_MODEL
 from eesd_dist.bench.output import Say, print_report, say_unless
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.command_line import run_command
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from eesd_dist.engine.layout import layout_of

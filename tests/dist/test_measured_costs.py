@@ -14,7 +14,8 @@ from eesd_dist.bench.costs.measure import (
     survival_of,
 )
 from eesd_dist.bench.costs.rounds import RoundTimes
-from eesd_dist.bench.options import BUNDLED_MODEL, SHIPPED_PROMPTS
+from eesd_dist.bench.options import SHIPPED_PROMPTS
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.control.cost import NOMINAL_COST
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.text.prompts import load_prompts

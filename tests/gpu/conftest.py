@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eesd_dist.bench.options import BUNDLED_MODEL
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.engine.layout import device_named
 from eesd_dist.model.heads.trainable_head import TrainableExitHead
 from eesd_dist.model.spec import ModelSpec

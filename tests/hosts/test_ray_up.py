@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.config import EngineConfig, ModelConfig
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.text import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams
-from serve_app.config import BUNDLED_MODEL
 from tests.support.running import until
 from tests.support.ssh_hosts import SshHosts, can_make_ssh_hosts
 

@@ -143,9 +143,9 @@ def test_a_job_is_submitted_to_a_cluster(
         command += [str(tmp_path / "parts.parquet"), *_options(tiny_service), "--address", "auto"]
         command += ["--set", f"telemetry.trace_folder={tmp_path / 'traces'}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
         metrics = until(lambda: _metrics(metrics_port), timeout_s=30)
     assert metrics["ray_eesd_batch_generation_tokens_total"] > NUM_ROWS
-    assert done.returncode == 0, done.stdout + done.stderr
     assert f"{NUM_ROWS} rows: 0 done before, {NUM_ROWS} answered, 0 failed" in done.stdout
     import pyarrow.dataset as ds
 

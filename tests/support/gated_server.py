@@ -9,8 +9,9 @@ from multiprocessing.connection import Connection
 import httpx
 import uvicorn
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.text import Tokenizer
-from serve_app.config import BUNDLED_MODEL, LimitsConfig
+from serve_app.config import LimitsConfig
 from serve_app.ingress.bounded_connection import BoundedConnection
 from serve_app.openai.api_settings import limits_of
 from tests.support.toy_api import toy_api

@@ -30,8 +30,9 @@ from eesd_dist.bench.costs.measure import (
 )
 from eesd_dist.bench.costs.pipeline import running_pipeline
 from eesd_dist.bench.costs.rounds import RoundTimes
-from eesd_dist.bench.options import BUNDLED_MODEL, SHIPPED_PROMPTS
+from eesd_dist.bench.options import SHIPPED_PROMPTS
 from eesd_dist.bench.output import Say, print_report, say_unless
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.command_line import run_command
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.planning.checkpoint import EVALUATION_FILE, read_head, read_shape
 from cluster.planning.forecast import degrees_of
-from eesd_dist.bench.options import BUNDLED_MODEL
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.distill import evaluate
 from eesd_dist.errors import CheckpointError, ConfigError
 

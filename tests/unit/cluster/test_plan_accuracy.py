@@ -9,7 +9,7 @@ import pytest
 from cluster.link_figures import read_links
 from cluster.planning.checkpoint import read_shape
 from eesd_dist.bench.costs.form import RoundCost, read_costs
-from eesd_dist.bench.options import BUNDLED_MODEL
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from serve_app.cli.main import main
 from tests.support.plan_accuracy import Comparison, compare
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.link_figures import CollectiveFigures, write_links
 from cluster.planning.memory import ROWS_OF_PREFILL, USUAL_SHARE
-from eesd_dist.bench.options import BUNDLED_MODEL
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.config import CacheConfig, SchedulerConfig
 from serve_app.cli.main import main
 

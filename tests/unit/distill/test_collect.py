@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from eesd_dist.distill.collect import (
     CollectOptions,
@@ -35,7 +36,6 @@ from eesd_dist.distill.sources import EngineRows, TextRows
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.errors import CheckpointError, ConfigError
 from eesd_dist.types import Request
-from serve_app.config import BUNDLED_MODEL
 from tests.support.drafters import save_target
 from tests.support.tiny_checkpoints import tiny_model
 from tests.support.tiny_features import read_shard

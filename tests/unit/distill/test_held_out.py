@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from eesd_dist.bench.options import SHIPPED_PROMPTS as BENCH_PROMPTS
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.distill.held_out import SHIPPED_PROMPTS, PromptChoice, read_texts
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import TokenId
-from serve_app.config import BUNDLED_MODEL
 from tests.support.tiny_features import write_tiny_features, write_tiny_target
 
 

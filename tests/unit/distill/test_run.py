@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.distill.collect import CollectOptions
 from eesd_dist.distill.executor import LocalExecutor
 from eesd_dist.distill.folders import write_json
 from eesd_dist.distill.run import RUN_FILE, RunRequest, run
 from eesd_dist.errors import ConfigError
-from serve_app.config import BUNDLED_MODEL
 
 
 def _request(folder: Path) -> RunRequest:

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import EngineError, RequestError
 from eesd_dist.types import Request, RequestId, SamplingParams, TokenId
-from serve_app.config import BUNDLED_MODEL
 
 
 @pytest.fixture(scope="module")

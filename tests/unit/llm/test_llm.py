@@ -11,9 +11,9 @@ import torch
 
 import eesd_dist
 from eesd_dist import LLM, EngineConfig, SamplingParams, SpeculationParams, StructuredOutputsParams
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError, PromptTooLong, RequestError
 from eesd_dist.text import Tokenizer
-from serve_app.config import BUNDLED_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=24)

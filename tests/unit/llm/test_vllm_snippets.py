@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from eesd_dist import LLM, SamplingParams, StructuredOutputsParams
-from serve_app.config import BUNDLED_MODEL
+from eesd_dist.bundled_model import BUNDLED_MODEL
 
 SNIPPETS = {
     "hello": """

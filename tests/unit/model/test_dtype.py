@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.config import DType, EngineConfig, ModelConfig
 from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import CheckpointError
 from eesd_dist.model.dtype import resolve_dtype
 from eesd_dist.model.kernels import LinearPacker
 from eesd_dist.model.weights import Checkpoint
-from serve_app.config import BUNDLED_MODEL
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.model.paged_stages import Stages
 from tests.unit.model.test_checkpoint_errors import edit_config

@@ -5,8 +5,9 @@ from pydantic import SecretStr
 from ray.serve import Application
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from serve_app.app import application_of, build_app
-from serve_app.config import BUNDLED_MODEL, service_config
+from serve_app.config import service_config
 from serve_app.ingress.deployment import key_of
 
 TREE = {"engine": {"model": {"path": str(BUNDLED_MODEL)}}}

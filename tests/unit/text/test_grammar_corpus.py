@@ -13,7 +13,8 @@ from itertools import cycle
 import pytest
 from jsonschema import Draft202012Validator
 
-from eesd_dist.bench.options import BUNDLED_MODEL, SHIPPED_PROMPTS
+from eesd_dist.bench.options import SHIPPED_PROMPTS
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from eesd_dist.engine.local import Generation, LocalEngine
 from eesd_dist.text import Tokenizer

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.errors import ConfigError
 from serve_app.cli.configuration import EngineFlags, ServiceFlags, config_of
-from serve_app.config import BUNDLED_MODEL, ServiceConfig
+from serve_app.config import ServiceConfig
 
 
 def _set(*words: str) -> ServiceConfig:
@@ -20,12 +21,17 @@ def test_without_options_the_bundled_model_is_served_on_this_machine_alone() -> 
     assert config.telemetry.otlp_endpoint is None
 
 
-@pytest.mark.parametrize("file", ["port: 9000\n", "engine: {model: {path: /m}}\n"])
-def test_the_bundled_model_has_a_name(tmp_path: Path, file: str) -> None:
-    path = tmp_path / "service.yaml"
-    path.write_text(file)
-    config = config_of(EngineFlags(config=path, model=Path("bundled")))
-    assert config.engine.model.path == BUNDLED_MODEL
+def test_the_bundled_model_has_a_name_where_no_folder_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    default = config_of(EngineFlags())
+    assert config_of(EngineFlags(model=Path("bundled"))) == default
+    assert default.engine.model.path == BUNDLED_MODEL
+    chosen = EngineFlags(model=Path("bundled"), set=("engine.model.path=/m",))
+    assert config_of(chosen).engine.model.path == Path("/m")
+    Path("bundled").mkdir()
+    assert config_of(EngineFlags(model=Path("bundled"))).engine.model.path == Path("bundled")
 
 
 def test_options_win_over_the_file_and_leave_the_rest_of_it_alone(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.distill.collect import CollectOptions, CollectRequest
 from eesd_dist.distill.collector import Chunk, ShardJob
-from serve_app.config import BUNDLED_MODEL
 from serve_app.distill.jobs import ChunkWorker, cause_of
 
 

@@ -10,7 +10,8 @@ import sys
 import serve_app.ingress.deployment
 from eesd_dist.model.max_len import max_model_len_of
 from eesd_dist.text.tokenizer import Tokenizer, leave_out_torch
-from serve_app.config import BUNDLED_MODEL, service_config
+from serve_app.config import service_config
+from eesd_dist.bundled_model import BUNDLED_MODEL
 
 config = service_config({"engine": {"model": {"path": str(BUNDLED_MODEL)}}})
 leave_out_torch()
@@ -25,7 +26,8 @@ _PIPELINE = """
 import sys
 import serve_app.pipeline.deployment
 import serve_app.router.calls
-from serve_app.config import BUNDLED_MODEL, service_config
+from serve_app.config import service_config
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from serve_app.pipeline.stage_factory import stages_of
 
 stages_of(service_config({"engine": {"model": {"path": str(BUNDLED_MODEL)}}}))

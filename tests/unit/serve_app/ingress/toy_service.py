@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.routing.directory import PipelineId, PipelineReport
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request
 from eesd_dist.workers.roles import StageFactory
-from serve_app.config import BUNDLED_MODEL, ServiceConfig, service_config
+from serve_app.config import ServiceConfig, service_config
 from serve_app.ingress import load_balancing
 from serve_app.ingress.load_balancing import LoadBalancer
 from serve_app.ingress.pipeline_client import ServiceClient

@@ -13,8 +13,9 @@ from ray.serve import Application
 from ray.serve.config import ProxyLocation
 
 from cluster.ray_compat import ServeStatus
+from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.errors import ConfigError
-from serve_app.config import BUNDLED_MODEL, ServiceConfig, require_key, service_config
+from serve_app.config import ServiceConfig, require_key, service_config
 from serve_app.service import serving
 from serve_app.service.serve_instance import require_place, url_of
 from serve_app.service.start_line import StartLine
