@@ -157,12 +157,12 @@ def _gpus() -> tuple[str, ...]:
 
 
 def _answer(command: list[str]) -> str | None:
-    """Returns a program's output, or None when it is missing, fails or times out."""
+    """Returns a program's output, or None when it cannot be started, fails or times out."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=QUESTION_TIMEOUT_S
         )
-    except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip()
 

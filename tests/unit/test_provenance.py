@@ -2,7 +2,9 @@ import json
 import subprocess
 from pathlib import Path
 
-from eesd_dist.provenance import _cpu_facts, collect_provenance
+import pytest
+
+from eesd_dist.provenance import _cpu_facts, collect_provenance, read_hardware
 
 
 def _git(folder: Path, *arguments: str) -> str:
@@ -23,6 +25,15 @@ def test_a_recipe_names_command_seed_versions_and_hardware() -> None:
     assert dict(recipe.versions)["torch"].startswith("2.")
     assert recipe.hardware.num_cpus >= 1
     assert recipe.hardware.memory_bytes > 2**28
+
+
+def test_a_program_that_may_not_be_run_ends_no_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is where PATH has folders of another user, as after `su`."""
+    (tmp_path / "nvidia-smi").write_text("not executable")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert read_hardware().gpus == ()
 
 
 def test_folders_of_a_machine_are_left_out_of_the_command() -> None:
