@@ -226,7 +226,7 @@ def test_errors_are_shown_as_the_service_says_them(visit: Visit, seen: Running) 
 
 
 def test_comparing_speculation_off_and_on_finds_equal_texts(visit: Visit) -> None:
-    # Of texts that may end, 2 to 4 % end in their first round: such a text has no tokens/s.
+    # A text that may end can end in its first round, and has no tokens/s then.
     visit.set(kind="completion", max_tokens="60", structure="regex", grammar=LETTERS)
     visit.set(temperature="0.9", controller="fixed")
     visit.page.get_by_label("Prompt").fill("the quick brown")
