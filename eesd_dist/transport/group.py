@@ -5,9 +5,9 @@ over NCCL; callers do not see which. It never touches torch's process-global def
 
 On the CPU a collective is a handful of point-to-point transfers, or a part of a compiled call of
 ranks that share a host (`host_sums`). Each wait is for one peer (so
-PeerLost names it), Gloo's worker thread is not involved, and sums are always taken in rank order,
-in float32 for narrower types, whatever the size of the tensor. So all ranks hold the same bits, and
-a row's sum does not depend on the other rows of the batch (`numerics: invariant`).
+PeerLost names it), Gloo's worker thread is not involved, and sums are always taken as `rank_sums`
+says, whatever the size of the tensor. So all ranks hold the same bits, and a row's sum does not
+depend on the other rows of the batch (`numerics: invariant`).
 
 torch's RuntimeErrors become PeerLost: on the CPU in `ProcessGroup.peer_lost`, on a GPU in
 `_on_device`; errors of computations on the results of aborted GPU work, in `raises_lost_peers`.
@@ -38,7 +38,7 @@ from eesd_dist.transport.counts import (
 from eesd_dist.transport.gloo import GlooPlane, Pending
 from eesd_dist.transport.host_sums import HostSums
 from eesd_dist.transport.nccl import NcclPlane
-from eesd_dist.transport.rank_sums import sum_in_rank_order
+from eesd_dist.transport.rank_sums import pairwise_sum
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class ProcessGroup:
         return transfer.finish(timeout_s=self.timeout_s)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Returns the sum in rank order, the same bits on every rank; on the CPU in place."""
+        """Returns the sum in pairs, the same bits on every rank; on the CPU in place."""
         if self.size == 1:
             return x
         tally = self._all_reduce
@@ -229,7 +229,7 @@ class ProcessGroup:
             return total
         total = x.contiguous()
         if self.size == 2 or total.nbytes <= WHOLE_BYTES:
-            total.copy_(sum_in_rank_order(self._exchange(total, tally=tally)))
+            total.copy_(pairwise_sum(self._exchange(total, tally=tally)))
         else:
             self._sum_by_shares(total.view(-1), tally=tally)
         return x if total is x else x.copy_(total)
@@ -390,7 +390,7 @@ class ProcessGroup:
             for peer in range(self.size)
         ]
         self._swap(shares, contributions, operation=operation, tally=tally)
-        own_share.copy_(sum_in_rank_order(contributions))
+        own_share.copy_(pairwise_sum(contributions))
         self._swap([own_share] * self.size, shares, operation=operation, tally=tally)
 
     def _swap(

@@ -153,7 +153,7 @@ class NcclPlane:
         device: torch.device,
         ordered_sums: bool = True,
     ) -> None:
-        """`ordered_sums`: sums over three ranks or more are taken in rank order, as `numerics:
+        """`ordered_sums`: sums over three ranks or more are taken in pairs, as `numerics:
         invariant` needs; otherwise in the order that NCCL chooses.
 
         Raises ConfigError for a device that is not one GPU.
@@ -212,8 +212,8 @@ class NcclPlane:
             return self._lost
 
     def all_reduce(self, x: Tensor, *, operation: str) -> Tensor:
-        """Returns the sum: in rank order with `ordered_sums` over three ranks or more, or in
-        symmetric memory; otherwise NCCL's own, in place."""
+        """Returns the sum: in pairs with `ordered_sums` over three ranks or more, or in symmetric
+        memory; otherwise NCCL's own, in place."""
         if self._symmetric is not None and self._symmetric.fits(x):
             total = self._symmetric.sum(x)
             self.watch_queued(operation=operation)

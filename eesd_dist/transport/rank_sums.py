@@ -2,8 +2,10 @@
 
 A library's all-reduce chooses its order of addition by message size, channels and topology, so a
 row's sum changes with the other rows of the message as soon as three ranks take part (two ranks add
-once, and a + b is b + a). Here every sum is taken in rank order, in float32 for narrower types, and
-rounded once, as `numerics: invariant` needs. A plane only has to move tensors.
+once, and a + b is b + a). Here every sum is taken in pairs, in float32 for narrower types, and
+rounded once, as `numerics: invariant` needs: ranks 0 and 1, ranks 2 and 3, then those two sums, and
+so on; what has no neighbour goes on as it is. A node of 2^k ranks that begins at a multiple of 2^k
+has a part of this sum to itself. A plane only has to move tensors.
 
 Shapes: G ranks, N elements, W elements of one rank's share.
 """
@@ -30,18 +32,24 @@ class Exchange(Protocol):
         ...
 
 
-def sum_in_rank_order(summands: Sequence[Tensor]) -> Tensor:
-    """Returns parts[0] + parts[1] + ..., added in this order in float32 and rounded once.
+def pairwise_sum(summands: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of the ranks' tensors as a new one, added in pairs in float32 and rounded
+    once.
 
-    A new tensor. One addition per rank, never a reduction over an axis: the order of that depends
-    on shapes on a GPU.
+    One addition per rank, never a reduction over an axis: the order of that depends on shapes on a
+    GPU.
     """
     dtype = summands[0].dtype
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    running = summands[0].to(wide, copy=True)
-    for summand in summands[1:]:
-        running += summand
-    return running.to(dtype)
+    return _wide_sum(summands, wide).to(dtype)
+
+
+def _wide_sum(summands: Sequence[Tensor], wide: torch.dtype) -> Tensor:
+    if len(summands) == 1:
+        return summands[0].to(wide, copy=True)
+    half = 1 << (len(summands) - 1).bit_length() - 1
+    left, right = summands[:half], summands[half:]
+    return _wide_sum(left, wide).add_(right[0] if len(right) == 1 else _wide_sum(right, wide))
 
 
 def sum_over_ranks(x: Tensor, exchange: Exchange, *, size: int) -> Tensor:
@@ -49,8 +57,8 @@ def sum_over_ranks(x: Tensor, exchange: Exchange, *, size: int) -> Tensor:
     swapping, summing and gathering shares."""
     flat_N = x.reshape(-1)
     if flat_N.nbytes <= WHOLE_BYTES:
-        return sum_in_rank_order(exchange.gathered(flat_N).unbind()).view(x.shape)
+        return pairwise_sum(exchange.gathered(flat_N).unbind()).view(x.shape)
     width = -(-flat_N.numel() // size)
     padded_N = functional.pad(flat_N, (0, width * size - flat_N.numel()))
-    share_W = sum_in_rank_order(exchange.swapped(padded_N.view(size, width)).unbind())
+    share_W = pairwise_sum(exchange.swapped(padded_N.view(size, width)).unbind())
     return exchange.gathered(share_W).view(-1).narrow(0, 0, flat_N.numel()).view(x.shape)

@@ -27,6 +27,7 @@ from eesd_dist.transport.gloo import Connection, GlooDevice, GlooPlane, SocketAd
 from eesd_dist.transport.group import OWN_FAILURES, ProcessGroup, own_failure
 from eesd_dist.transport.host_sums import HostSums, join_host_sums
 from eesd_dist.transport.nccl import NcclPlane
+from eesd_dist.transport.sum_layout import MOST_RANKS
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +65,8 @@ def build_group(
     same), which includes waiting for ranks that are still loading their weights.
     `address` is the one at which the other ranks reach this host. `members` are the ranks' names
     in errors, stage and rank ("verify rank 0"); without them ranks are named after the group. The
-    ranks' nodes, exchanged here, are added to the names. `ordered_sums`: sums are taken in rank
-    order on GPUs too (`NcclPlane`); on CPUs they always are. `in_memory`: the ranks of one node sum
+    ranks' nodes, exchanged here, are added to the names. `ordered_sums`: sums are taken in pairs
+    on GPUs too (`NcclPlane`); on CPUs they always are. `in_memory`: the ranks of one node sum
     in each other's memory, where they can. `refusals` counts connections of others than the ranks.
     Raises PeerLost, EngineError when this rank's own device fails, or ConfigError if the ranks
     compute on different types of device.
@@ -88,7 +89,7 @@ def build_group(
         try:
             nccl, host_sums = None, None
             if device == HOST:
-                if size > 1 and in_memory:
+                if 1 < size <= MOST_RANKS and in_memory:
                     host_sums = _host_sums(
                         exchange, name=name, address=address, timeout_s=timeout_s
                     )

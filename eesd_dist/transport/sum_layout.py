@@ -20,6 +20,8 @@ ABORTED = 64
 """1: the rank has left; no rank waits any more."""
 SLEEPERS = 128
 """The number of threads that sleep until `ARRIVED` changes."""
+MOST_RANKS = 16
+"""Ranks that sum in memory; more of them sum by messages."""
 SLOTS = 4096
 SLOT_BYTES = 256 * 1024
 MEMORY_BYTES = SLOTS + 2 * SLOT_BYTES

@@ -1,7 +1,7 @@
 """A stage's ranks as threads of one process: the collectives of a `ProcessGroup` without a network.
 
-Sums are taken in rank order and rounded once, as in a `ProcessGroup`, so that ranks in threads and
-ranks in processes compute the same bits, on any device. Every wait has a deadline, and its error
+Sums are taken in pairs and rounded once, as in a `ProcessGroup`, so that ranks in threads and ranks
+in processes compute the same bits, on any device. Every wait has a deadline, and its error
 names the ranks that did not take part. The commands of a draft stage go through queues: a follower
 waits for one as long as the stream is open, or as long as a test says. Used by
 `eesd_dist.bench.fuzz` and by tests.
@@ -19,8 +19,8 @@ from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.transport.commands import Command
 from eesd_dist.transport.counts import GroupCounts, Tally
 from eesd_dist.transport.host_sums import HostSums, has_futex
-from eesd_dist.transport.rank_sums import sum_in_rank_order
-from eesd_dist.transport.sum_layout import MEMORY_BYTES
+from eesd_dist.transport.rank_sums import pairwise_sum
+from eesd_dist.transport.sum_layout import MEMORY_BYTES, MOST_RANKS
 
 DEFAULT_TIMEOUT_S = 20.0
 
@@ -127,10 +127,10 @@ class ThreadGroup:
         return len(self._meeting.members)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sums in place, in rank order; the same bits on every rank."""
+        """Sums in place, in pairs; the same bits on every rank."""
         if self.size == 1:
             return x
-        return x.copy_(sum_in_rank_order(self._exchange(x.clone(), kind="all_reduce")))
+        return x.copy_(pairwise_sum(self._exchange(x.clone(), kind="all_reduce")))
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [
@@ -145,7 +145,7 @@ class ThreadGroup:
     @property
     def sums_on_host(self) -> bool:
         """True if compiled calls sum over the ranks."""
-        return self._in_memory and has_futex()
+        return self._in_memory and self.size <= MOST_RANKS and has_futex()
 
     def finish_sums(self) -> None:
         """Counts the sums of a compiled call. Raises PeerLost if a rank was lost."""

@@ -48,7 +48,7 @@ from eesd_dist.types import Count
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 MAGIC = 0x45455344  # "EESD"
-VERSION = 10
+VERSION = 11
 ROUND_FRAME_BYTES = 32 << 10
 """Holds a small model's decode round, or a large one's header without its hidden states."""
 REPLY_FRAME_BYTES = 4 << 10

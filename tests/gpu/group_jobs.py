@@ -12,7 +12,7 @@ from torch import Tensor
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.nccl import NcclPlane
-from eesd_dist.transport.rank_sums import sum_in_rank_order
+from eesd_dist.transport.rank_sums import pairwise_sum
 from tests.gpu.ranks import TIMEOUT_S, Figures
 
 _WIDTH = 8192
@@ -60,7 +60,7 @@ def _check_sum(
     group: ProcessGroup, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     summands = inputs(num_rows, num_rows, dtype, group.size)
-    expected = sum_in_rank_order(summands)
+    expected = pairwise_sum(summands)
     total = group.all_reduce(summands[group.rank].to(device))
     assert torch.equal(total.cpu(), expected), f"another sum of {num_rows} rows x {dtype}"
     row = group.all_reduce(summands[group.rank][-1:].to(device))
@@ -91,8 +91,8 @@ def _check_graph(group: ProcessGroup, num_rows: int, device: torch.device) -> No
     graph = captured(twice)
     for turn in range(4):
         summands = inputs(num_rows, 100 + turn, torch.bfloat16, group.size)
-        once = sum_in_rank_order(summands)
-        expected = sum_in_rank_order([once * (rank + 1) for rank in range(group.size)])
+        once = pairwise_sum(summands)
+        expected = pairwise_sum([once * (rank + 1) for rank in range(group.size)])
         x.copy_(summands[group.rank].to(device))
         graph.replay()
         assert torch.equal(out.cpu(), expected), f"replay {turn} of {num_rows} rows"

@@ -20,7 +20,7 @@ from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.nccl import NcclPlane
 from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
-from eesd_dist.transport.rank_sums import sum_in_rank_order
+from eesd_dist.transport.rank_sums import pairwise_sum
 from eesd_dist.transport.rendezvous import build_group, connect_store
 
 TIMEOUT_S = 4.0
@@ -173,7 +173,7 @@ def exchange(group: ProcessGroup, device: torch.device) -> None:
         inputs = [torch.randn(num_rows, 193, generator=generator) for _ in ranks]
         # In member on a CPU.
         total = group.all_reduce(inputs[group.rank].to(group.device, copy=True)).cpu()
-        assert torch.equal(total, sum_in_rank_order(inputs)), "another order of the sum"
+        assert torch.equal(total, pairwise_sum(inputs)), "another order of the sum"
 
 
 def exchange_and_abort(group: ProcessGroup, device: torch.device) -> None:

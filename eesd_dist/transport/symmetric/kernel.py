@@ -2,8 +2,8 @@
 
 Every rank has memory that all ranks of the group have mapped. A rank copies its numbers into its
 own memory, tells the same program of every peer that they are there, waits until each peer has said
-so, and reads the peers' numbers in rank order. So every sum has the bits of
-`rank_sums.sum_in_rank_order`, whatever else is summed with it.
+so, and adds up the numbers of all ranks in pairs. So every sum has the bits of
+`rank_sums.pairwise_sum`, whatever else is summed with it.
 
 Nothing on the host counts: a program counts its launches in device memory, so that a CUDA graph can
 be replayed. Launches alternate between two halves of the memory. A peer that signals a launch has
@@ -47,7 +47,7 @@ def sum_kernel(
     TILE: tl.constexpr,
     IN_SHARES: tl.constexpr,
 ) -> None:
-    """Stores the sum of every rank's x, in float32 in rank order and rounded once.
+    """Stores the sum of every rank's x, added in pairs in float32 and rounded once.
 
     With `IN_SHARES` each rank sums one share of a program's numbers and writes it into all peers'
     memory; otherwise each sums all. `bases`: addresses of the ranks' memory, then of the abort
@@ -57,6 +57,7 @@ def sum_kernel(
     kind = x.dtype.element_ty
     count = tl.load(counts + program) + 1
     goes_on = (tl.load(counts + PROGRAMS + program) == 0).to(tl.int32)
+    WIDTH: tl.constexpr = triton.next_power_of_2(SIZE)
     width = tl.cdiv(tl.cdiv(num, PROGRAMS), TILE) * TILE
     first = program * width
     end = tl.minimum(first + width, num)
@@ -73,7 +74,8 @@ def sum_kernel(
         own_end = tl.minimum(own_first + share, end)
         for start in range(own_first, own_end, TILE):
             is_number = start + index < own_end
-            sum_N = _sum_of(bases, at_half, start + index, is_number, kind, SIZE).to(kind)
+            sum_N = _sum_of(bases, at_half, start + index, is_number, kind, 0, SIZE, WIDTH)
+            sum_N = sum_N.to(kind)
             tl.store(total + start + index, sum_N, mask=is_number)
             for rank in tl.static_range(SIZE):
                 if rank != RANK:
@@ -90,7 +92,7 @@ def sum_kernel(
     else:
         for start in range(first, end, TILE):
             is_number = start + index < end
-            sum_N = _sum_of(bases, at_half, start + index, is_number, kind, SIZE)
+            sum_N = _sum_of(bases, at_half, start + index, is_number, kind, 0, SIZE, WIDTH)
             tl.store(total + start + index, sum_N.to(kind), mask=is_number)
     tl.store(counts + program, count)
 
@@ -135,14 +137,25 @@ def gather_kernel(
 
 @triton.jit
 def _sum_of(
-    bases: "Any", at_half: "Any", at: "Any", mask: "Any", kind: tl.constexpr, SIZE: tl.constexpr
+    bases: "Any",
+    at_half: "Any",
+    at: "Any",
+    mask: "Any",
+    kind: tl.constexpr,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
 ) -> "Any":
-    """Returns the sum of all ranks' numbers, in float32 in rank order."""
-    lowest = tl.multiple_of((tl.load(bases) + at_half).to(tl.pointer_type(kind)), 16)
-    sum_N = tl.load(lowest + at, mask=mask, other=0.0).to(tl.float32)
-    for rank in tl.static_range(1, SIZE):
-        theirs = tl.multiple_of((tl.load(bases + rank) + at_half).to(tl.pointer_type(kind)), 16)
-        sum_N += tl.load(theirs + at, mask=mask, other=0.0).to(tl.float32)
+    """Returns the sum in float32, in pairs, of the numbers of WIDTH ranks from FIRST on, a power of
+    two, or of as many as there are of SIZE."""
+    if WIDTH == 1:
+        theirs = tl.multiple_of((tl.load(bases + FIRST) + at_half).to(tl.pointer_type(kind)), 16)
+        sum_N = tl.load(theirs + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        HALF: tl.constexpr = WIDTH // 2
+        sum_N = _sum_of(bases, at_half, at, mask, kind, FIRST, SIZE, HALF)
+        if FIRST + HALF < SIZE:
+            sum_N += _sum_of(bases, at_half, at, mask, kind, FIRST + HALF, SIZE, HALF)
     return sum_N
 
 

@@ -94,7 +94,7 @@ class SymmetricSums:
         return 0 < x.nbytes <= self._capacity
 
     def sum(self, x: Tensor) -> Tensor:
-        """Returns the sum of all ranks' x, with the bits of `sum_in_rank_order`."""
+        """Returns the sum of all ranks' x, with the bits of `pairwise_sum`."""
         x = x.contiguous()
         total = torch.empty_like(x)
         for block, block_total in zip(self._blocks(x), self._blocks(total), strict=True):

@@ -50,7 +50,7 @@ def on_every_rank(groups: list[ProcessGroup], inputs: list[Tensor], act: object)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [2, 700])
-def test_all_reduce_is_the_sum_in_rank_order_on_every_rank(
+def test_all_reduce_is_the_sum_in_pairs_on_every_rank(
     three: list[ProcessGroup], dtype: torch.dtype, num_rows: int
 ) -> None:
     torch.manual_seed(0)

@@ -1,11 +1,11 @@
-"""Sums in rank order, over exchanges of real ranks that are threads."""
+"""Sums in pairs, over exchanges of real ranks that are threads."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from eesd_dist.transport.counts import WHOLE_BYTES, bytes_of_sum
-from eesd_dist.transport.rank_sums import sum_over_ranks
+from eesd_dist.transport.rank_sums import pairwise_sum, sum_over_ranks
 from eesd_dist.transport.thread_group import ThreadGroup
 from tests.support.thread_ranks import on_ranks
 
@@ -43,21 +43,26 @@ def random_inputs(num_ranks: int, shape: tuple[int, ...], dtype: torch.dtype) ->
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(num_ranks)]
 
 
+def added_in_pairs(inputs: list[Tensor]) -> Tensor:
+    """Returns the sum of at most eight ranks."""
+    sums = {rank: x.float() for rank, x in enumerate(inputs)}
+    for distance in (1, 2, 4):
+        for rank in range(0, len(inputs), 2 * distance):
+            if rank + distance in sums:
+                sums[rank] = sums[rank] + sums[rank + distance]
+    return sums[0].to(inputs[0].dtype)
+
+
 def one_after_the_other(inputs: list[Tensor]) -> Tensor:
-    total = inputs[0].float()
-    for x in inputs[1:]:
-        total = total + x.float()
-    return total.to(inputs[0].dtype)
+    return sum(inputs[1:], inputs[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_ranks", [3, 4, 5, 8])
+@pytest.mark.parametrize("num_ranks", [3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("num_rows", [1, 16, 1_023])
-def test_every_rank_has_the_sum_in_rank_order(
-    num_ranks: int, num_rows: int, dtype: torch.dtype
-) -> None:
+def test_every_rank_has_the_sum_in_pairs(num_ranks: int, num_rows: int, dtype: torch.dtype) -> None:
     inputs = random_inputs(num_ranks, (num_rows, 193), dtype)
-    expected = one_after_the_other(inputs)
+    expected = added_in_pairs(inputs)
     totals, received_bytes = sums(inputs)
     assert all(torch.equal(total, expected) for total in totals)
     padding_bytes = 2 * num_ranks * inputs[0].itemsize
@@ -71,9 +76,16 @@ def test_both_ways_are_taken_and_another_order_would_be_seen() -> None:
     assert small[0].nbytes < WHOLE_BYTES < large[0].nbytes
     for inputs in (small, large):
         totals, _ = sums(inputs)
-        assert not torch.equal(totals[0], one_after_the_other(inputs[::-1]))
-        in_pairs = (inputs[0] + inputs[1]) + (inputs[2] + inputs[3])
-        assert not torch.equal(totals[0], in_pairs)
+        assert not torch.equal(totals[0], one_after_the_other(inputs))
+        assert not torch.equal(totals[0], added_in_pairs([inputs[at] for at in (0, 2, 1, 3)]))
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [5, 8, 16])
+def test_a_sum_over_nodes_is_the_sum_of_their_sums(num_ranks: int, per_node: int) -> None:
+    inputs = random_inputs(num_ranks, (9, 33), torch.float32)
+    nodes = [inputs[first : first + per_node] for first in range(0, num_ranks, per_node)]
+    assert torch.equal(pairwise_sum([pairwise_sum(ranks) for ranks in nodes]), pairwise_sum(inputs))
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 700])

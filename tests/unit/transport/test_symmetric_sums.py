@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.transport import counts
-from eesd_dist.transport.rank_sums import sum_in_rank_order
+from eesd_dist.transport.rank_sums import pairwise_sum
 from eesd_dist.transport.symmetric import sums
 from eesd_dist.transport.symmetric.kernel import PROGRAMS
 from eesd_dist.transport.symmetric.sums import SymmetricSums
@@ -26,42 +26,51 @@ def sum_and_gather(own: SymmetricSums, rank: int, size: int) -> None:
     for turn, shape in enumerate(shapes):
         dtype = (torch.float32, torch.float16)[turn % 2]
         summands = numbers(turn, shape, dtype, size)
-        expected = sum_in_rank_order(summands)
+        expected = pairwise_sum(summands)
         assert torch.equal(own.sum(summands[rank]), expected), f"another sum {turn}"
     row = numbers(0, (3, 5), torch.float32, size)[rank][1:2]
-    assert torch.equal(
-        own.sum(row), sum_in_rank_order(numbers(0, (3, 5), torch.float32, size))[1:2]
-    )
+    assert torch.equal(own.sum(row), pairwise_sum(numbers(0, (3, 5), torch.float32, size))[1:2])
     x = torch.arange(6).view(2, 3) + 10 * rank
     assert torch.equal(own.gather(x), torch.stack([x - 10 * rank + 10 * r for r in range(size)]))
 
 
-def test_two_ranks_sum_and_gather_in_rank_order() -> None:
+def test_two_ranks_sum_and_gather() -> None:
     run_symmetric(sum_and_gather, 2)
 
 
+@pytest.mark.parametrize("size", [3, 6, 8])
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((3, 5), torch.float32), ((700,), torch.float16), ((1100,), torch.float32)],
+    ("shape", "dtype", "in_shares"),
+    [
+        ((3, 5), torch.float32, True),
+        ((700,), torch.float16, True),
+        ((1100,), torch.float32, True),
+        ((700,), torch.float32, False),
+    ],
 )
-def test_three_ranks_that_each_sum_a_share_have_the_same_bits(
-    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_ranks_have_the_same_bits_whether_each_sums_all_or_a_share(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    in_shares: bool,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ranks run one after the other, with all signals set, so that none waits. Their memory
     has all numbers after a turn, and all shares after another one."""
-    monkeypatch.setattr(sums, "WHOLE_BYTES", 16)
+    if in_shares:
+        monkeypatch.setattr(sums, "WHOLE_BYTES", 16)
     monkeypatch.setattr(sums, "PROGRAMS", 2)
-    memories = host_memory(3)
+    memories = host_memory(size)
     for memory in memories:
-        memory.view(torch.int32)[: 2 * 2 * 3] = 2**30
-    ranks = [sums_of(memories, rank) for rank in range(3)]
-    summands = numbers(1, shape, dtype, 3)
+        memory.view(torch.int32)[: 2 * 2 * size] = 2**30
+    ranks = [sums_of(memories, rank) for rank in range(size)]
+    summands = numbers(1, shape, dtype, size)
     for _ in range(3):
         totals = []
         for own, x in zip(ranks, summands, strict=True):
             own._counts.zero_()
             totals.append(own.sum(x))
-    expected = sum_in_rank_order(summands)
+    expected = pairwise_sum(summands)
     for rank, total in enumerate(totals):
         assert torch.equal(total, expected), f"another sum of rank {rank}"
 

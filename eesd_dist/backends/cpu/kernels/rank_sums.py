@@ -1,9 +1,11 @@
 """Sums over the ranks of one host inside of a compiled call, and their best tokens.
 
 Each rank writes its part into a slot of its memory, meets the others, and adds up the parts of all
-ranks in their order, as `transport.rank_sums` does: the same bits on every rank, and for a row
-whatever the other rows are.
+ranks in pairs, as `transport.rank_sums` does: the same bits on every rank, and for a row whatever
+the other rows are.
 """
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -126,6 +128,47 @@ def _slot(sums: SumsCall, rank: int, turn: int) -> int:
 
 
 @inner
+def _of_rank(bases_at: int, rank: int, skipped: int, at: int) -> Any:
+    """Returns a vector of a rank, `skipped` bytes into its memory."""
+    return load(word_at(bases_at + rank * _WORD_BYTES) + skipped, at)
+
+
+@inner
+def _sum_of_two(bases_at: int, size: int, rank: int, skipped: int, at: int) -> Any:
+    """Returns the sum of two ranks' vectors from `rank` on, or of as many as there are. Numbers
+    instead of arrays, which would be counted at each call."""
+    total = _of_rank(bases_at, rank, skipped, at)
+    if rank + 1 < size:
+        total = add(total, _of_rank(bases_at, rank + 1, skipped, at))
+    return total
+
+
+@inner
+def _sum_of_four(bases_at: int, size: int, rank: int, skipped: int, at: int) -> Any:
+    total = _sum_of_two(bases_at, size, rank, skipped, at)
+    if rank + 2 < size:
+        total = add(total, _sum_of_two(bases_at, size, rank + 2, skipped, at))
+    return total
+
+
+@inner
+def _sum_of_eight(bases_at: int, size: int, rank: int, skipped: int, at: int) -> Any:
+    total = _sum_of_four(bases_at, size, rank, skipped, at)
+    if rank + 4 < size:
+        total = add(total, _sum_of_four(bases_at, size, rank + 4, skipped, at))
+    return total
+
+
+@inner
+def _sum_of_all(bases_at: int, size: int, skipped: int, at: int) -> Any:
+    """Returns the sum over at most MOST_RANKS."""
+    total = _sum_of_eight(bases_at, size, 0, skipped, at)
+    if size > 8:
+        total = add(total, _sum_of_eight(bases_at, size, 8, skipped, at))
+    return total
+
+
+@inner
 def sum_over_ranks(
     sums: SumsCall,
     rows_at: int,
@@ -143,6 +186,7 @@ def sum_over_ranks(
     """
     if sums.state[LOST] != 0:  # a late rank may still read the slot of the last turn but one
         return False
+    bases_at, size = address_of(sums.bases_G), sums.size
     rows_per_slot = SLOT_BYTES // (width * _FLOAT_BYTES)
     own_first, own_end = thread_range(num_rows, thread, num_threads)
     for first in range(0, num_rows, rows_per_slot):
@@ -160,12 +204,9 @@ def sum_over_ranks(
             return False
         for row in range(first_row, end_row):
             target_at = rows_at + row * row_bytes
-            skipped = (row - first) * width * _FLOAT_BYTES
+            skipped = SLOTS + (turn % 2) * SLOT_BYTES + (row - first) * width * _FLOAT_BYTES
             for at in range(0, width, LANES):
-                total = load(_slot(sums, 0, turn) + skipped, at)
-                for rank in range(1, sums.size):
-                    total = add(total, load(_slot(sums, rank, turn) + skipped, at))
-                store(target_at, at, total)
+                store(target_at, at, _sum_of_all(bases_at, size, skipped, at))
     if thread == 0 and num_rows > 0:
         sums.state[NUM_SUMS] += 1
         sums.state[SUM_BYTES] += num_rows * width * _FLOAT_BYTES

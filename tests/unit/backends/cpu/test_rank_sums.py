@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.transport.rank_sums import sum_in_rank_order
+from eesd_dist.transport.rank_sums import pairwise_sum
 from eesd_dist.transport.sum_layout import MEMORY_BYTES, SLOT_BYTES, TURN
 from eesd_dist.transport.thread_group import ThreadGroup, thread_group
 from tests.support.host_sum_calls import best, compile_calls, summed
@@ -29,18 +29,23 @@ def inputs_of(num_ranks: int, num_rows: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 7, MORE_THAN_A_SLOT])
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 13])
 def test_a_sum_is_that_of_messages_on_every_rank(
     num_ranks: int, num_rows: int, num_threads: int
 ) -> None:
     inputs = inputs_of(num_ranks, num_rows)
-    expected = sum_in_rank_order(inputs)
+    expected = pairwise_sum(inputs)
 
     def work(group: ThreadGroup) -> list[Tensor]:
         return [summed(group, inputs[group.rank], num_threads=num_threads) for _ in range(3)]
 
     for totals in on_ranks(num_ranks, work):
         assert all(torch.equal(total, expected) for total in totals)
+
+
+def test_more_ranks_than_sum_in_memory_sum_by_messages() -> None:
+    assert thread_group(16)[0].sums_on_host
+    assert not thread_group(17)[0].sums_on_host
 
 
 def test_many_sums_in_a_row_never_mix() -> None:
