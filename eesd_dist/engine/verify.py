@@ -35,9 +35,10 @@ from eesd_dist.transport.contracts import (
     TensorGroup,
     VerifyReply,
 )
-from eesd_dist.transport.group import ProcessGroup, finish_all
+from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import process_group_of
 from eesd_dist.transport.memory import Round
+from eesd_dist.transport.transfers import finish_all
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
 _NO_FLOATS = np.zeros(0, dtype=np.float32)

@@ -28,8 +28,9 @@ from torch import Tensor
 from eesd_dist.errors import EngineError, PeerLost, WireError
 from eesd_dist.transport import wire
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
-from eesd_dist.transport.group import ProcessGroup, Tag, Transfer, finish_all
+from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.memory import Round, expect_round
+from eesd_dist.transport.transfers import Tag, Transfer, finish_all
 
 logger = logging.getLogger(__name__)
 

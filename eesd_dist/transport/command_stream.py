@@ -10,7 +10,8 @@ from typing import Protocol
 from eesd_dist.errors import WireError
 from eesd_dist.transport import wire
 from eesd_dist.transport.commands import Command, decode_command, encode_command
-from eesd_dist.transport.group import ProcessGroup, Tag, Transfer, finish_all
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.transfers import Tag, Transfer, finish_all
 
 _LEADER = 0
 

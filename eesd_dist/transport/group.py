@@ -20,13 +20,12 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from eesd_dist.devices import HOST
-from eesd_dist.errors import EngineError, PeerLost
+from eesd_dist.errors import PeerLost
 from eesd_dist.transport.counts import (
     WHOLE_BYTES,
     CapturedCounts,
@@ -35,78 +34,14 @@ from eesd_dist.transport.counts import (
     bytes_of_sum,
     captured_counts,
 )
+from eesd_dist.transport.failures import OWN_FAILURES, own_failure, reason_of
 from eesd_dist.transport.gloo import GlooPlane, Pending
 from eesd_dist.transport.host_sums import HostSums
 from eesd_dist.transport.nccl import NcclPlane
 from eesd_dist.transport.rank_sums import pairwise_sum
+from eesd_dist.transport.transfers import Tag, Transfer, finish_all
 
 logger = logging.getLogger(__name__)
-
-OWN_FAILURES = (torch.AcceleratorError, torch.OutOfMemoryError)
-"""Errors that torch raises when this process's device fails: a CUDA error, or out of memory. NCCL's
-errors (DistBackendError) are usually about a peer and are not among them."""
-
-
-class Tag(IntEnum):
-    """Streams of messages between one pair of ranks; messages of one stream stay in order."""
-
-    COLLECTIVE = 0
-    ROUND = 1
-    REPLY = 2
-    SHARE = 3
-    PAGES = 4
-
-
-class Transfer:
-    """A send or receive in progress. It owns the tensor until `finish` returns."""
-
-    __slots__ = ("_arrivals", "_group", "_operation", "_peer", "_pending", "_tally", "_x")
-
-    def __init__(
-        self,
-        group: "ProcessGroup",
-        pending: Pending | None,
-        x: Tensor,
-        *,
-        peer: int,
-        operation: str,
-        tally: Tally,
-        arrivals: int | None = None,
-    ) -> None:
-        """`arrivals`: number of operations that a receive completes; None for a send."""
-        self._arrivals = arrivals
-        self._group = group
-        self._pending = pending
-        self._x = x
-        self._peer = peer
-        self._operation = operation
-        self._tally = tally
-
-    def finish(self, *, timeout_s: float | None) -> Tensor:
-        """Waits for the transfer; None waits as long as the peer lives. Raises PeerLost."""
-        if self._pending is None:  # on a GPU: ordered on the stream, watched by the plane
-            self._group.check()
-            self._count()
-            return self._x
-        started_s = time.perf_counter()
-        try:
-            self._pending.wait(timeout_s=timeout_s)
-        except RuntimeError as error:
-            raise self._group.peer_lost(
-                error,
-                peer=self._peer,
-                operation=self._operation,
-                waited_s=time.perf_counter() - started_s,
-            ) from error
-        if timeout_s is not None:
-            self._tally.wait_s += time.perf_counter() - started_s
-        self._count()
-        return self._x
-
-    def _count(self) -> None:
-        if self._arrivals is not None:
-            self._tally.received_bytes += self._x.nbytes
-            self._tally.number += self._arrivals
 
 
 class ProcessGroup:
@@ -358,7 +293,7 @@ class ProcessGroup:
     def peer_lost(
         self, error: RuntimeError, *, peer: int, operation: str, waited_s: float = 0.0
     ) -> PeerLost:
-        reason = self._aborted or _reason(error, timeout_s=self.timeout_s, waited_s=waited_s)
+        reason = self._aborted or reason_of(error, timeout_s=self.timeout_s, waited_s=waited_s)
         return self.lost(peer, operation=operation, reason=reason, round_id=self._round_id)
 
     def lost(self, peer: int, *, operation: str, reason: str, round_id: int | None) -> PeerLost:
@@ -480,42 +415,10 @@ class ProcessGroup:
             raise PeerLost(
                 peer=self._names_of_others() if peer is None else self.members[peer],
                 operation=operation,
-                reason=self._aborted or _reason(error, timeout_s=self.timeout_s, waited_s=0.0),
+                reason=self._aborted or reason_of(error, timeout_s=self.timeout_s, waited_s=0.0),
                 round_id=self._round_id,
                 epoch=self.epoch,
             ) from error
 
     def _names_of_others(self) -> str:
         return " or ".join(self.members[peer] for peer in self._others) or self.members[self._rank]
-
-
-def finish_all(transfers: Sequence[Transfer], *, timeout_s: float) -> None:
-    """Waits for all of them within one deadline."""
-    deadline = time.monotonic() + timeout_s
-    for transfer in transfers:
-        transfer.finish(timeout_s=deadline - time.monotonic())
-
-
-def own_failure(error: RuntimeError, *, member: str, operation: str) -> EngineError:
-    """Returns the EngineError for one of OWN_FAILURES."""
-    return EngineError(
-        f"{member} failed on its own device during {operation}: {_first_line(error)}"
-    )
-
-
-_GONE = ("closed by peer", "onnection reset", "roken pipe", "pair closure", "ocket closed")
-
-
-def _reason(error: RuntimeError, *, timeout_s: float, waited_s: float) -> str:
-    """Returns what happened, in words for an operator, then the first line of Gloo's message."""
-    message = _first_line(error)
-    if "imed out" in message:
-        return f"no answer within {timeout_s:g} s"
-    if any(sign in message for sign in _GONE):
-        return f"its connection is gone, waited {waited_s:.1f} s ({message})"
-    return f"its link failed, waited {waited_s:.1f} s ({message})"
-
-
-def _first_line(error: RuntimeError) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -24,7 +24,8 @@ from eesd_dist.errors import PeerLost, WireError
 from eesd_dist.schedule.page_leases import PageTraffic
 from eesd_dist.transport import wire
 from eesd_dist.transport.contracts import Record, Unsigned
-from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
+from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.transfers import Tag, Transfer
 from eesd_dist.types import Count
 
 MAX_CHUNK_BYTES = 8 << 20

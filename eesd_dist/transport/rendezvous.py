@@ -23,8 +23,9 @@ from eesd_dist.transport.authentication.handshake import Address, new_nonce, pee
 from eesd_dist.transport.authentication.key_store import KeysMissing, StoreClient
 from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.contracts import Record
+from eesd_dist.transport.failures import OWN_FAILURES, own_failure
 from eesd_dist.transport.gloo import Connection, GlooDevice, GlooPlane, SocketAddress
-from eesd_dist.transport.group import OWN_FAILURES, ProcessGroup, own_failure
+from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.host_sums import HostSums, join_host_sums
 from eesd_dist.transport.nccl import NcclPlane
 from eesd_dist.transport.sum_layout import MOST_RANKS

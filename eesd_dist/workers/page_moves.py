@@ -28,9 +28,10 @@ from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.schedule.page_leases import KvLayout, PageLease, PageReservation, PageTraffic
 from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.authentication.refused import RefusedConnections
-from eesd_dist.transport.group import ProcessGroup, Tag
+from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
 from eesd_dist.transport.rendezvous import build_group, connect_store
+from eesd_dist.transport.transfers import Tag
 from eesd_dist.types import RequestId
 from eesd_dist.workers.messages import Meeting, PageLink, PagePart
 

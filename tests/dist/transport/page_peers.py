@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from eesd_dist.transport.authentication.handshake import Address
-from eesd_dist.transport.group import ProcessGroup, Tag
+from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.page_wire import Chunk, send_pages
 from eesd_dist.transport.rendezvous import build_group, connect_store
+from eesd_dist.transport.transfers import Tag
 
 PAGE_BYTES = (4096, 4096, 1024, 6000)
 """Four layers; the last is an exit head of another shape."""

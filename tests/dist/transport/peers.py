@@ -27,8 +27,9 @@ from eesd_dist.transport.channel import (
     share_round,
 )
 from eesd_dist.transport.contracts import RoundHeader, VerifyReply
-from eesd_dist.transport.group import ProcessGroup, finish_all
+from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.rendezvous import build_group, connect_store
+from eesd_dist.transport.transfers import finish_all
 from tests.unit.transport.rounds import header, hidden, reply_with
 
 ENDS = ("draft rank 0", "verify rank 0")

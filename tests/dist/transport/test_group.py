@@ -19,9 +19,10 @@ from eesd_dist.transport import gloo, rendezvous
 from eesd_dist.transport.authentication.handshake import Address
 from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.transport.group import ProcessGroup, Tag, Transfer
+from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.rendezvous import build_group, connect_store
+from eesd_dist.transport.transfers import Tag, Transfer
 from tests.dist.transport.peers import in_threads, join_threads
 
 pytestmark = pytest.mark.dist

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.transport.gloo import GlooPlane
-from eesd_dist.transport.group import ProcessGroup, Tag
+from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.nccl import NcclPlane
+from eesd_dist.transport.transfers import Tag
 
 ON_DEVICE: Tensor = cast(
     Tensor,

@@ -1,0 +1,83 @@
+"""Sends and receives in progress between the ranks of a `ProcessGroup`."""
+
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from eesd_dist.transport.counts import Tally
+from eesd_dist.transport.gloo import Pending
+
+if TYPE_CHECKING:
+    from eesd_dist.transport.group import ProcessGroup
+
+
+class Tag(IntEnum):
+    """Streams of messages between one pair of ranks; messages of one stream stay in order."""
+
+    COLLECTIVE = 0
+    ROUND = 1
+    REPLY = 2
+    SHARE = 3
+    PAGES = 4
+
+
+class Transfer:
+    """A send or receive in progress. It owns the tensor until `finish` returns."""
+
+    __slots__ = ("_arrivals", "_group", "_operation", "_peer", "_pending", "_tally", "_x")
+
+    def __init__(
+        self,
+        group: "ProcessGroup",
+        pending: Pending | None,
+        x: Tensor,
+        *,
+        peer: int,
+        operation: str,
+        tally: Tally,
+        arrivals: int | None = None,
+    ) -> None:
+        """`arrivals`: number of operations that a receive completes; None for a send."""
+        self._arrivals = arrivals
+        self._group = group
+        self._pending = pending
+        self._x = x
+        self._peer = peer
+        self._operation = operation
+        self._tally = tally
+
+    def finish(self, *, timeout_s: float | None) -> Tensor:
+        """Waits for the transfer; None waits as long as the peer lives. Raises PeerLost."""
+        if self._pending is None:  # on a GPU: ordered on the stream, watched by the plane
+            self._group.check()
+            self._count()
+            return self._x
+        started_s = time.perf_counter()
+        try:
+            self._pending.wait(timeout_s=timeout_s)
+        except RuntimeError as error:
+            raise self._group.peer_lost(
+                error,
+                peer=self._peer,
+                operation=self._operation,
+                waited_s=time.perf_counter() - started_s,
+            ) from error
+        if timeout_s is not None:
+            self._tally.wait_s += time.perf_counter() - started_s
+        self._count()
+        return self._x
+
+    def _count(self) -> None:
+        if self._arrivals is not None:
+            self._tally.received_bytes += self._x.nbytes
+            self._tally.number += self._arrivals
+
+
+def finish_all(transfers: Sequence[Transfer], *, timeout_s: float) -> None:
+    """Waits for all of them within one deadline."""
+    deadline = time.monotonic() + timeout_s
+    for transfer in transfers:
+        transfer.finish(timeout_s=deadline - time.monotonic())
