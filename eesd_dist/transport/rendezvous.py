@@ -23,7 +23,7 @@ from eesd_dist.transport.authentication.handshake import Address, new_nonce, pee
 from eesd_dist.transport.authentication.key_store import KeysMissing, StoreClient
 from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.contracts import Record
-from eesd_dist.transport.failures import OWN_FAILURES, own_failure
+from eesd_dist.transport.failures import OWN_FAILURES, first_line, own_failure
 from eesd_dist.transport.gloo import Connection, GlooDevice, GlooPlane, SocketAddress
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.host_sums import HostSums, join_host_sums
@@ -302,7 +302,7 @@ class _Exchange:
         try:
             yield
         except RuntimeError as error:
-            raise self.lost(peer, _first_line(error)) from error
+            raise self.lost(peer, first_line(error)) from error
 
     @contextmanager
     def naming_the_lost(self) -> Iterator[None]:
@@ -314,11 +314,11 @@ class _Exchange:
             raise own_failure(error, member=member, operation=self._operation) from error
         except OSError as error:
             is_timeout = isinstance(error, TimeoutError)
-            reason = f"no answer within {self.timeout_s:g} s" if is_timeout else _first_line(error)
+            reason = f"no answer within {self.timeout_s:g} s" if is_timeout else first_line(error)
             raise self._lost("the rendezvous store", reason) from error
         except RuntimeError as error:
             others = self.members[: self.rank] + self.members[self.rank + 1 :] or self.members
-            raise self._lost(" or ".join(others), _first_line(error)) from error
+            raise self._lost(" or ".join(others), first_line(error)) from error
 
     def gathered(self, name: str, own_value: bytes) -> tuple[bytes, ...]:
         """Returns every rank's value. Raises PeerLost that names a missing rank, before Gloo begins
@@ -373,7 +373,3 @@ def _source_to(peer_address: SocketAddress) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(peer_address)
         return str(probe.getsockname()[0])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
