@@ -3,15 +3,13 @@
 import time
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
+from eesd_dist.errors import PeerLost
 from eesd_dist.transport.counts import Tally
 from eesd_dist.transport.gloo import Pending
-
-if TYPE_CHECKING:
-    from eesd_dist.transport.group import ProcessGroup
 
 
 class Tag(IntEnum):
@@ -24,6 +22,20 @@ class Tag(IntEnum):
     PAGES = 4
 
 
+class TransferGroup(Protocol):
+    """The group of a transfer's two ends."""
+
+    def check(self) -> None:
+        """Raises PeerLost when work on the GPU was aborted."""
+        ...
+
+    def peer_lost(
+        self, error: RuntimeError, *, peer: int, operation: str, waited_s: float
+    ) -> PeerLost:
+        """Returns the error of a wait for this peer."""
+        ...
+
+
 class Transfer:
     """A send or receive in progress. It owns the tensor until `finish` returns."""
 
@@ -31,7 +43,7 @@ class Transfer:
 
     def __init__(
         self,
-        group: "ProcessGroup",
+        group: TransferGroup,
         pending: Pending | None,
         x: Tensor,
         *,
