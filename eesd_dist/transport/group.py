@@ -37,7 +37,7 @@ from eesd_dist.transport.counts import (
 from eesd_dist.transport.failures import OWN_FAILURES, own_failure, reason_of
 from eesd_dist.transport.gloo import GlooPlane, Pending
 from eesd_dist.transport.host_sums import HostSums
-from eesd_dist.transport.nccl import NcclPlane
+from eesd_dist.transport.nccl import Cut, NcclPlane
 from eesd_dist.transport.rank_sums import pairwise_sum
 from eesd_dist.transport.transfers import Tag, Transfer, finish_all
 
@@ -233,24 +233,25 @@ class ProcessGroup:
                 round_id=self._round_id,
             )
 
-    def fits_graphs(self, num_bytes: int) -> bool:
-        """Returns whether sums and gathers of up to so many bytes can be in a CUDA graph, of use in
-        this epoch only. The same on every rank. A rank may replay such a graph while another one
-        launches its kernels."""
-        return self._nccl is not None and self._nccl.fits_graphs(num_bytes)
-
     @contextmanager
-    def capturing(self) -> Iterator[CapturedCounts]:
-        """Encloses what a CUDA graph captures: this group's work is not done yet, and not counted.
-        Yields its counts, for `replayed`."""
-        with captured_counts((self._all_reduce, self._all_gather)) as captured:
+    def capturing(self, cut: Cut) -> Iterator[CapturedCounts]:
+        """Encloses what a CUDA graph captures, of use in this epoch only: this group's work is not
+        done yet, and not counted. Work that the graph cannot hold is given to `cut`. A rank may
+        replay the graph while another one launches its kernels. Yields its counts."""
+        assert self._nccl is not None, "graphs of a group built for the host"
+        with (
+            captured_counts((self._all_reduce, self._all_gather)) as captured,
+            self._nccl.capturing(cut),
+        ):
             yield captured
 
-    def replayed(self, captured: CapturedCounts) -> None:
-        """Counts the work of a replay that has been queued, and gives it its deadline. Raises
-        PeerLost."""
+    @contextmanager
+    def replaying(self, captured: CapturedCounts) -> Iterator[str]:
+        """Encloses the queueing of a replay: counts its work, and gives it its deadline. Yields the
+        name of the operation. Raises PeerLost."""
         operation = "replay" + self._of_round
         with self._on_device(operation) as plane:
+            yield operation
             plane.watch_queued(operation=operation)
         captured.add()
         self.contributed_unix_s = time.time()

@@ -7,7 +7,9 @@ that wait for the device wake up, and the group raises PeerLost at its next chec
 references is aborted too: a communicator holds GPU memory.
 
 Ranks of one node sum and gather in each other's memory (`symmetric.sums`), unless the tensor is
-large. Everything here can be captured in a CUDA graph.
+large; ranks of several nodes sum in each node first, then over the nodes. A CUDA graph can hold
+what is done in memory. It cannot hold NCCL's work, since the abort of a communicator waits for such
+graphs: the graph is cut there, and the work is queued between its pieces (`NcclPlane.capturing`).
 """
 
 import logging
@@ -16,8 +18,10 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
@@ -28,7 +32,7 @@ from torch.distributed.distributed_c10d import Store
 from eesd_dist.devices import HOST
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.gloo import NO_DEADLINE, TransferBackend
-from eesd_dist.transport.rank_sums import sum_over_ranks
+from eesd_dist.transport.rank_sums import SUMMED_IN_FLOAT32, pairwise_sum, sum_over_ranks
 
 if TYPE_CHECKING:
     from eesd_dist.transport.symmetric.sums import SymmetricSums
@@ -55,6 +59,28 @@ class CollectiveBackend(TransferBackend, Protocol):
     ) -> Work: ...
     def broadcast(self, tensors: list[Tensor], options: BroadcastOptions, /) -> Work: ...
     def abort(self) -> None: ...
+
+
+class QueuedExchange(Protocol):
+    """Work between two pieces of a graph."""
+
+    def __call__(self, *tensors: Tensor, operation: str) -> None:
+        """Queues it on the current stream. Raises RuntimeError."""
+        ...
+
+
+Cut = Callable[..., None]
+"""`cut(exchange, *tensors)` ends a piece of a graph: before the next one `exchange` is called with
+tensors of the same memory."""
+
+
+class Communicator(NamedTuple):
+    """Ranks that call NCCL together."""
+
+    backend: CollectiveBackend
+    size: int
+    first: Work
+    """Its first work, which has ended, and by which torch is asked for errors."""
 
 
 class Watchdog:
@@ -122,20 +148,22 @@ class _Watched(NamedTuple):
 class _QueuedWork:
     """Work that was queued before an event. Keeps no tensor of it."""
 
-    def __init__(self, event: torch.cuda.Event, first: Work, stream: torch.cuda.Stream) -> None:
-        """`first`: work of the communicator that has ended, by which torch is asked for errors;
-        `stream`: one that nothing else is queued on."""
+    def __init__(
+        self, event: torch.cuda.Event, firsts: Sequence[Work], stream: torch.cuda.Stream
+    ) -> None:
+        """`firsts`: those of the communicators; `stream`: one that nothing else is queued on."""
         self._event = event
-        self._first = first
+        self._firsts = firsts
         self._stream = stream
 
     def is_completed(self) -> bool:
         if bool(self._event.query()):  # type: ignore[no-untyped-call]
             return True
         # torch calls work of a communicator in error completed, while its kernel waits for ever.
-        if self._first.is_completed():  # looks for such an error
-            with torch.cuda.stream(self._stream):
-                self._first.wait()  # raises it
+        for first in self._firsts:
+            if first.is_completed():  # looks for such an error
+                with torch.cuda.stream(self._stream):
+                    first.wait()  # raises it
         return False
 
 
@@ -162,20 +190,17 @@ class NcclPlane:
             raise ConfigError(
                 f"an NCCL group on device {device}: expected one GPU with its index, like cuda:0"
             )
-        from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from builds for the CPU
-
         # torch's watchdog would end the process; this one aborts the group, to be built again.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # or torch polls the store from a thread
         torch.cuda.set_device(device)
         self._watching = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        options = ProcessGroupNCCL.Options()
-        options._timeout = NO_DEADLINE
-        self._store = store  # torch asks it for each pair's first transfer, and does not keep it
-        self._backend = cast(CollectiveBackend, ProcessGroupNCCL(store, rank, size, options))
-        self._size = size
+        self._device = device
+        self._stores: list[Store] = []
+        self._communicators: list[Communicator] = []
         self._ordered_sums = ordered_sums
         self._symmetric: SymmetricSums | None = None
+        self._cut: Cut | None = None
         self._lost: str | None = None
         give_up = weakref.WeakMethod(self._give_up)  # the watchdog's thread must not keep the plane
 
@@ -185,25 +210,41 @@ class NcclPlane:
 
         self._watchdog = Watchdog(timeout_s=timeout_s, on_timeout=on_timeout)
         # Runs once: from the watchdog, from `abort`, or when the plane is collected.
-        self._ends = [self._watchdog.stop, self._backend.abort]
+        self._ends = [self._watchdog.stop]
         self._end = weakref.finalize(self, _call_all, self._ends)
         self._end.atexit = False  # the driver frees what an ending process holds
-        try:  # the first collective builds the communicator; a wait with a timeout blocks
-            self._first = self._backend.allreduce([torch.zeros(1, device=device)])
-            self._first.wait(timedelta(seconds=join_timeout_s))
-        except BaseException:
-            self.abort()
-            raise
+        self._join(store, rank=rank, size=size, timeout_s=join_timeout_s)
 
     def sum_in_memory(self, symmetric: "SymmetricSums") -> None:
-        """Sums and gathers this way from now on, on every rank."""
+        """Sums and gathers this way from now on, on every rank: all are on one node."""
         self._symmetric = symmetric
         self._ends.insert(1, symmetric.abort)
 
-    def fits_graphs(self, num_bytes: int) -> bool:
-        """Returns whether sums of up to so many bytes can be in a CUDA graph: those in memory. The
-        abort of a communicator waits for the end of the graphs that have captured its work."""
-        return self._symmetric is not None and self._symmetric.fits_bytes(num_bytes)
+    def sum_over_nodes(
+        self,
+        symmetric: "SymmetricSums",
+        store: Store,
+        *,
+        node: int,
+        num_nodes: int,
+        timeout_s: float,
+    ) -> None:
+        """Sums in each node's memory from now on, then over the nodes, on every rank.
+
+        `symmetric`: the sums of this rank's node, its part of the sum in pairs; `store`: for the
+        ranks that have this one's place on the nodes. Raises RuntimeError.
+        """
+        self._join(store, rank=node, size=num_nodes, timeout_s=timeout_s)
+        self.sum_in_memory(symmetric)
+
+    @contextmanager
+    def capturing(self, cut: Cut) -> Iterator[None]:
+        """Encloses what a CUDA graph captures: NCCL's work is not queued but given to `cut`."""
+        self._cut = cut
+        try:
+            yield
+        finally:
+            self._cut = None
 
     @property
     def lost(self) -> str | None:
@@ -214,46 +255,46 @@ class NcclPlane:
     def all_reduce(self, x: Tensor, *, operation: str) -> Tensor:
         """Returns the sum: in pairs with `ordered_sums` over three ranks or more, or in symmetric
         memory; otherwise NCCL's own, in place."""
+        everyone, *over_nodes = self._communicators
         if self._symmetric is not None and self._symmetric.fits(x):
-            total = self._symmetric.sum(x)
+            if not over_nodes:
+                total = self._symmetric.sum(x)
+            else:
+                (nodes,) = over_nodes
+                total = sum_over_ranks(
+                    self._symmetric.sum(x, dtype=torch.float32),
+                    _NcclExchange(self, nodes, x.dtype, operation),
+                    size=nodes.size,
+                )
             self.watch_queued(operation=operation)
             return total
-        if self._ordered_sums and self._size > 2:
-            return sum_over_ranks(x, _NcclExchange(self, operation), size=self._size)
-        self._order(self._backend.allreduce([x]), operation=operation)
+        if self._ordered_sums and everyone.size > 2:
+            exchange = _NcclExchange(self, everyone, x.dtype, operation)
+            return sum_over_ranks(x, exchange, size=everyone.size)
+        self.queue(lambda x: everyone.backend.allreduce([x]), x, operation=operation)
         return x
 
     def all_gather(self, x: Tensor, *, operation: str) -> Tensor:
         """Returns every rank's x, [G, *x.shape], in rank order."""
-        if self._symmetric is not None and self._symmetric.fits_gather(x):
+        everyone, *over_nodes = self._communicators
+        if self._symmetric is not None and not over_nodes and self._symmetric.fits_gather(x):
             gathered = self._symmetric.gather(x)
             self.watch_queued(operation=operation)
             return gathered
-        contributions = x.new_empty((self._size, *x.shape))
-        self._order(
-            self._backend._allgather_base(contributions, x.contiguous()), operation=operation
-        )
-        return contributions
-
-    def all_to_all(self, x_GW: Tensor, *, operation: str) -> Tensor:
-        """Returns [G, W]: in row g what rank g sent to this rank."""
-        received_GW = torch.empty_like(x_GW)
-        work = self._backend.alltoall_base(received_GW, x_GW.contiguous(), [], [])
-        self._order(work, operation=operation)
-        return received_GW
+        return _NcclExchange(self, everyone, x.dtype, operation).gathered(x)
 
     def broadcast(self, x: Tensor, *, source: int, operation: str) -> None:
         options = BroadcastOptions()
         options.rootRank = source
-        self._order(self._backend.broadcast([x], options), operation=operation)
+        self._order(self._communicators[0].backend.broadcast([x], options), operation=operation)
 
     def recv(self, x: Tensor, *, source: int, operation: str) -> None:
-        self._order(self._backend.recv([x], source, 0), operation=operation)
+        self._order(self._communicators[0].backend.recv([x], source, 0), operation=operation)
 
     def isend(self, x: Tensor, *, to: int, operation: str) -> None:
         """Sends without ordering streams: later kernels do not wait for the peer. The caller keeps
         `x` unchanged until the peer has answered."""
-        work = self._backend.send([x], to, 0)
+        work = self._communicators[0].backend.send([x], to, 0)
         with torch.cuda.stream(self._watching):
             work.wait()
             self.watch_queued(operation=operation)
@@ -264,10 +305,41 @@ class NcclPlane:
         if torch.cuda.is_current_stream_capturing():
             return
         event = torch.cuda.current_stream().record_event()
-        self._watchdog.watch(_QueuedWork(event, self._first, self._watching), operation=operation)
+        firsts = [communicator.first for communicator in self._communicators]
+        self._watchdog.watch(_QueuedWork(event, firsts, self._watching), operation=operation)
+
+    def queue(self, start: Callable[..., Work], *tensors: Tensor, operation: str) -> None:
+        """Queues work of NCCL over these tensors; cuts a graph that is being captured."""
+        if self._cut is not None:
+            self._cut(partial(self._start, start), *tensors)
+        else:
+            self._start(start, *tensors, operation=operation)
 
     def abort(self) -> None:
         self._end()
+
+    def _join(self, store: Store, *, rank: int, size: int, timeout_s: float) -> None:
+        """Builds a communicator. Raises RuntimeError, and then has aborted the plane."""
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from builds for the CPU
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = NO_DEADLINE
+        self._stores.append(
+            store
+        )  # torch asks it for each pair's first transfer without keeping it
+        try:
+            backend = cast(CollectiveBackend, ProcessGroupNCCL(store, rank, size, options))
+            self._ends.append(backend.abort)
+            # The first collective builds the communicator; a wait with a timeout blocks.
+            first = backend.allreduce([torch.zeros(1, device=self._device)])
+            first.wait(timedelta(seconds=timeout_s))
+        except BaseException:
+            self.abort()
+            raise
+        self._communicators.append(Communicator(backend, size, first))
+
+    def _start(self, start: Callable[..., Work], *tensors: Tensor, operation: str) -> None:
+        self._order(start(*tensors), operation=operation)
 
     def _order(self, work: Work, *, operation: str) -> None:
         work.wait()
@@ -282,15 +354,39 @@ class NcclPlane:
 class _NcclExchange:
     """Implements `rank_sums.Exchange` for one sum, under its operation's name."""
 
-    def __init__(self, plane: NcclPlane, operation: str) -> None:
+    def __init__(
+        self, plane: NcclPlane, communicator: Communicator, dtype: torch.dtype, operation: str
+    ) -> None:
+        """`dtype`: that of the sum."""
         self._plane = plane
+        self._backend, self._size = communicator.backend, communicator.size
+        self._dtype = dtype
         self._operation = operation
 
-    def gathered(self, x_N: Tensor) -> Tensor:
-        return self._plane.all_gather(x_N, operation=self._operation)
+    def gathered(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty((self._size, *x.shape))
+        self._plane.queue(
+            self._backend._allgather_base, gathered, x.contiguous(), operation=self._operation
+        )
+        return gathered
 
     def swapped(self, x_GW: Tensor) -> Tensor:
-        return self._plane.all_to_all(x_GW, operation=self._operation)
+        received_GW = torch.empty_like(x_GW)
+        backend = self._backend
+        self._plane.queue(
+            lambda received_GW, x_GW: backend.alltoall_base(received_GW, x_GW, [], []),
+            received_GW,
+            x_GW.contiguous(),
+            operation=self._operation,
+        )
+        return received_GW
+
+    def summed(self, x_GN: Tensor) -> Tensor:
+        if x_GN.dtype not in SUMMED_IN_FLOAT32:
+            return pairwise_sum(x_GN.unbind())
+        from eesd_dist.transport.symmetric.sums import sum_of_gathered  # needs Triton
+
+        return sum_of_gathered(x_GN, self._dtype)
 
 
 def _call_all(ends: Sequence[Callable[[], None]]) -> None:

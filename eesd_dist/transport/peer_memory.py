@@ -1,6 +1,6 @@
-"""Memory of the ranks of one node that every rank of a group has mapped.
+"""Memory that all ranks of a group on one node have mapped.
 
-Its ranks pass each other a file descriptor each, through Unix sockets in folders of their own,
+They pass each other a file descriptor each, through Unix sockets in folders of their own,
 while they join; nothing is exchanged afterwards.
 """
 
@@ -87,21 +87,25 @@ _offers = Decoder(_Offer)
 
 
 class PeerMemory:
-    """Maps one rank's memory and that of its peers."""
+    """Maps one rank's memory and that of its peers on the node."""
 
     def __init__(self, mappings: Sequence[Mapping], retired: list[Mapping]) -> None:
         """`retired`: where the mappings go when this object is not used any more."""
         self.addresses = tuple(mapping.address for mapping in mappings)
-        """Addresses of every rank's memory, in rank order."""
+        """Addresses of the memory of every rank of the node, in rank order."""
         # Frees nothing now: work that was queued or is running may use it.
         weakref.finalize(self, retired.extend, mappings).atexit = False
 
 
 def share_memory(
-    num_bytes: int, *, source: MemorySource, node: str, joining: Joining
+    num_bytes: int, *, source: MemorySource, node: str, joining: Joining, over_nodes: bool = False
 ) -> PeerMemory | str:
     """Returns zeroed memory of so many bytes a rank, or the reason why there is none: every rank
-    gets memory, or every rank the same reason. Raises PeerLost for a missing rank."""
+    gets memory, or every rank the same reason. Raises PeerLost for a missing rank.
+
+    `over_nodes`: ranks of several nodes have that of their own node, if each node has as many
+    ranks, a power of two and in a row.
+    """
     source.synchronize()
     _free_retired(source.retired)
     with ExitStack() as stack:
@@ -121,8 +125,11 @@ def share_memory(
         offer = _Offer(f"{_boot()} {node}", path, own.size if own else 0, refusal)
         offers = [_offers.decode(report) for report in joining.gathered("memory", encode(offer))]
         reason = _first(offer.refusal for offer in offers)
-        if len({offer.node for offer in offers}) > 1:
+        peers = _peers([offer.node for offer in offers], joining.rank)
+        if len(peers) < len(offers) and not over_nodes:
             reason = "its ranks are on several nodes"
+        elif len(peers) < 2 <= len(offers):
+            reason = "its ranks are on several nodes, and not 2, 4 or 8 in a row on each"
         elif len({offer.size for offer in offers}) > 1:
             reason = reason or "its ranks allocate in different steps"
         mappings: list[Mapping] = []
@@ -130,7 +137,8 @@ def share_memory(
             assert own is not None
             refusal = ""
             try:
-                mappings = _exchanged(own, descriptor, offers, listener, joining, source)
+                paths = {peer: offers[peer].path for peer in peers}
+                mappings = _exchanged(own, descriptor, paths, listener, joining, source)
             except source.refusals as error:
                 refusal = f"rank {joining.rank}: {error}"
             refusals = joining.gathered("memory mapped", refusal.encode())
@@ -144,22 +152,22 @@ def share_memory(
 def _exchanged(
     own: Mapping,
     descriptor: int,
-    offers: Sequence[_Offer],
+    paths: dict[int, str],
     listener: socket.socket,
     joining: Joining,
     source: MemorySource,
 ) -> list[Mapping]:
-    """Returns the memory of every rank. Raises one of `source.refusals`."""
+    """Returns the memory of the ranks with these sockets. Raises one of `source.refusals`."""
     deadline = time.monotonic() + min(joining.left_s() / 2, _LONGEST_S)
-    for peer, offer in enumerate(offers):
+    for peer, path in paths.items():
         if peer != joining.rank:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(max(deadline - time.monotonic(), 0.1))
-                connection.connect(offer.path)
+                connection.connect(path)
                 socket.send_fds(connection, [joining.rank.to_bytes(4)], [descriptor])
     mappings: dict[int, Mapping] = {joining.rank: own}
     try:
-        while len(mappings) < len(offers):
+        while len(mappings) < len(paths):
             listener.settimeout(max(deadline - time.monotonic(), 0.1))
             connection, _ = listener.accept()
             with connection:
@@ -176,7 +184,21 @@ def _exchanged(
     except BaseException:
         source.retired.extend(mapping for peer, mapping in mappings.items() if peer != joining.rank)
         raise
-    return [mappings[peer] for peer in range(len(offers))]
+    return [mappings[peer] for peer in paths]
+
+
+def _peers(nodes: Sequence[str], rank: int) -> range:
+    """Returns the ranks of a rank's node, itself among them: that rank alone, unless all nodes have
+    as many ranks, a power of two and in a row."""
+    num_nodes = len(set(nodes))
+    per_node, remaining = divmod(len(nodes), num_nodes)
+    blocks = [set(nodes[first : first + per_node]) for first in range(0, len(nodes), per_node)]
+    if remaining or any(len(block) > 1 for block in blocks):
+        return range(rank, rank + 1)
+    if num_nodes > 1 and per_node & (per_node - 1):
+        return range(rank, rank + 1)
+    first = rank // per_node * per_node
+    return range(first, first + per_node)
 
 
 def _free_retired(retired: list[Mapping]) -> None:

@@ -19,6 +19,8 @@ from torch.nn import functional
 
 from eesd_dist.transport.counts import WHOLE_BYTES
 
+SUMMED_IN_FLOAT32 = (torch.bfloat16, torch.float16, torch.float32)
+
 
 class Exchange(Protocol):
     """Moves tensors between the ranks of one group."""
@@ -29,6 +31,10 @@ class Exchange(Protocol):
 
     def swapped(self, x_GW: Tensor) -> Tensor:
         """Returns [G, W]: in row g what rank g sent to this rank."""
+        ...
+
+    def summed(self, x_GN: Tensor) -> Tensor:
+        """Returns `pairwise_sum` of the rows [N]."""
         ...
 
 
@@ -56,9 +62,9 @@ def sum_over_ranks(x: Tensor, exchange: Exchange, *, size: int) -> Tensor:
     """Returns the sum as a new tensor: by one exchange of all data, or, above WHOLE_BYTES, by
     swapping, summing and gathering shares."""
     flat_N = x.reshape(-1)
-    if flat_N.nbytes <= WHOLE_BYTES:
-        return pairwise_sum(exchange.gathered(flat_N).unbind()).view(x.shape)
+    if size == 2 or flat_N.nbytes <= WHOLE_BYTES:
+        return exchange.summed(exchange.gathered(flat_N)).view(x.shape)
     width = -(-flat_N.numel() // size)
     padded_N = functional.pad(flat_N, (0, width * size - flat_N.numel()))
-    share_W = pairwise_sum(exchange.swapped(padded_N.view(size, width)).unbind())
+    share_W = exchange.summed(exchange.swapped(padded_N.view(size, width)))
     return exchange.gathered(share_W).view(-1).narrow(0, 0, flat_N.numel()).view(x.shape)

@@ -68,7 +68,8 @@ def build_group(
     in errors, stage and rank ("verify rank 0"); without them ranks are named after the group. The
     ranks' nodes, exchanged here, are added to the names. `ordered_sums`: sums are taken in pairs
     on GPUs too (`NcclPlane`); on CPUs they always are. `in_memory`: the ranks of one node sum
-    in each other's memory, where they can. `refusals` counts connections of others than the ranks.
+    in each other's memory, where they can; those of several nodes do so before they exchange the
+    nodes' sums. `refusals` counts connections of others than the ranks.
     Raises PeerLost, EngineError when this rank's own device fails, or ConfigError if the ranks
     compute on different types of device.
     """
@@ -105,7 +106,9 @@ def build_group(
                     ordered_sums=ordered_sums,
                 )
                 if size > 1 and in_memory:
-                    _sum_in_memory(nccl, exchange, device=device, name=name, address=address)
+                    _sum_in_memory(
+                        nccl, exchange, size=size, device=device, name=name, address=address
+                    )
         except BaseException:
             gloo.abort()
             raise
@@ -134,7 +137,13 @@ def _host_sums(
 
 
 def _sum_in_memory(
-    plane: NcclPlane, exchange: "_Exchange", *, device: torch.device, name: str, address: str
+    plane: NcclPlane,
+    exchange: "_Exchange",
+    *,
+    size: int,
+    device: torch.device,
+    name: str,
+    address: str,
 ) -> None:
     """Makes the plane sum in the ranks' memory, if all ranks can."""
     from eesd_dist.transport.symmetric.sums import join_symmetric
@@ -146,9 +155,20 @@ def _sum_in_memory(
         raise
     if isinstance(symmetric, str):
         logger.info("sums_over_nccl group=%s reason=%s", name, symmetric)
-    else:
-        logger.info("sums_in_memory group=%s", name)
+        return
+    num_nodes = size // symmetric.size
+    logger.info("sums_in_memory group=%s nodes=%d", name, num_nodes)
+    if num_nodes == 1:
         plane.sum_in_memory(symmetric)
+        return
+    node, place = divmod(exchange.rank, symmetric.size)
+    plane.sum_over_nodes(
+        symmetric,
+        exchange.store(f"nccl place {place}", timeout_s=exchange.timeout_s),
+        node=node,
+        num_nodes=num_nodes,
+        timeout_s=exchange.left_s(),
+    )
 
 
 def _connect(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eesd_dist.backends.cuda import layers as cuda_layers
+from eesd_dist.backends.cuda.graphs import Graph
+from eesd_dist.backends.cuda.layers import CudaLayers
 from eesd_dist.config import EngineConfig
 from eesd_dist.control.cost import NOMINAL_COST
 from eesd_dist.engine.build import (
@@ -56,13 +57,13 @@ class Replays:
 
     def __init__(self) -> None:
         self.number = 0
-        replay = cuda_layers.Graph.replay
+        replay = Graph.replay
 
-        def counted(graph: "cuda_layers.Graph[Any]") -> Any:
+        def counted(graph: Graph[Any], operation: str = "") -> Any:
             self.number += 1
-            return replay(graph)
+            return replay(graph, operation)
 
-        cuda_layers.Graph.replay = counted  # type: ignore[assignment,method-assign]
+        Graph.replay = counted  # type: ignore[method-assign]
 
 
 def run_engine(
@@ -73,9 +74,11 @@ def run_engine(
     at: Address,
     num_requests: int,
     num_tokens: int,
+    num_nodes: int = 1,
 ) -> Figures:
-    """Runs a rank of an engine: the draft ranks first, then the verify ranks. Draft rank 0 compares
-    its texts, drafted and plain, with each other, and counts those of one process that differ."""
+    """Runs a rank of an engine: the draft ranks first, then the verify ranks, on so many nodes.
+    Draft rank 0 compares its texts, drafted and plain, with each other, and counts those of one
+    process that differ."""
     replays = Replays()
     num_draft = config.parallel.draft_tensor_parallel_size
     num_verify = config.parallel.verify_tensor_parallel_size
@@ -91,6 +94,7 @@ def run_engine(
             size=size,
             timeout_s=_TIMEOUT_S,
             join_timeout_s=_JOIN_S,
+            address=f"127.0.0.{1 + rank * num_nodes // size if name == 'verify' else 1}",
             device=over,
         )
 
@@ -124,7 +128,9 @@ def run_engine(
     if stage_group is not None:
         stage_group.check()
         sums = stage_group.counts().by_kind["all_reduce"].number
-        figures |= {"sums": sums, "in memory": stage_group.fits_graphs(1)}
+        plane = stage_group._nccl
+        in_memory = plane is not None and plane._symmetric is not None
+        figures |= {"sums": sums, "in memory": in_memory}
     return figures | {"replays": replays.number}
 
 
@@ -220,7 +226,7 @@ def time_70b_pass(
     }
     for paged in stacks.values():
         paged.begin()  # keys that no pass has written are read
-    if isinstance(eager := stacks["sums, kernels"].fused, cuda_layers.CudaLayers):
+    if isinstance(eager := stacks["sums, kernels"].fused, CudaLayers):
         eager._graphs._epoch, eager._graphs.has_room = group.epoch, False
     expected: dict[int, Tensor] = {}
     for name, paged in stacks.items():

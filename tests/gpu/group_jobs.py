@@ -4,11 +4,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from eesd_dist.backends.cuda.graphs import Graph
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.nccl import NcclPlane
@@ -16,16 +16,17 @@ from eesd_dist.transport.rank_sums import pairwise_sum
 from tests.gpu.ranks import TIMEOUT_S, Figures
 
 _WIDTH = 8192
+_REPLAY = "a replay"
 _SUMS = 8
 """Sums of a graph."""
 _DYING_S = 1.0
 """Time for which a rank waits before it dies."""
 
 
-def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
+def captured(group: ProcessGroup, run: Callable[[], None]) -> Graph[None]:
+    graph: Graph[None] = Graph(torch.cuda.graph_pool_handle())
+    with group.capturing(graph.cut):
+        graph.capture(run)
     return graph
 
 
@@ -40,18 +41,21 @@ def sums_in_graphs(group: ProcessGroup, device: torch.device) -> Figures:
     returns their times."""
     plane = plane_of(group)
     assert plane._symmetric is not None, "the ranks have no memory of each other"
+    first = "memory" if len(plane._communicators) == 1 else "memory and NCCL"
     figures: Figures = {}
-    for path in ("memory", "NCCL"):
+    for path in (first, "NCCL"):
         if path == "NCCL":
             plane._symmetric = None
+            del plane._communicators[1:]
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for num_rows in (1, 3, 64, 320) if path == "memory" else (1, 64):
+            for num_rows in (1, 3, 64, 320) if path == first else (1, 64):
                 _check_sum(group, num_rows, dtype, device)
         _check_gather(group, device)
         for num_rows in (1, 8, 64, 320):
             _check_graph(group, num_rows, device)
-            if path == "memory" or num_rows == 8:
-                figures[f"{num_rows} rows, {path}, us"] = _time_of_sum(group, num_rows, device)
+            if path == first or num_rows == 8:
+                queued_us, all_us = _time_of_sum(group, num_rows, device)
+                figures[f"{num_rows} rows, {path}, us to queue and in all"] = (queued_us, all_us)
     group.check()
     return figures
 
@@ -88,20 +92,21 @@ def _check_graph(group: ProcessGroup, num_rows: int, device: torch.device) -> No
 
     x.zero_()
     twice()
-    graph = captured(twice)
+    graph = captured(group, twice)
     for turn in range(4):
         summands = inputs(num_rows, 100 + turn, torch.bfloat16, group.size)
         once = pairwise_sum(summands)
         expected = pairwise_sum([once * (rank + 1) for rank in range(group.size)])
         x.copy_(summands[group.rank].to(device))
-        graph.replay()
+        graph.replay(_REPLAY)
         assert torch.equal(out.cpu(), expected), f"replay {turn} of {num_rows} rows"
         if turn % 2:
             _check_sum(group, 2, torch.bfloat16, device)
 
 
-def _time_of_sum(group: ProcessGroup, num_rows: int, device: torch.device) -> float:
-    """Returns the microseconds of a sum, of graphs with many."""
+def _time_of_sum(group: ProcessGroup, num_rows: int, device: torch.device) -> tuple[float, float]:
+    """Returns the microseconds in which the host queues a sum, and those of a sum, of graphs with
+    many."""
     x = torch.ones(num_rows, _WIDTH, dtype=torch.bfloat16, device=device)
 
     def many() -> None:
@@ -109,14 +114,16 @@ def _time_of_sum(group: ProcessGroup, num_rows: int, device: torch.device) -> fl
             group.all_reduce(x)
 
     many()
-    graph = captured(many)
-    graph.replay()
+    graph = captured(group, many)
+    graph.replay(_REPLAY)
     torch.cuda.synchronize(device)
     started_s = time.perf_counter()
     for _ in range(3):
-        graph.replay()
+        graph.replay(_REPLAY)
+    queued_s = time.perf_counter() - started_s
     torch.cuda.synchronize(device)
-    return round((time.perf_counter() - started_s) / (3 * _SUMS) * 1e6, 1)
+    all_s = time.perf_counter() - started_s
+    return round(queued_s / (3 * _SUMS) * 1e6, 1), round(all_s / (3 * _SUMS) * 1e6, 1)
 
 
 def die_before_a_replay(group: ProcessGroup, device: torch.device) -> Figures | None:
@@ -143,13 +150,13 @@ def _die(
             group.all_reduce(x)
 
     many()
-    graph = captured(many)
-    graph.replay()
+    graph = captured(group, many)
+    graph.replay(_REPLAY)
     group.all_reduce(x)
     torch.cuda.synchronize(device)
     if group.rank == 1:
         for _ in range(replays):
-            graph.replay()
+            graph.replay(_REPLAY)
         torch.cuda.synchronize(device)
         time.sleep(dies_in)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -158,8 +165,8 @@ def _die(
     plane = plane_of(group)
     started_s = time.perf_counter()
     for _ in range(replays + 3):
-        graph.replay()
-        plane.watch_queued(operation="a replay")
+        graph.replay(_REPLAY)
+        plane.watch_queued(operation=_REPLAY)
     try:
         torch.cuda.synchronize(device)
         ended_s = time.perf_counter() - started_s

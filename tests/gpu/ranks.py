@@ -18,7 +18,7 @@ from eesd_dist.errors import PeerLost
 from eesd_dist.transport.authentication.handshake import Address
 from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.nccl import NcclPlane
+from eesd_dist.transport.nccl import NcclPlane, _NcclExchange
 from eesd_dist.transport.page_wire import Chunk, receive_pages, send_pages
 from eesd_dist.transport.rank_sums import pairwise_sum
 from eesd_dist.transport.rendezvous import build_group, connect_store
@@ -64,6 +64,7 @@ class _Member(NamedTuple):
     size: int
     device: str
     in_memory: bool
+    address: str
     timeout_s: float
     environment: Mapping[str, str]
 
@@ -75,6 +76,7 @@ def run_ranks(
     limit_s: float = _LIMIT_S,
     timeout_s: float = TIMEOUT_S,
     in_memory: bool = True,
+    num_nodes: int = 1,
     dying: Collection[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> list[Figures]:
@@ -82,7 +84,8 @@ def run_ranks(
     crashes or does not end in time; of `dying` ranks, if one does not end.
 
     Several ranks may have one GPU. A device `cpu<-cuda` is a group on the CPU for tensors of the
-    GPU. `in_memory`: as of `build_group`; `environment`: added to that of the ranks.
+    GPU. `in_memory`: as of `build_group`; `num_nodes`: nodes that this one stands for;
+    `environment`: added to that of the ranks.
     """
     host = StoreHost(address="127.0.0.1")
     deadline_s = time.monotonic() + limit_s
@@ -92,7 +95,10 @@ def run_ranks(
         for rank, device in enumerate(devices):
             own = {**shared, "NCCL_HOSTID": f"rank-{rank}"} if shared else {}
             own |= environment or {}
-            member = _Member(host.at, rank, len(devices), device, in_memory, timeout_s, own)
+            node = 1 + rank * num_nodes // len(devices)
+            member = _Member(
+                host.at, rank, len(devices), device, in_memory, f"127.0.0.{node}", timeout_s, own
+            )
             receivers.append(stack.enter_context(_rank(job, member)))
         ends = [_end_of(receiver, deadline_s - time.monotonic()) for receiver in receivers]
     errors = [end.error for rank, end in enumerate(ends) if end.error and rank not in dying]
@@ -139,6 +145,7 @@ def _run(job: Job, member: _Member, sender: Connection) -> None:
             timeout_s=member.timeout_s if member.size > 1 else _JOIN_S,
             join_timeout_s=_JOIN_S,
             device=over,
+            address=member.address,
             in_memory=member.in_memory,
         )
         figures = job(group, torch.device(source or over))
@@ -186,7 +193,8 @@ def exchange_and_abort(group: ProcessGroup, device: torch.device) -> None:
     )
     x = torch.arange(1_000.0, device=device).view(1, -1)
     gathered = plane.all_gather(x, operation="all_gather")
-    swapped = plane.all_to_all(x, operation="all_to_all")
+    over_nccl = _NcclExchange(plane, plane._communicators[0], x.dtype, "all_to_all")
+    swapped = over_nccl.swapped(x)
     torch.cuda.synchronize(device)
     plane.abort()
     assert torch.equal(gathered[0], x), "another gather"

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from eesd_dist.backends.cuda import attention as cuda_attention
-from eesd_dist.backends.cuda import choice, product, rows
-from eesd_dist.backends.cuda import layers as cuda_layers
+from eesd_dist.backends.cuda import choice, graphs, product, rows
 from eesd_dist.model.attention.page_views import keys_in
 from eesd_dist.model.attention.pages import LayerPages
 from tests.support.operators import OperatorWatch
@@ -80,21 +79,23 @@ def _indexed(x: Tensor, index: object) -> Tensor:
     return x
 
 
-class _NoLaunch:
+class NoLaunch:
     """A kernel that is not launched: tensors without values have no memory."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
-_NO_LAUNCH = _NoLaunch()
+_NO_LAUNCH = NoLaunch()
 
 
-class Rerun:
-    """A twin of a CUDA graph that runs its work again, on any device."""
+class _Rerun:
+    """A twin of a CUDA graph that runs its work again."""
 
-    def __init__(self, run: Callable[[], Tensor], pool: object) -> None:
-        self.replay = run
+    def __init__(self, pool: object) -> None: ...
+
+    def capture(self, work: Callable[[], Tensor]) -> None:
+        self.replay = work
 
 
 def as_on_gpu(pages: LayerPages) -> None:
@@ -122,7 +123,7 @@ def fake_cuda(kernel: Any = _NO_LAUNCH) -> Iterator[None]:
         patch.object(choice, "gumbel_kernel", kernel),
         patch.object(choice, "block_kernel", kernel),
         patch.object(choice, "best_kernel", kernel),
-        patch.object(cuda_layers, "Graph", Rerun),
+        patch.object(graphs, "Graph", _Rerun),
         patch.object(cuda_attention, "checked_tiles", lambda *_: True),
     ):
         yield

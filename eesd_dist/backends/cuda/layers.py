@@ -5,32 +5,27 @@ replays the launches of a pass with a fixed number of rows and fixed addresses: 
 copied into buffers, and the rest of the rows is padding. Rows do not depend on each other, so that
 a row has the same bits with and without a graph.
 
-Ranks of a group have graphs if their sums can be in them. Sizes and padding follow from what every
-rank has, so that a rank which cannot capture launches kernels that match its peers' graphs.
+Ranks of a group have graphs, too, in pieces where their sums cannot be in them (`graphs`). Sizes
+and padding follow from what every rank has, so that a rank which cannot capture launches kernels
+that match its peers' graphs.
 """
 
-import logging
-from collections.abc import Callable, Sequence
-from threading import Lock
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from eesd_dist.backends.cuda.attention import CudaAttention
+from eesd_dist.backends.cuda.graphs import Graphs
 from eesd_dist.backends.cuda.rows import activated, normed
 from eesd_dist.backends.cuda.tiles import DeviceRows, RowTiles, Tiling, packed_rows, single_tiles
-from eesd_dist.errors import EngineError, PeerLost
 from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.elementwise import SILU
-from eesd_dist.model.kv_layout import Ints, RowArrays
-from eesd_dist.model.layers.captures import CAPTURES
+from eesd_dist.model.kv_layout import RowArrays
 from eesd_dist.model.layers.layer import AfterLayer, DecoderLayer
 from eesd_dist.model.layers.norms import JointNorm, RmsNorm
 from eesd_dist.transport.contracts import TensorGroup
-from eesd_dist.transport.counts import CapturedCounts
-from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import process_group_of
 
 GRAPH_ROWS = (8, 16, *range(64, 641, 64))
@@ -39,12 +34,6 @@ longer than the host. None between 16 and 64: on an H200 a pass of 32 rows takes
 64, which fill the tiles of its products."""
 GRAPH_TILES = (8, 16, 32, *range(64, 641, 64))
 """Numbers of attention tiles that have a graph."""
-_CAPTURING = Lock()
-"""torch captures one graph of a process at a time."""
-_NUMBERS = 1 << 16
-"""First size of a buffer for what a pass uploads."""
-
-logger = logging.getLogger(__name__)
 
 
 # Shapes: T rows, D hidden channels, S positions, C channels of a head, as pairs of numbers.
@@ -71,8 +60,6 @@ class CudaLayers:
             device, name="layers", group=self.group
         )
         self._rows_TD = torch.zeros(GRAPH_ROWS[-1], hidden_size, dtype=dtype, device=device)
-        self._sum_bytes = self._rows_TD.nbytes
-        """Bytes of a sum in the longest graph."""
         self.take_pages(pages)
 
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
@@ -125,9 +112,7 @@ class CudaLayers:
         if num_rows > GRAPH_ROWS[-1]:
             return False
         group = process_group_of(self.group)
-        if group is None:
-            return self.group.size == 1
-        return group.fits_graphs(self._sum_bytes)
+        return self.group.size == 1 if group is None else group.queues_transfers
 
     def tiles(self, arrays: RowArrays) -> RowTiles:
         """Returns the tiles of these rows, as many as there are graphs for; tiles of a row where
@@ -182,133 +167,6 @@ def _add_and_norm(norm: RmsNorm | None, x_TD: Tensor, addend_TD: Tensor | None) 
     if norm is not None:
         return normed(norm, x_TD if addend_TD is not None else x_TD.contiguous(), addend_TD)
     return x_TD if addend_TD is None else x_TD.add_(addend_TD)
-
-
-class NumberBuffer:
-    """Int32 numbers on a GPU that graphs read, uploaded from pinned memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_device = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
-        self._pinned = self._new_pinned()
-        self._uploaded: torch.cuda.Event | None = None
-
-    def write(self, numbers: Ints) -> bool:
-        """Uploads them to the beginning of the buffer. Returns True if they had no room: the buffer
-        is another one now, and graphs that read the former one are of no use."""
-        has_grown = len(numbers) > len(self.on_device)
-        if has_grown:
-            self.on_device = self.on_device.new_zeros(2 * len(numbers))
-            self._pinned = self._new_pinned()
-        elif self._uploaded is not None:
-            self._uploaded.synchronize()  # before the pinned memory is written again
-        pinned = self._pinned.narrow(0, 0, len(numbers))
-        pinned.copy_(torch.from_numpy(numbers))
-        self.on_device.narrow(0, 0, len(numbers)).copy_(pinned, non_blocking=True)
-        if pinned.is_pinned():
-            self._uploaded = torch.cuda.current_stream(self.on_device.device).record_event()
-        return has_grown
-
-    def _new_pinned(self) -> Tensor:
-        has_gpu = self.on_device.is_cuda and torch.cuda.is_available()
-        return torch.zeros(len(self.on_device), dtype=torch.int32, pin_memory=has_gpu)
-
-
-K = TypeVar("K")
-T = TypeVar("T")
-
-
-class Graphs(Generic[K, T]):
-    """Graphs by what they are captured for, and the numbers that all of them read."""
-
-    def __init__(self, device: torch.device, *, name: str, group: TensorGroup) -> None:
-        """`name`: what the graphs do, for the log; `group`: the ranks that sum in them."""
-        self._name = name
-        self._group = group
-        self._epoch = 0
-        self._buffer = NumberBuffer(device)
-        self._pool = _graph_pool(device)
-        self.has_room = True
-        """False once a graph could not be captured: work is launched kernel by kernel then, until
-        the group's next epoch."""
-        self.by_key: dict[K, tuple[Graph[T], CapturedCounts | None]] = {}
-        """Graphs with the counts of their sums; None for a group of one."""
-
-    @property
-    def numbers(self) -> Tensor:
-        """The numbers of the latest `upload` on the device, with what is behind them."""
-        return self._buffer.on_device
-
-    def upload(self, numbers: Ints) -> None:
-        if self._buffer.write(numbers):
-            self.by_key.clear()
-
-    def run(self, key: K, work: Callable[[], T]) -> T:
-        """Returns the output of the work, launched as a graph from its second run with this key on.
-        The next run may overwrite it. The work reads and writes the same memory in every run of an
-        epoch. Raises PeerLost."""
-        group = process_group_of(self._group)
-        if group is not None and group.epoch != self._epoch:  # its memory is the former plane's
-            self._epoch = group.epoch
-            self.by_key.clear()
-            self.has_room = True
-        graph, exchanged = self.by_key.get(key, (None, None))
-        if graph is not None:
-            out = graph.replay()
-            if group is not None and exchanged is not None:
-                group.replayed(exchanged)
-            return out
-        CAPTURES.count += 1
-        out = work()  # compiles the kernels
-        if self.has_room:
-            self._capture(key, work, group)
-        return out
-
-    def _capture(self, key: K, work: Callable[[], T], group: ProcessGroup | None) -> None:
-        """Captures the work, of which no kernel runs: no rank waits for another one."""
-        try:
-            if group is None:
-                self.by_key[key] = Graph(work, self._pool), None
-            else:
-                with group.capturing() as exchanged:
-                    graph = Graph(work, self._pool)
-                self.by_key[key] = graph, exchanged
-        except PeerLost:
-            raise
-        except (RuntimeError, EngineError) as error:  # no memory, or no operation of graphs
-            logger.warning("no_graphs %s key=%s error=%s", self._name, key, error)
-            self.has_room = False
-            self.by_key.clear()
-
-
-class Graph(Generic[T]):
-    """Kernels that were launched once, to be launched again together."""
-
-    def __init__(self, run: Callable[[], T], pool: Any) -> None:
-        """`pool`: memory that graphs share; one is replayed at a time, and its output copied."""
-        self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        try:
-            # Other threads may use the GPU at the same time.
-            with (
-                _CAPTURING,
-                torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
-            ):
-                self._out = run()
-        finally:
-            torch.cuda.set_stream(stream)  # torch leaves its own set where a capture fails
-
-    def replay(self) -> T:
-        """Returns the output, which the next replay overwrites."""
-        self._graph.replay()
-        return self._out
-
-
-def _graph_pool(device: torch.device) -> Any:
-    """Returns a pool of memory for graphs; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    with torch.cuda.device(device):
-        return torch.cuda.graph_pool_handle()
 
 
 def _on_gpu(pages: LayerPages) -> CudaAttention:

@@ -18,11 +18,8 @@ import torch
 from torch import Tensor
 
 from eesd_dist.backends.cuda.choice import best_two, best_two_of_ranks, packed_noise
-from eesd_dist.backends.cuda.layers import (
-    GRAPH_ROWS,
-    CudaLayers,
-    Graphs,
-)
+from eesd_dist.backends.cuda.graphs import Graphs
+from eesd_dist.backends.cuda.layers import GRAPH_ROWS, CudaLayers
 from eesd_dist.backends.cuda.tiles import DeviceRows, RowTiles, Tiling, num_packed, packed_rows
 from eesd_dist.backends.row_slices import RowSlice, joined, uploaded
 from eesd_dist.model.attention.rows import RowPlan
@@ -100,7 +97,8 @@ class _Downloads:
     def start(self, best_G4: Tensor) -> Callable[[], Ints]:
         """Queues the copy; returns what waits for it."""
         if not (best_G4.is_cuda and torch.cuda.is_available()):
-            return lambda: best_G4.cpu().numpy()
+            kept_G4 = best_G4.clone()
+            return lambda: kept_G4.cpu().numpy()
         if not self._pinned:
             size = GRAPH_ROWS[-1], best_G4.shape[1]
             self._pinned = [

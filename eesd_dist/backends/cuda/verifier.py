@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from eesd_dist.backends.cuda.choice import best_two, packed_noise
-from eesd_dist.backends.cuda.layers import (
-    GRAPH_ROWS,
-    CudaLayers,
-    Graphs,
-)
+from eesd_dist.backends.cuda.graphs import Graphs
+from eesd_dist.backends.cuda.layers import GRAPH_ROWS, CudaLayers
 from eesd_dist.backends.cuda.tiles import DeviceRows, Tiling, num_packed, packed_rows
 from eesd_dist.model.attention.rows import RowSegment, row_arrays
 from eesd_dist.model.kv_layout import Ints

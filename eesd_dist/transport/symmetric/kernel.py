@@ -47,7 +47,8 @@ def sum_kernel(
     TILE: tl.constexpr,
     IN_SHARES: tl.constexpr,
 ) -> None:
-    """Stores the sum of every rank's x, added in pairs in float32 and rounded once.
+    """Stores the sum of every rank's x, added in pairs in float32 and rounded to the type of
+    `total`.
 
     With `IN_SHARES` each rank sums one share of a program's numbers and writes it into all peers'
     memory; otherwise each sums all. `bases`: addresses of the ranks' memory, then of the abort
@@ -93,7 +94,7 @@ def sum_kernel(
         for start in range(first, end, TILE):
             is_number = start + index < end
             sum_N = _sum_of(bases, at_half, start + index, is_number, kind, 0, SIZE, WIDTH)
-            tl.store(total + start + index, sum_N.to(kind), mask=is_number)
+            tl.store(total + start + index, sum_N.to(total.dtype.element_ty), mask=is_number)
     tl.store(counts + program, count)
 
 
@@ -156,6 +157,37 @@ def _sum_of(
         sum_N = _sum_of(bases, at_half, at, mask, kind, FIRST, SIZE, HALF)
         if FIRST + HALF < SIZE:
             sum_N += _sum_of(bases, at_half, at, mask, kind, FIRST + HALF, SIZE, HALF)
+    return sum_N
+
+
+@triton.jit(do_not_specialize=["num"])
+def gathered_sum_kernel(
+    x_GN: "Any", total_N: "Any", num: "Any", SIZE: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Stores the sum of SIZE rows, added in pairs in float32 and rounded to the type of `total`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    sum_N = _sum_of_rows(x_GN, num, at, at < num, 0, SIZE, triton.next_power_of_2(SIZE))
+    tl.store(total_N + at, sum_N.to(total_N.dtype.element_ty), mask=at < num)
+
+
+@triton.jit
+def _sum_of_rows(
+    x_GN: "Any",
+    num: "Any",
+    at: "Any",
+    mask: "Any",
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> "Any":
+    """Returns what `_sum_of` returns, of rows."""
+    if WIDTH == 1:
+        sum_N = tl.load(x_GN + FIRST * num.to(tl.int64) + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        HALF: tl.constexpr = WIDTH // 2
+        sum_N = _sum_of_rows(x_GN, num, at, mask, FIRST, SIZE, HALF)
+        if FIRST + HALF < SIZE:
+            sum_N += _sum_of_rows(x_GN, num, at, mask, FIRST + HALF, SIZE, HALF)
     return sum_N
 
 

@@ -6,8 +6,9 @@ captured. The plane is NCCL's, over a toy backend, with sums in memory that laun
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch._C import _distributed_c10d
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.distributed_c10d import Store
 
-from eesd_dist.backends.cuda import layers as cuda_layers
+from eesd_dist.backends.cuda import graphs
 from eesd_dist.backends.cuda.tiles import Tiling
 from eesd_dist.backends.cuda.verifier import GraphVerifier, _Size
 from eesd_dist.errors import PeerLost
@@ -38,6 +39,12 @@ PAGE_SIZE, NUM_PAGES, NUM_LAYERS = 16, 8, 4
 SIZES = [1, 2, 8]
 NUM_ROWS = 5
 Checkpoint = tuple[Path, ModelSpec]
+
+
+class Own(Backend):
+    """The toy backend of these tests."""
+
+    backends: ClassVar[list[Backend]] = []
 
 
 class Launches:
@@ -88,19 +95,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture
 def launches(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    class Own(Backend):
-        pass
-
     Own.backends = []
     launches = Launches()
 
-    class Recorded:
-        def __init__(self, run: Callable[[], Tensor], pool: object) -> None:
-            with launches.capturing():
-                self._out = run()
+    class Counted:
+        def __init__(self, pool: object) -> None:
+            self._exchanges: list[Callable[..., None]] = []
 
-        def replay(self) -> Tensor:
-            launches.replays += 1
+        def capture(self, work: Callable[[], Tensor]) -> None:
+            with launches.capturing():
+                self._out = work()
+
+        def cut(self, exchange: Callable[..., None], *tensors: Tensor) -> None:
+            self._exchanges.append(partial(exchange, *tensors))
+
+        def replay(self, operation: str = "") -> Tensor:
+            launches.replays += 1 + len(self._exchanges)
+            for exchange in self._exchanges:
+                exchange(operation=operation)
             return self._out
 
     monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", Own, raising=False)
@@ -110,19 +122,21 @@ def launches(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setattr(torch._C, "_cuda_setDevice", lambda index: None, raising=False)
     monkeypatch.setattr(sums, "sum_kernel", launches.kernel(is_sum=True))
     monkeypatch.setattr(sums, "gather_kernel", launches.kernel(is_sum=True))
+    monkeypatch.setattr(sums, "gathered_sum_kernel", launches.kernel(is_sum=False))
     with fake_cuda(kernel=launches.kernel(is_sum=False)):
-        monkeypatch.setattr(cuda_layers, "Graph", Recorded)
+        monkeypatch.setattr(graphs, "Graph", Counted)
         yield launches
 
 
-def group_of(size: int, *, epoch: int) -> ProcessGroup:
+def group_of(size: int, *, epoch: int, in_memory: bool = True) -> ProcessGroup:
     plane = NcclPlane(
         cast(Store, None), rank=0, size=size, timeout_s=60.0, join_timeout_s=1.0, device=GPU
     )
     with unset_fake_temporarily():  # which have addresses
         memories = [torch.zeros(64, dtype=torch.uint8)] * size
         symmetric = SymmetricSums(HostMemory(memories), rank=0, device=torch.device("cpu"))
-    plane.sum_in_memory(symmetric)
+    if in_memory:
+        plane.sum_in_memory(symmetric)
     return ProcessGroup(
         name="verify",
         epoch=epoch,
@@ -138,7 +152,7 @@ def group_of(size: int, *, epoch: int) -> ProcessGroup:
 class Rank:
     """Rank 0 of a stage of so many."""
 
-    def __init__(self, checkpoint: Checkpoint, size: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, size: int, *, in_memory: bool = True) -> None:
         self.handle = GroupHandle(
             SingleGroup() if size == 1 else UnconnectedGroup(rank=0, size=size)
         )
@@ -156,7 +170,7 @@ class Rank:
             page_size=PAGE_SIZE,
         )
         if size > 1:
-            self.group = group_of(size, epoch=1)
+            self.group = group_of(size, epoch=1, in_memory=in_memory)
             self.handle.join(self.group)
 
     @torch.inference_mode()
@@ -191,6 +205,21 @@ def test_a_replay_costs_the_host_as_much_at_any_degree(
         assert replay.to_the_host == []
         operators.append(replay.num_operators)
     assert operators == [operators[0]] * len(SIZES)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_sums_that_a_graph_cannot_hold_are_queued_between_its_pieces(
+    launches: Launches, checkpoint: Checkpoint, size: int
+) -> None:
+    rank = Rank(checkpoint, size, in_memory=False)
+    rank.run()
+    asked = Own.backends[0].asked
+    asked.clear()
+    before = launches.kernels, launches.replays
+    rank.run()
+    num_sums = 2 * NUM_LAYERS
+    assert asked == [{2: "allreduce", 8: "allgather"}[size]] * num_sums
+    assert (launches.kernels, launches.replays) == (before[0], before[1] + 1 + num_sums)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -7,7 +7,7 @@ recorded. The backend is a toy with work that never ends.
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -23,6 +23,8 @@ from torch.distributed.distributed_c10d import Store
 from eesd_dist.engine.layout import device_named
 from eesd_dist.errors import ConfigError
 from eesd_dist.transport.nccl import NcclPlane
+from eesd_dist.transport.symmetric import sums
+from tests.support.fake_cuda import NoLaunch
 
 GPU = torch.device("cuda", 0)
 
@@ -97,6 +99,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Backend]]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Stream.is_capturing)
+    monkeypatch.setattr(sums, "gathered_sum_kernel", NoLaunch())
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     with FakeTensorMode():
         yield Own
@@ -242,7 +245,8 @@ def test_work_of_a_communicator_in_error_is_late_at_once(
     def raises(timeout: timedelta | None = None) -> None:
         raise torch.distributed.DistBackendError("NCCL error: remote process exited")
 
-    plane._first = SimpleNamespace(is_completed=lambda: True, wait=raises)  # type: ignore[assignment]
+    first = cast(torch.distributed.Work, SimpleNamespace(is_completed=lambda: True, wait=raises))
+    plane._communicators[-1] = plane._communicators[-1]._replace(first=first)
     plane.watch_queued(operation="graph of round 8")
     assert backend.backends[0].was_aborted.wait(5.0)
     assert plane.lost == "graph of round 8"
@@ -286,3 +290,74 @@ def test_from_three_ranks_on_sums_are_gathered_and_added_here(
     plane.all_reduce(x, operation="all_reduce of round 7")
     assert backend.backends[0].asked == ["allreduce", *operations]
     plane.abort()
+
+
+class InMemory:
+    """Sums of a node that launch nothing."""
+
+    def fits(self, x: Tensor) -> bool:
+        return True
+
+    def fits_gather(self, x: Tensor) -> bool:
+        return True
+
+    def sum(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty_like(x, dtype=dtype)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x.new_empty((2, *x.shape))
+
+    def abort(self) -> None:
+        return
+
+
+def test_nodes_exchange_their_sums_as_float32_and_both_communicators_are_aborted(
+    backend: type[Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchanged: list[Tensor] = []
+    gather = backend._allgather_base
+
+    def gathering(self: Backend, output: Tensor, input: Tensor) -> Work:
+        exchanged.append(input)
+        return gather(self, output, input)
+
+    monkeypatch.setattr(backend, "_allgather_base", gathering)
+    plane = make_plane(size=4)
+    store = cast(Store, None)
+    plane.sum_over_nodes(InMemory(), store, node=0, num_nodes=2, timeout_s=1.0)  # type: ignore[arg-type]
+    everyone, over_nodes = backend.backends
+    assert (everyone.size, over_nodes.size) == (4, 2)
+    x = torch.zeros(3, 5, dtype=torch.bfloat16, device=GPU)
+    total = plane.all_reduce(x, operation="all_reduce of round 7")
+    assert (total.shape, total.dtype) == (x.shape, x.dtype)
+    assert over_nodes.asked == ["allreduce", "allgather"]
+    assert [part.dtype for part in exchanged] == [torch.float32]
+    assert plane.all_gather(x, operation="all_gather of round 7").shape == (4, 3, 5)
+    assert everyone.asked == ["allreduce", "allgather"]
+    plane.abort()
+    assert over_nodes.num_aborts == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "num_rows", "operations"),
+    [(2, 16, ["allreduce"]), (4, 16, ["allgather"]), (4, 4_001, ["alltoall", "allgather"])],
+)
+def test_what_a_graph_cannot_hold_is_given_to_its_capture(
+    backend: type[Backend], size: int, num_rows: int, operations: list[str]
+) -> None:
+    plane = make_plane(timeout_s=0.05, size=size)
+    asked = backend.backends[0].asked
+    cuts: list[Callable[[], None]] = []
+
+    def cut(exchange: Callable[..., None], *tensors: Tensor) -> None:
+        cuts.append(lambda: exchange(*tensors, operation="replay of round 8"))
+
+    with plane.capturing(cut):
+        plane.all_reduce(torch.zeros(num_rows, 191, device=GPU), operation="all_reduce of round 7")
+    assert asked == ["allreduce"]
+    assert not backend.backends[0].was_aborted.wait(0.2)
+    for exchange in cuts:
+        exchange()
+    assert asked == ["allreduce", *operations]
+    assert backend.backends[0].was_aborted.wait(5.0)
+    assert plane.lost == "replay of round 8"

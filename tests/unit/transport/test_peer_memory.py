@@ -97,13 +97,20 @@ def host() -> Host:
 
 
 def join(
-    host: Host, size: int, node: Callable[[int], str] = lambda rank: "10.0.0.1"
+    host: Host,
+    size: int,
+    node: Callable[[int], str] = lambda rank: "10.0.0.1",
+    *,
+    over_nodes: bool = False,
 ) -> list[PeerMemory | str]:
     store = Store(size)
     answers: list[PeerMemory | str] = [""] * size
 
     def run(rank: int) -> None:
-        answers[rank] = share_memory(SIZE, source=host, node=node(rank), joining=Rank(store, rank))
+        joining = Rank(store, rank)
+        answers[rank] = share_memory(
+            SIZE, source=host, node=node(rank), joining=joining, over_nodes=over_nodes
+        )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -122,6 +129,27 @@ def test_every_rank_sees_what_each_one_writes(host: Host) -> None:
         ctypes.memset(own.addresses[at], 65 + at, 100)
     for own in ranks:
         assert [ctypes.string_at(address, 2) for address in own.addresses] == [b"AA", b"BB", b"CC"]
+
+
+def test_ranks_over_nodes_have_the_memory_of_their_node(host: Host) -> None:
+    answers = join(host, 4, lambda rank: f"10.0.0.{rank // 2}", over_nodes=True)
+    ranks = [rank for rank in answers if isinstance(rank, PeerMemory)]
+    assert len(host.maps) == 8
+    for rank, own in enumerate(ranks):
+        ctypes.memset(own.addresses[rank % 2], 65 + rank, 100)
+    seen = [[ctypes.string_at(address, 1) for address in own.addresses] for own in ranks]
+    assert seen == [[b"A", b"B"]] * 2 + [[b"C", b"D"]] * 2
+
+
+@pytest.mark.parametrize(
+    "nodes", ["0123", "0101", "0110", "0001", "000111", "00112"], ids=lambda nodes: str(nodes)
+)
+def test_nodes_that_have_no_part_of_the_sum_to_themselves_share_no_memory(
+    nodes: str, host: Host
+) -> None:
+    answers = join(host, len(nodes), lambda rank: nodes[rank], over_nodes=True)
+    reason = "its ranks are on several nodes, and not 2, 4 or 8 in a row on each"
+    assert answers == [reason] * len(nodes)
 
 
 def test_memory_without_a_user_is_freed_by_the_next_group(host: Host) -> None:

@@ -27,6 +27,9 @@ class ThreadExchange:
             [contribution[self._group.rank] for contribution in self._group.all_gather(x_GW)]
         )
 
+    def summed(self, x_GN: Tensor) -> Tensor:
+        return pairwise_sum(x_GN.unbind())
+
 
 def sums(inputs: list[Tensor]) -> tuple[list[Tensor], int]:
     def rank(group: ThreadGroup) -> tuple[Tensor, int]:

@@ -11,7 +11,7 @@ from eesd_dist.transport import counts
 from eesd_dist.transport.rank_sums import pairwise_sum
 from eesd_dist.transport.symmetric import sums
 from eesd_dist.transport.symmetric.kernel import PROGRAMS
-from eesd_dist.transport.symmetric.sums import SymmetricSums
+from eesd_dist.transport.symmetric.sums import SymmetricSums, sum_of_gathered
 from tests.unit.transport.symmetric_ranks import host_memory, run_symmetric, sums_of
 
 
@@ -73,6 +73,35 @@ def test_ranks_have_the_same_bits_whether_each_sums_all_or_a_share(
     expected = pairwise_sum(summands)
     for rank, total in enumerate(totals):
         assert torch.equal(total, expected), f"another sum of rank {rank}"
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (5000,)])
+def test_gathered_numbers_are_summed_in_one_launch(shape: tuple[int, ...], size: int) -> None:
+    for dtype in (torch.float32, torch.float16):
+        summands = numbers(2, shape, dtype, size)
+        x_GN = torch.stack(summands).view(size, -1)
+        assert torch.equal(sum_of_gathered(x_GN, dtype).view(shape), pairwise_sum(summands))
+
+
+def test_a_nodes_part_of_a_sum_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks run one after the other, as above."""
+    monkeypatch.setattr(sums, "PROGRAMS", 2)
+    summands = numbers(1, (700,), torch.float16, 4)
+    parts = []
+    for node in (summands[:2], summands[2:]):
+        memories = host_memory(2)
+        for memory in memories:
+            memory.view(torch.int32)[: 2 * 2 * 2] = 2**30
+        ranks = [sums_of(memories, rank) for rank in range(2)]
+        for _ in range(2):
+            for own, x in zip(ranks, node, strict=True):
+                own._counts.zero_()
+                part_N = own.sum(x, dtype=torch.float32)
+        assert torch.equal(part_N, pairwise_sum([x.float() for x in node]))
+        parts.append(part_N)
+    total = sum_of_gathered(torch.stack(parts), torch.float16)
+    assert torch.equal(total, pairwise_sum(summands))
 
 
 def test_an_abort_ends_a_wait_and_every_sum_after_it() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from eesd_dist.backends.api import ChainStart, DraftedChain
 from eesd_dist.backends.cuda import attention as cuda_attention
+from eesd_dist.backends.cuda import graphs, steps, verifier
 from eesd_dist.backends.cuda import layers as cuda_layers
-from eesd_dist.backends.cuda import steps, verifier
 from eesd_dist.backends.cuda.drafter import GraphDrafter
 from eesd_dist.backends.cuda.layers import CudaLayers
 from eesd_dist.backends.cuda.verifier import GraphVerifier
@@ -31,7 +31,8 @@ from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
-from tests.support.fake_cuda import Rerun, as_on_gpu
+from tests.support.fake_cuda import as_on_gpu
+from tests.support.recorded_graphs import NoRoom, recorded_graphs
 from tests.unit.engine.conftest import MakeConfig
 
 CALIBRATED = of_length(3)._replace(
@@ -48,8 +49,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):Runtime
 
 @pytest.fixture(scope="module", autouse=True)
 def no_gpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_layers, "Graph", Rerun)
+    with pytest.MonkeyPatch.context() as patch, recorded_graphs():
         for module in (steps, verifier, cuda_layers):  # padding takes the interpreter time, too
             patch.setattr(module, "GRAPH_ROWS", (2, 4, 8, 16, 32))
         patch.setattr(cuda_layers, "GRAPH_TILES", (2, 4, 8, 16, 32))
@@ -201,16 +201,13 @@ def test_steps_without_a_graph_have_the_same_bits(
 ) -> None:
     """Prompts that are too long for one, and a machine without room."""
 
-    def no_room(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     shard, drafter = twin(make_config())
     chains = starts(shard, num=4, seed=3)
     with torch.inference_mode():
         monkeypatch.setattr(steps, "_FEW_ROWS", 2)
         assert_same(drafter.draft(chains)[1], four_chains)
         monkeypatch.undo()
-        monkeypatch.setattr(cuda_layers, "Graph", no_room)
+        monkeypatch.setattr(graphs, "Graph", NoRoom)
         shard, drafter = twin(make_config())
         chains = starts(shard, num=4, seed=3)
         assert_same(drafter.draft(chains)[1], four_chains)

@@ -1,4 +1,4 @@
-"""Graphs of a stage's ranks as threads: kernels in Triton's interpreter, graphs as reruns."""
+"""Graphs of a stage's ranks as threads: kernels in Triton's interpreter, recorded graphs."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ from eesd_dist.transport.contracts import RoundHeader
 from eesd_dist.transport.group_handles import GroupHandle
 from eesd_dist.types import ChoiceParams
 from tests.support.captured_ranks import CapturedRanks, on_captured_ranks
-from tests.support.fake_cuda import Rerun
+from tests.support.recorded_graphs import RecordedGraph
 from tests.support.tiny_checkpoints import save_tiny_model
 from tests.unit.backends.cuda.test_drafter import (
     assert_same,
@@ -47,7 +47,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):Runtime
 @pytest.fixture(scope="module", autouse=True)
 def no_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_layers, "Graph", Rerun)
         for module in (steps, verifier, cuda_layers):  # padding takes the interpreter time, too
             patch.setattr(module, "GRAPH_ROWS", (2, 4))
         patch.setattr(cuda_layers, "GRAPH_TILES", (2, 4))
@@ -111,7 +110,7 @@ class Rank:
 
     def tokens_without_graphs(self) -> list[list[int]]:
         """Returns the same tokens, of kernels that are launched one by one without padding."""
-        self.handle.join(CapturedRanks(self.group.threads, fits_graphs=False))
+        self.handle.join(self.group.placement.everyone)
         tokens = self.tokens()
         assert not self.graphs._graphs.by_key
         assert len({token for row in tokens for token in row}) > 3
@@ -119,32 +118,48 @@ class Rank:
         return tokens
 
 
-def test_ranks_verify_in_graphs_of_their_epoch_what_they_do_without(folder: Path) -> None:
+SUMS = 2
+"""Sums of a layer; a verify pass also gathers."""
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "per_node", "num_cuts"),
+    [(2, 2, 0), (2, None, SUMS + 1), (4, None, SUMS + 1), (4, 2, SUMS + 1)],
+    ids=["one node", "NCCL sums", "NCCL gathers", "nodes of two"],
+)
+def test_ranks_verify_in_graphs_of_their_epoch_what_they_do_without(
+    folder: Path, num_ranks: int, per_node: int | None, num_cuts: int
+) -> None:
     def run(group: CapturedRanks) -> None:
         rank = Rank(folder, group)
         expected = rank.tokens_without_graphs()
         assert rank.tokens() == expected
         before = dict(rank.graphs._graphs.by_key)
         assert [size.num_rows for size in before] == [2, 4]
-        assert group.watched == ["replay"]
+        assert group.plane.watched.count("replay") == num_cuts + 1
+        assert all(graph.num_cuts == num_cuts for graph, _ in before.values())
         rank.graphs._graphs.has_room = False  # a capture that a lost peer has ended
-        rank.handle.join(CapturedRanks(group.threads, epoch=2))
+        rank.handle.join(CapturedRanks(group.placement, epoch=2))
         assert rank.tokens() == expected
         after = rank.graphs._graphs.by_key
         assert after.keys() == before.keys()
         assert all(after[size][0] is not graph for size, (graph, _) in before.items())
 
-    on_captured_ranks(2, run)
+    on_captured_ranks(num_ranks, run, per_node=per_node)
 
 
 def test_a_rank_without_room_launches_what_its_peers_replay(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Room(Rerun):
-        def __init__(self, run: Callable[[], Tensor], pool: object) -> None:
-            if pool == "full":
+    class Room(RecordedGraph):
+        def __init__(self, pool: object) -> None:
+            self.has_room = pool != "full"
+            super().__init__(pool)
+
+        def capture(self, work: Callable[[], Tensor]) -> None:
+            if not self.has_room:
                 raise torch.OutOfMemoryError("no room")
-            super().__init__(run, pool)
+            super().capture(work)
 
     def run(group: CapturedRanks) -> None:
         rank = Rank(folder, group)
@@ -154,8 +169,7 @@ def test_a_rank_without_room_launches_what_its_peers_replay(
         assert rank.tokens() == expected
         assert bool(rank.graphs._graphs.by_key) == (group.rank == 0)
 
-    monkeypatch.setattr(cuda_layers, "Graph", Room)
-    on_captured_ranks(2, run)
+    on_captured_ranks(2, run, per_node=2, graph=Room)
     assert caplog.text.count("no_graphs verifying") == 1
 
 
@@ -204,9 +218,9 @@ def test_ranks_draft_in_steps_what_calls_of_every_part_draft(
             for _ in range(2):  # the first step of a size has no graph yet
                 _, drafted = drafter.draft(chains)
                 assert_same(drafted, expected)
-        assert bool(graphs.by_key) == (case != "several nodes" and graphs.has_room)
+        assert bool(graphs.by_key) == graphs.has_room
         return [chain.tokens for chain in drafted]
 
-    rank0, rank1 = on_captured_ranks(2, run, fits_graphs=case != "several nodes")
+    rank0, rank1 = on_captured_ranks(2, run, per_node=None if case == "several nodes" else 2)
     assert rank0 == rank1
     assert sum(map(len, rank0)) > 3

@@ -181,6 +181,11 @@ kernels = [
         (symmetric.sum_kernel, "total", dict(IN_SHARES=False)),
         (symmetric.gather_kernel, "gathered", {}),
     )
+] + [
+    (symmetric.gathered_sum_kernel, dict(x_GN="*fp32", total_N="*bf16", num="i32"),
+     dict(SIZE=2, BLOCK=1024)),
+    (symmetric.gathered_sum_kernel, dict(x_GN="*bf16", total_N="*bf16", num="i32"),
+     dict(SIZE=16, BLOCK=1024)),
 ]
 unfused = (
     attention.attend_kernel, attention.merge_kernel, choice.gumbel_kernel,
@@ -203,7 +208,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [line.split() for line in done.stdout.splitlines()]
-    assert len(kernels) == 17
+    assert len(kernels) == 19
     assert all(int(size) > 1000 for _, size, _ in kernels)
     # What is compared bit for bit with a CPU may round only as a CPU does.
     fused = {name: int(count) for name, _, count in kernels}

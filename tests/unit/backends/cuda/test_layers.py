@@ -1,6 +1,6 @@
 """A GPU's layers on a CPU: the kernels in Triton's interpreter, graphs as reruns of their work."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.backends.cuda import attention as cuda_attention
+from eesd_dist.backends.cuda import graphs
 from eesd_dist.backends.cuda import layers as cuda_layers
 from eesd_dist.backends.cuda.layers import CudaLayers
 from eesd_dist.model.attention.pages import LayerPages
@@ -15,7 +16,8 @@ from eesd_dist.model.attention.rows import RowPlan, RowSegment, row_arrays
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.transport.group_handles import SingleGroup
-from tests.support.fake_cuda import Rerun, as_on_gpu
+from tests.support.fake_cuda import as_on_gpu
+from tests.support.recorded_graphs import NoRoom, recorded_graphs
 from tests.support.tiny_checkpoints import save_tiny_model
 
 CPU = torch.device("cpu")
@@ -91,11 +93,12 @@ class Twins:
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_layers, "Graph", Rerun)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_layers, "GRAPH_ROWS", GRAPH_ROWS)
     monkeypatch.setattr(cuda_layers, "GRAPH_TILES", GRAPH_ROWS)
     monkeypatch.setattr(cuda_attention, "checked_tiles", lambda *_: True)
+    with recorded_graphs():
+        yield
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -171,7 +174,7 @@ def test_padding_writes_no_page_and_what_a_graph_returned_stays(tmp_path: Path) 
 def test_a_longer_plan_than_its_buffer_and_other_pages_make_new_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_layers, "_NUMBERS", 60)
+    monkeypatch.setattr(graphs, "_NUMBERS", 60)
     save_tiny_model(tmp_path, "llama", num_hidden_layers=NUM_LAYERS)
     twins = Twins(tmp_path)
     x_TD = torch.randn(5, twins.spec.hidden_size)
@@ -188,14 +191,11 @@ def test_a_longer_plan_than_its_buffer_and_other_pages_make_new_graphs(
 def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_room(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     save_tiny_model(tmp_path, "llama", num_hidden_layers=NUM_LAYERS)
     twins = Twins(tmp_path)
     x_TD = torch.randn(3, twins.spec.hidden_size)
     _, expected_TD = twins.run([RowSegment(0, 3, (7,))], x_TD)
-    monkeypatch.setattr(cuda_layers, "Graph", no_room)
+    monkeypatch.setattr(graphs, "Graph", NoRoom)
     for _ in range(3):
         _, hidden_TD = twins.run([RowSegment(0, 3, (9,), (-1, 0, 1))], x_TD)
         assert torch.equal(hidden_TD, expected_TD)

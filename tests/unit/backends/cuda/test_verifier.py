@@ -1,5 +1,6 @@
 """Which rounds are one graph, and what it reads, with toys in place of layers and LM head."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.backends.cuda import layers as cuda_layers
+from eesd_dist.backends.cuda import graphs as cuda_graphs
 from eesd_dist.backends.cuda import verifier
 from eesd_dist.backends.cuda.tiles import DeviceRows, RowTiles, single_tiles
 from eesd_dist.backends.cuda.verifier import GraphVerifier
@@ -17,13 +18,13 @@ from eesd_dist.engine.profile import greedy_segment
 from eesd_dist.model.kv_layout import RowArrays
 from eesd_dist.transport.contracts import Segment
 from eesd_dist.transport.group_handles import SingleGroup
-from tests.support.fake_cuda import Rerun
+from tests.support.recorded_graphs import NoRoom, recorded_graphs
 
 HIDDEN = VOCAB = 64
 
 
 class PageLayers:
-    """After these layers a row is one-hot at the last page of its table."""
+    """After these layers a row is one-hot at the first page of its table."""
 
     group = SingleGroup()
 
@@ -31,18 +32,18 @@ class PageLayers:
         return num_rows <= 16
 
     def tiles(self, arrays: RowArrays) -> RowTiles:
-        self.width = arrays.tables_BW.shape[1]
         return single_tiles(arrays, counts=(4, 8, 16))
 
     def run(self, x_TD: Tensor, rows: DeviceRows) -> Tensor:
-        last_T = rows.slots[rows.table_T.long() + self.width - 1]
-        return functional.one_hot(last_T.long(), HIDDEN) + 0 * x_TD
+        first_T = rows.slots[rows.table_T.long()]
+        return functional.one_hot(first_T.long(), HIDDEN) + 0 * x_TD
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_layers, "Graph", Rerun)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(verifier, "GRAPH_ROWS", (4, 8, 16))
+    with recorded_graphs():
+        yield
 
 
 def toy_verifier() -> GraphVerifier:
@@ -69,18 +70,18 @@ def test_tokens_follow_the_sampled_rows_of_each_segment() -> None:
     graphs = toy_verifier()
     segments = segment(8, 9, num_sampled=2), segment(4, 3, num_sampled=0), segment(1, 2)
     for _ in range(2):  # the first run of a graph's size has no graph yet
-        assert tokens_of(graphs, *segments) == [9, 9, 2]
+        assert tokens_of(graphs, *segments) == [8, 8, 1]
     assert len(graphs._graphs.by_key) == 1
-    assert tokens_of(graphs, *reversed(segments)) == [2, 9, 9]
+    assert tokens_of(graphs, *reversed(segments)) == [1, 8, 8]
 
 
 def test_a_longer_plan_than_its_buffer_makes_new_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_layers, "_NUMBERS", 90)
+    monkeypatch.setattr(cuda_graphs, "_NUMBERS", 90)
     graphs = toy_verifier()
-    assert tokens_of(graphs, segment(8, 9)) == [9]
+    assert tokens_of(graphs, segment(8, 9)) == [8]
     before = dict(graphs._graphs.by_key)
-    assert tokens_of(graphs, segment(*range(50))) == [49]
-    assert tokens_of(graphs, segment(8, 9)) == [9]
+    assert tokens_of(graphs, segment(*range(50, 0, -1))) == [50]
+    assert tokens_of(graphs, segment(8, 9)) == [8]
     assert before
     assert not before.items() & graphs._graphs.by_key.items()
 
@@ -110,12 +111,9 @@ def test_logits_of_a_graph_take_no_more_memory_than_those_of_a_block(
 def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_room(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(cuda_layers, "Graph", no_room)
+    monkeypatch.setattr(cuda_graphs, "Graph", NoRoom)
     graphs = toy_verifier()
     for _ in range(2):
-        assert tokens_of(graphs, segment(8, 9)) == [9]
+        assert tokens_of(graphs, segment(8, 9)) == [8]
     assert not graphs._graphs.by_key
     assert caplog.text.count("no_graphs verifying") == 1
