@@ -80,7 +80,7 @@ class Communicator(NamedTuple):
     backend: CollectiveBackend
     size: int
     first: Work
-    """Its first work, which has ended, and by which torch is asked for errors."""
+    """Work that has ended, by which torch is asked for errors."""
 
 
 class Watchdog:

@@ -46,7 +46,7 @@ def _threads(group: ThreadGroup) -> _Threads:
 
 
 class _Communicator:
-    """The methods of torch's NCCL backend that a plane calls, between threads."""
+    """Implements what a plane calls of torch's NCCL backend, between threads."""
 
     Options = SimpleNamespace
 
@@ -72,7 +72,7 @@ class _Communicator:
 
 
 class _NodeSums:
-    """The sums of `SymmetricSums` between threads: work that a graph can hold."""
+    """Sums as `SymmetricSums` does, between threads: work that a graph can hold."""
 
     def __init__(self, threads: ThreadGroup) -> None:
         self._threads = threads
@@ -122,7 +122,7 @@ class Placement(NamedTuple):
     in_node: ThreadGroup | None = None
     """None: all sums are NCCL's."""
     over_nodes: ThreadGroup | None = None
-    """Those of the same place on other nodes, in the order of their nodes."""
+    """Threads at the same place of other nodes, in the order of the nodes."""
 
 
 class CapturedRanks(ProcessGroup):

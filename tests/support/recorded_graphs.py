@@ -115,7 +115,7 @@ def recorded_graphs(kind: type[RecordedGraph] = RecordedGraph) -> Iterator[None]
 
 
 def _product(packed: PackedProduct, *args: Any) -> Tensor:
-    """A compiled product, which stands for one of a GPU."""
+    """Computes a compiled product, which stands for one of a GPU."""
     with _disable_current_modes():
         out: Tensor = _PRODUCT(packed, *args)
     launches = _launches()
