@@ -161,10 +161,10 @@ def _sum_in_memory(
     if num_nodes == 1:
         plane.sum_in_memory(symmetric)
         return
-    node, place = divmod(exchange.rank, symmetric.size)
+    node, local_rank = divmod(exchange.rank, symmetric.size)
     plane.sum_over_nodes(
         symmetric,
-        exchange.store(f"nccl place {place}", timeout_s=exchange.timeout_s),
+        exchange.store(f"nccl local rank {local_rank}", timeout_s=exchange.timeout_s),
         node=node,
         num_nodes=num_nodes,
         timeout_s=exchange.left_s(),

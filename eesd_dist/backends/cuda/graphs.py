@@ -159,17 +159,17 @@ class Graph(Generic[T]):
     def replay(self, operation: str = "") -> T:
         """Returns the output, which the next replay overwrites. `operation`: name of the replay in
         errors of its exchanges."""
-        for piece, exchange in zip_longest(self._pieces, self._exchanges):
-            piece.replay()
+        for graph, exchange in zip_longest(self._pieces, self._exchanges):
+            graph.replay()
             if exchange is not None:
                 exchange(operation=operation)
         return self._out
 
     def _begin_piece(self) -> None:
-        piece = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU at the same time.
-        piece.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        self._pieces.append(piece)
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._pieces.append(graph)
 
 
 @cache

@@ -97,8 +97,8 @@ class _Downloads:
     def start(self, best_G4: Tensor) -> Callable[[], Ints]:
         """Queues the copy; returns what waits for it."""
         if not (best_G4.is_cuda and torch.cuda.is_available()):
-            kept_G4 = best_G4.clone()
-            return lambda: kept_G4.cpu().numpy()
+            clone_G4 = best_G4.clone()
+            return lambda: clone_G4.cpu().numpy()
         if not self._pinned:
             size = GRAPH_ROWS[-1], best_G4.shape[1]
             self._pinned = [

@@ -213,12 +213,12 @@ def test_sums_that_a_graph_cannot_hold_are_queued_between_its_pieces(
 ) -> None:
     rank = Rank(checkpoint, size, in_memory=False)
     rank.run()
-    asked = Own.backends[0].asked
-    asked.clear()
+    calls = Own.backends[0].asked
+    calls.clear()
     before = launches.kernels, launches.replays
     rank.run()
     num_sums = 2 * NUM_LAYERS
-    assert asked == [{2: "allreduce", 8: "allgather"}[size]] * num_sums
+    assert calls == [{2: "allreduce", 8: "allgather"}[size]] * num_sums
     assert (launches.kernels, launches.replays) == (before[0], before[1] + 1 + num_sums)
 
 

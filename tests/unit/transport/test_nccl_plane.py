@@ -331,7 +331,7 @@ def test_nodes_exchange_their_sums_as_float32_and_both_communicators_are_aborted
     total = plane.all_reduce(x, operation="all_reduce of round 7")
     assert (total.shape, total.dtype) == (x.shape, x.dtype)
     assert over_nodes.asked == ["allreduce", "allgather"]
-    assert [part.dtype for part in exchanged] == [torch.float32]
+    assert [x.dtype for x in exchanged] == [torch.float32]
     assert plane.all_gather(x, operation="all_gather of round 7").shape == (4, 3, 5)
     assert everyone.asked == ["allreduce", "allgather"]
     plane.abort()
@@ -346,7 +346,7 @@ def test_what_a_graph_cannot_hold_is_given_to_its_capture(
     backend: type[Backend], size: int, num_rows: int, operations: list[str]
 ) -> None:
     plane = make_plane(timeout_s=0.05, size=size)
-    asked = backend.backends[0].asked
+    calls = backend.backends[0].asked
     cuts: list[Callable[[], None]] = []
 
     def cut(exchange: Callable[..., None], *tensors: Tensor) -> None:
@@ -354,10 +354,10 @@ def test_what_a_graph_cannot_hold_is_given_to_its_capture(
 
     with plane.capturing(cut):
         plane.all_reduce(torch.zeros(num_rows, 191, device=GPU), operation="all_reduce of round 7")
-    assert asked == ["allreduce"]
+    assert calls == ["allreduce"]
     assert not backend.backends[0].was_aborted.wait(0.2)
     for exchange in cuts:
         exchange()
-    assert asked == ["allreduce", *operations]
+    assert calls == ["allreduce", *operations]
     assert backend.backends[0].was_aborted.wait(5.0)
     assert plane.lost == "replay of round 8"

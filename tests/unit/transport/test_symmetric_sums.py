@@ -88,7 +88,7 @@ def test_a_nodes_part_of_a_sum_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -
     """Ranks run one after the other, as above."""
     monkeypatch.setattr(sums, "PROGRAMS", 2)
     summands = numbers(1, (700,), torch.float16, 4)
-    parts = []
+    node_sums = []
     for node in (summands[:2], summands[2:]):
         memories = host_memory(2)
         for memory in memories:
@@ -97,10 +97,10 @@ def test_a_nodes_part_of_a_sum_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -
         for _ in range(2):
             for own, x in zip(ranks, node, strict=True):
                 own._counts.zero_()
-                part_N = own.sum(x, dtype=torch.float32)
-        assert torch.equal(part_N, pairwise_sum([x.float() for x in node]))
-        parts.append(part_N)
-    total = sum_of_gathered(torch.stack(parts), torch.float16)
+                sum_N = own.sum(x, dtype=torch.float32)
+        assert torch.equal(sum_N, pairwise_sum([x.float() for x in node]))
+        node_sums.append(sum_N)
+    total = sum_of_gathered(torch.stack(node_sums), torch.float16)
     assert torch.equal(total, pairwise_sum(summands))
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from eesd_dist.transport.nccl import Watchdog
+from eesd_dist.transport.watchdog import Watchdog
 
 
 class ToyWork:
