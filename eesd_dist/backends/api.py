@@ -102,6 +102,11 @@ class EngineBackend(Protocol):
     """Backends of torch.distributed, of a group of tensors on the device and on the host."""
 
     @property
+    def captured_rows(self) -> Sequence[int]:
+        """Ascending numbers of rows of the passes that it captures; none where it captures none."""
+        ...
+
+    @property
     def multiplies_bfloat16(self) -> bool:
         """True if this machine has instructions for it."""
         ...

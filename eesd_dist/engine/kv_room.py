@@ -18,6 +18,7 @@ from eesd_dist.model.rank_memory import (
     CPU_BUDGET_BYTES,
     activation_bytes,
     gpu_budget_bytes,
+    held_bytes,
     logits_block,
 )
 from eesd_dist.model.span import read_embedding
@@ -35,6 +36,12 @@ def kv_room(
     `page_bytes`: one page of all layers that it keeps; `deferred_bytes`: weights loaded later.
     """
     reserved = deferred_bytes + _activation_bytes(config, layers)
+    reserved += held_bytes(
+        hidden_size=layers.spec.hidden_size,
+        intermediate_size=layers.spec.intermediate_size,
+        num_ranks=layers.num_ranks,
+        bytes_per_value=layers.dtype.itemsize,
+    )
     return KvRoom(
         budget_bytes=_budget_bytes(config.cache, layers.device, reserved_bytes=reserved),
         page_bytes=page_bytes,

@@ -71,6 +71,7 @@ def measure_cost(
     kv_range = _KvRange(start=start, pages=PageTable(range(num)))
     fitting = min(longest, min(num * page_size, positions) - start)
     bench = _Bench(draft=draft, channel=channel, kv_range=kv_range, epoch=epoch)
+    bench.capture(max_running, fitting=fitting)
     sizes = _batch_sizes(max_running)
     verify_s = isotonic([bench.verify_s([rows]) for rows in range(1, fitting + 1)])
     verify_s += [verify_s[-1]] * (longest - fitting)
@@ -125,6 +126,17 @@ class _Bench:
     epoch: int
     round_ids: Iterator[int] = field(default_factory=count)
     """Ids of rounds, a new one for each: a rank that stays in one round makes no progress."""
+
+    def capture(self, max_running: int, *, fitting: int) -> None:
+        """Runs rounds of every size that the device captures, so that no request waits for one:
+        verify passes of up to `fitting` rows a request, and drafts of a token."""
+        for num_rows in engine_on(self.draft.device).captured_rows:
+            num = -(-num_rows // fitting)
+            if num > max_running:
+                break
+            self._verify([fitting] * (num - 1) + [num_rows - fitting * (num - 1)])
+            if num_rows <= max_running and fitting > 1:
+                self._draft(num_rows, 1)
 
     def verify_s(self, rows: Sequence[int]) -> float:
         """Measures a verify pass over `rows`, a row count per request."""

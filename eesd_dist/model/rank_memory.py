@@ -11,6 +11,12 @@ CPU_BUDGET_BYTES = 512 * 2**20
 """Budget of a rank on a CPU where none is configured."""
 
 NUM_READERS = 4
+GRAPH_ROWS = 640
+"""Rows of the longest CUDA graph."""
+_NUM_GRAPH_POOLS = 2
+"""Graphs of a rank's layers alone, and of its rounds or draft steps, keep memory of their own."""
+_GROUP_BYTES = 512 << 20
+"""Estimated buffers of a group's communicators, and of its sums in the memory of a node."""
 _LOGITS_BYTES = 1 << 28
 """Bytes of a block of rows over the whole vocabulary, in float32."""
 READ_AHEAD_BYTES = 2**30
@@ -55,7 +61,8 @@ def gpu_budget_bytes(
         total_bytes: memory of the GPU.
         free_bytes: what no process uses.
         own_bytes: what this process has allocated.
-        reserved_bytes: what it will allocate later: activations, weights of a fallback.
+        reserved_bytes: what it will allocate later: activations, weights of a fallback, graphs
+            and groups.
         utilization: share of the GPU that it may use in total.
     """
     allowed = int(total_bytes * utilization) - own_bytes
@@ -82,8 +89,22 @@ def activation_bytes(
     A layer holds at once about six tensors of the hidden size and three of the rank's intermediate
     channels for each row; sampling holds about four float32 rows of the whole vocabulary.
     """
-    layer = 6 * hidden_size + 3 * intermediate_size // num_ranks
+    layer = _row_numbers(hidden_size, intermediate_size, num_ranks)
     return num_rows * layer * bytes_per_value + 4 * num_sampled * vocab_size * 4
+
+
+def held_bytes(
+    *, hidden_size: int, intermediate_size: int, num_ranks: int, bytes_per_value: int
+) -> int:
+    """Returns an estimate of the memory of a GPU that a rank holds from its first rounds on: that
+    of CUDA graphs, which no other work uses, and of its group."""
+    row = _row_numbers(hidden_size, intermediate_size, num_ranks) * bytes_per_value
+    return _NUM_GRAPH_POOLS * GRAPH_ROWS * row + (_GROUP_BYTES if num_ranks > 1 else 0)
+
+
+def _row_numbers(hidden_size: int, intermediate_size: int, num_ranks: int) -> int:
+    """Returns the numbers of a row that a layer holds at once."""
+    return 6 * hidden_size + 3 * intermediate_size // num_ranks
 
 
 def num_read_ahead(sizes: Sequence[int]) -> int:

@@ -94,8 +94,9 @@ class _Rerun:
 
     def __init__(self, pool: object) -> None: ...
 
-    def capture(self, work: Callable[[], Tensor]) -> None:
+    def capture(self, work: Callable[[], Tensor]) -> int:
         self.replay = work
+        return 0
 
 
 def as_on_gpu(pages: LayerPages) -> None:

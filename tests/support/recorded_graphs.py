@@ -33,13 +33,14 @@ class RecordedGraph:
         self._launches: list[Launch] = []
         self.num_cuts = 0
 
-    def capture(self, work: Callable[[], Any]) -> None:
+    def capture(self, work: Callable[[], Any]) -> int:
         _THREAD.launches = self._launches
         try:
             with _Operators(self._launches):
                 self._out = work()
         finally:
             _THREAD.launches = None
+        return 0
 
     def cut(self, exchange: Callable[..., None], *tensors: Tensor) -> None:
         self.num_cuts += 1
@@ -54,7 +55,7 @@ class RecordedGraph:
 class NoRoom(RecordedGraph):
     """A graph that the memory of its GPU has no room for."""
 
-    def capture(self, work: Callable[[], Any]) -> None:
+    def capture(self, work: Callable[[], Any]) -> int:
         raise torch.OutOfMemoryError("no room")
 
 

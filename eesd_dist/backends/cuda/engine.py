@@ -22,6 +22,12 @@ class CudaEngine(TorchEngine):
     collectives = "cpu:gloo,cuda:nccl"
 
     @property
+    def captured_rows(self) -> Sequence[int]:
+        from eesd_dist.backends.cuda.layers import GRAPH_ROWS
+
+        return GRAPH_ROWS
+
+    @property
     def multiplies_bfloat16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 

@@ -5,6 +5,7 @@ only. What a graph cannot hold, such as NCCL's work, is queued between its piece
 """
 
 import logging
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import zip_longest
@@ -78,6 +79,8 @@ class Graphs(Generic[K, T]):
         the group's next epoch."""
         self.by_key: dict[K, tuple[Graph[T], CapturedCounts | None]] = {}
         """Graphs with the counts of their sums; None for a group of one."""
+        self._num_bytes = 0
+        """Memory that captures have taken."""
 
     @property
     def numbers(self) -> Tensor:
@@ -112,13 +115,14 @@ class Graphs(Generic[K, T]):
     def _capture(self, key: K, work: Callable[[], T], group: ProcessGroup | None) -> None:
         """Captures the work, of which no kernel runs: no rank waits for another one."""
         graph: Graph[T] = Graph(self._pool)
+        started_s = time.perf_counter()
         try:
             if group is None:
-                graph.capture(work)
+                self._num_bytes += graph.capture(work)
                 self.by_key[key] = graph, None
             else:
                 with group.capturing(graph.cut) as captured:
-                    graph.capture(work)
+                    self._num_bytes += graph.capture(work)
                 self.by_key[key] = graph, captured
         except PeerLost:
             raise
@@ -126,6 +130,12 @@ class Graphs(Generic[K, T]):
             logger.warning("no_graphs %s key=%s error=%s", self._name, key, error)
             self.has_room = False
             self.by_key.clear()
+        else:
+            logger.info(
+                "graph_captured %s key=%s seconds=%.2f graphs=%d mib=%d",
+                self._name, key, time.perf_counter() - started_s, len(self.by_key),
+                self._num_bytes >> 20,
+            )  # fmt: skip
 
 
 class Graph(Generic[T]):
@@ -138,16 +148,21 @@ class Graph(Generic[T]):
         self._pieces: list[torch.cuda.CUDAGraph] = []
         self._exchanges: list[QueuedExchange] = []
 
-    def capture(self, work: Callable[[], T]) -> None:
-        """Raises RuntimeError where the work cannot be captured."""
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        with _CAPTURING, torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
-            self._begin_piece()
-            try:
-                self._out = work()
-            finally:
-                self._pieces[-1].capture_end()
+    def capture(self, work: Callable[[], T]) -> int:
+        """Returns the bytes of the GPU that it took. Raises RuntimeError where the work cannot be
+        captured."""
+        with _CAPTURING:
+            torch.cuda.synchronize()  # fails next to a capture of another thread
+            torch.cuda.empty_cache()
+            free_before, _ = torch.cuda.mem_get_info()
+            with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+                self._begin_piece()
+                try:
+                    self._out = work()
+                finally:
+                    self._pieces[-1].capture_end()
+            free, _ = torch.cuda.mem_get_info()
+        return max(0, free_before - free)
 
     def cut(self, exchange: QueuedExchange, *tensors: Tensor) -> None:
         """Ends a piece: before the next one `exchange` is called in each replay, with the memory

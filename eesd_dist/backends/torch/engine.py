@@ -20,6 +20,10 @@ class TorchEngine:
     collectives = "gloo"
 
     @property
+    def captured_rows(self) -> Sequence[int]:
+        return ()
+
+    @property
     def multiplies_bfloat16(self) -> bool:
         return False
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from eesd_dist.backends.torch.engine import TorchEngine
 from eesd_dist.config import SchedulerConfig, SpeculationConfig
 from eesd_dist.control.cost import CostModel
 from eesd_dist.control.registry import CONTROLLER_NAMES
@@ -97,6 +98,22 @@ def test_measured_rounds_are_told_apart_so_that_a_rank_in_them_makes_progress(
     LocalEngine(make_config())
     assert len(seen) > 20
     assert len(set(seen)) == len(seen)
+
+
+def test_rounds_of_every_size_that_is_captured_run_before_the_measured_ones(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[list[int]] = []
+    send = MemoryChannel.send
+
+    def noted(channel: MemoryChannel, header: RoundHeader, *args: Any) -> None:
+        rounds.append([segment.num_rows for segment in header.segments])
+        send(channel, header, *args)
+
+    monkeypatch.setattr(MemoryChannel, "send", noted)
+    monkeypatch.setattr(TorchEngine, "captured_rows", (8, 16, 64))
+    LocalEngine(make_config(scheduler=SchedulerConfig(max_running=10)))
+    assert rounds[:3] == [[6, 2], [6, 6, 4], [1]]
 
 
 def test_a_pinned_cost_model_is_taken_instead_of_measuring(

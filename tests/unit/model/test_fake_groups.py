@@ -102,9 +102,10 @@ def launches(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Iterato
         def __init__(self, pool: object) -> None:
             self._exchanges: list[Callable[..., None]] = []
 
-        def capture(self, work: Callable[[], Tensor]) -> None:
+        def capture(self, work: Callable[[], Tensor]) -> int:
             with launches.capturing():
                 self._out = work()
+            return 0
 
         def cut(self, exchange: Callable[..., None], *tensors: Tensor) -> None:
             self._exchanges.append(partial(exchange, *tensors))

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
+from eesd_dist.backends.cuda import layers as cuda_layers
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.rank_memory import (
+    GRAPH_ROWS,
     activation_bytes,
     gpu_budget_bytes,
+    held_bytes,
     kv_bytes_per_token,
 )
 from eesd_dist.schedule.kv_pages import KvRoom, num_pages_of, require_room
+from eesd_dist.transport.symmetric import sums
 
 GB = 10**9
 
@@ -115,6 +119,14 @@ def test_activations_grow_with_rows_and_shrink_with_ranks() -> None:
     assert 0.5 * GB < eight < 1.0 * GB
     assert eight < activation_bytes(num_rows=800, num_ranks=1, **sizes)
     assert eight < activation_bytes(num_rows=1600, num_ranks=8, **sizes)
+
+
+def test_groups_and_graphs_hold_memory_of_a_gpu() -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "bytes_per_value": 2}
+    group = 512 << 20
+    assert 0 < held_bytes(num_ranks=8, **sizes) - group < held_bytes(num_ranks=1, **sizes) < GB
+    assert max(cuda_layers.GRAPH_ROWS) == GRAPH_ROWS
+    assert group > 20 * sums.MEMORY_BYTES
 
 
 def test_the_arithmetic_imports_no_torch() -> None:

@@ -156,10 +156,10 @@ def test_a_rank_without_room_launches_what_its_peers_replay(
             self.has_room = pool != "full"
             super().__init__(pool)
 
-        def capture(self, work: Callable[[], Tensor]) -> None:
+        def capture(self, work: Callable[[], Tensor]) -> int:
             if not self.has_room:
                 raise torch.OutOfMemoryError("no room")
-            super().capture(work)
+            return super().capture(work)
 
     def run(group: CapturedRanks) -> None:
         rank = Rank(folder, group)
