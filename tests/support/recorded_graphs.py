@@ -116,9 +116,9 @@ def recorded_graphs(kind: type[RecordedGraph] = RecordedGraph) -> Iterator[None]
 
 
 def _product(packed: PackedProduct, *args: Any) -> Tensor:
-    """Computes a compiled product, which stands for one of a GPU."""
+    """Computes a compiled product, which stands for one of a GPU: its rows have no padding."""
     with _disable_current_modes():
-        out: Tensor = _PRODUCT(packed, *args)
+        out: Tensor = _PRODUCT(packed, *args).contiguous()
     launches = _launches()
     if launches is not None:
         launches.append(lambda _: out.copy_(_PRODUCT(packed, *args)))

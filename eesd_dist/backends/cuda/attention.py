@@ -119,6 +119,7 @@ class CudaAttention:
     ) -> None:
         """Norms and rotates queries and keys in place, and writes the keys and values of all rows
         but padding. `norm_HE`: the weights of a `HeadNorm`."""
+        assert heads_THE.is_contiguous(), "the kernel reads one row after the other"
         store_kernel[(rows.num_rows, heads_THE.shape[1])](
             heads_THE,
             self._pages_PKX,

@@ -35,6 +35,7 @@ def normed(norm: RmsNorm, x_TD: Tensor, addend_TD: Tensor | None) -> Tensor:
 
 def activated(gate_up: Tensor, *, is_silu: bool) -> Tensor:
     """Returns activation(gate) * up [T, I] of rows [T, 2 I]; GELU if it is not SiLU."""
+    assert gate_up.is_contiguous(), "the kernel reads one row after the other"
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     activated_TI = gate_up.new_empty(num_rows, width)
     activation_kernel[(num_rows, triton.cdiv(width, _BLOCK))](

@@ -220,7 +220,7 @@ def test_a_longer_plan_than_its_buffer_makes_new_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with torch.inference_mode():
-        monkeypatch.setattr(cuda_layers, "_NUMBERS", 120)
+        monkeypatch.setattr(graphs, "_NUMBERS", 120)
         shard, drafter = twin(make_config())
         chains = starts(shard, num=4, seed=3)
         drafter.draft(chains[:1])
