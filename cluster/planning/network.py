@@ -10,6 +10,9 @@ from cluster.planning.presets import COLLECTIVE_S, LINKS, Link
 from eesd_dist.control.cost import interpolated
 from eesd_dist.transport.counts import WHOLE_BYTES, bytes_of_sum
 
+_FLOAT32_TO_16_BITS = 2
+"""A node's sum is not rounded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
@@ -45,7 +48,7 @@ class Network:
 
     def _nearest(self, operation: Operation, num_ranks: int) -> CollectiveFigures | None:
         """Returns the figures of the operation in the same scope with the closest rank count."""
-        scope: Scope = "nodes" if num_ranks > self.gpus_per_node else "node"
+        scope: Scope = "nodes" if self.crosses(num_ranks) else "node"
         fitting = [
             figures
             for figures in self.measured
@@ -53,17 +56,39 @@ class Network:
         ]
         return min(fitting, key=lambda figures: abs(figures.num_ranks - num_ranks), default=None)
 
+    def crosses(self, num_ranks: int) -> bool:
+        """Returns whether a group of so many ranks is on several nodes."""
+        return num_ranks > self.gpus_per_node
+
     def _computed_sum_s(self, size_bytes: int, num_ranks: int) -> float:
-        """A ring that gathers what the ranks add, as `numerics: invariant` needs; for a large
-        tensor twice, with shares."""
-        per_node = min(num_ranks, self.gpus_per_node)
+        """Ranks of a node read each other's numbers; a large tensor is summed in shares, which they
+        write into each other's memory. Nodes exchange their sums. Where nodes have no part of the
+        sum to themselves (`transport.rank_sums`), all ranks exchange their numbers in a ring."""
+        if not self.crosses(num_ranks):
+            num_steps = 2 if size_bytes <= WHOLE_BYTES else 4
+            moved = bytes_of_sum(size_bytes, size=num_ranks)
+            return self._start_s(num_steps * self.intra.hop_s, moved / self.intra.bytes_per_s)
+        per_node = self.gpus_per_node
+        num_nodes, remaining = divmod(num_ranks, per_node)
+        sharing = per_node if self.inter.is_of_node else 1
+        if remaining or per_node & (per_node - 1) or per_node == 1:
+            return self._ring_s(size_bytes, num_ranks, sharing=sharing)
+        moved = size_bytes * (per_node - 1)
+        node_s = self._start_s(2 * self.intra.hop_s, moved / self.intra.bytes_per_s)
+        crossing = sharing * bytes_of_sum(_FLOAT32_TO_16_BITS * size_bytes, size=num_nodes)
+        hops_s = (num_nodes - 1) * self.inter.hop_s
+        return node_s + self._start_s(hops_s, crossing / self.inter.bytes_per_s)
+
+    def _ring_s(self, size_bytes: int, num_ranks: int, *, sharing: int) -> float:
+        """A ring that gathers what the ranks add; for a large tensor twice, with shares."""
+        per_node = self.gpus_per_node
         num_nodes = -(-num_ranks // per_node)
         hops_s = (num_ranks - num_nodes) * self.intra.hop_s + (num_nodes - 1) * self.inter.hop_s
         moved = bytes_of_sum(size_bytes, size=num_ranks)
-        bytes_s = moved / self.intra.bytes_per_s
-        if num_nodes > 1:
-            crossing = moved * (num_ranks - per_node) / (num_ranks - 1)
-            sharing = per_node if self.inter.is_of_node else 1
-            bytes_s = max(bytes_s, crossing * sharing / self.inter.bytes_per_s)
+        crossing = sharing * moved * (num_ranks - per_node) / (num_ranks - 1)
+        bytes_s = max(moved / self.intra.bytes_per_s, crossing / self.inter.bytes_per_s)
         num_exchanges = 1 if size_bytes <= WHOLE_BYTES else 2
-        return num_exchanges * (self.collective_s + hops_s) + bytes_s
+        return num_exchanges * self._start_s(hops_s, 0.0) + bytes_s
+
+    def _start_s(self, hops_s: float, bytes_s: float) -> float:
+        return self.collective_s + hops_s + bytes_s

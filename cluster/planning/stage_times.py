@@ -76,7 +76,7 @@ class StageTimes:
         host, requests = self.machine.host, batch.num_requests
         rows = requests * rows_per_request
         layer_s = self._layer_s(ranks, rows=rows, batch=batch)
-        layers_s = num_layers * (layer_s + 2 * self._verify_sum_s(rows, ranks))
+        layers_s = self._layers_s(num_layers, ranks, layer_s, self._verify_sum_s(rows, ranks))
         head_s = self._head_s(self.shape.vocab_size, rows=rows, ranks=ranks)
         # The best token of every shard is exchanged at the end.
         choice_s = self._sum_s(24 * rows, ranks, self.machine.verify_sum_s)
@@ -102,8 +102,14 @@ class StageTimes:
 
     def _draft_layers_s(self, num_layers: int, batch: Batch) -> float:
         rows, ranks = batch.num_requests, self.split.draft_tensor_parallel_size
-        sum_s = self._draft_sum_s(rows, self._row_bytes)
-        return num_layers * (self._layer_s(ranks, rows=rows, batch=batch) + 2 * sum_s)
+        layer_s = self._layer_s(ranks, rows=rows, batch=batch)
+        return self._layers_s(num_layers, ranks, layer_s, self._draft_sum_s(rows, self._row_bytes))
+
+    def _layers_s(self, num_layers: int, ranks: int, layer_s: float, sum_s: float) -> float:
+        """The host queues each sum over nodes, and the ranks wait for it if it takes longer."""
+        if self.machine.network.crosses(ranks):
+            return num_layers * max(layer_s + 2 * sum_s, 2 * self.machine.host.queued_sum_s)
+        return num_layers * (layer_s + 2 * sum_s)
 
     def _layer_s(self, ranks: int, *, rows: int, batch: Batch) -> float:
         arithmetic = self.machine.arithmetic

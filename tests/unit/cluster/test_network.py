@@ -41,8 +41,20 @@ def test_ranks_of_one_node_share_its_ethernet_port() -> None:
     unshared = Network(inter=Link(hop_s=0.0, bytes_per_s=1e9), gpus_per_node=8)
     shared = Network(inter=Link(hop_s=0.0, bytes_per_s=1e9, is_of_node=True), gpus_per_node=8)
     size = 200_000
-    ratio = (shared.sum_s(size, 16) - unshared.sum_s(size, 16)) / (size * 8 / 1e9)
+    ratio = (shared.sum_s(size, 16) - unshared.sum_s(size, 16)) / (2 * size / 1e9)
     assert ratio == pytest.approx(7.0, rel=1e-6)
+
+
+def test_nodes_exchange_one_sum_each_where_they_have_a_part_of_it_to_themselves() -> None:
+    network = Network(
+        intra=Link(hop_s=0.0, bytes_per_s=1e12),
+        inter=Link(hop_s=0.0, bytes_per_s=1e9),
+        collective_s=0.0,
+        gpus_per_node=4,
+    )
+    size = 10_000
+    assert network.sum_s(size, 16) == pytest.approx(2 * 3 * size / 1e9, rel=0.01)
+    assert network.sum_s(size, 6) == pytest.approx(2 * size / 1e9, rel=0.01)  # a ring
 
 
 def test_measured_sums_are_used_as_they_are_for_as_many_ranks() -> None:

@@ -100,6 +100,17 @@ def test_a_single_rank_waits_for_no_other() -> None:
     assert _plan(split, machine=waiting).draft_step_s == _plan(split).draft_step_s
 
 
+def test_a_group_over_nodes_waits_for_its_host_to_queue_each_sum() -> None:
+    host = replace(NO_HOST, queued_sum_s=1e-3)
+    batch = Batch(num_requests=1, context_tokens=0)
+    on_a_node, over_nodes = (
+        _times(replace(IDEAL, host=host), replace(EIGHT_GPUS, verify_tensor_parallel_size=ranks))
+        for ranks in (8, 16)
+    )
+    assert on_a_node.verify_s(batch, 0) == _times(IDEAL, EIGHT_GPUS).verify_s(batch, 0)
+    assert over_nodes.verify_s(batch, 0) == pytest.approx(72 * 2 * 1e-3, rel=0.01)
+
+
 def test_two_microbatches_pay_where_rows_are_bound_by_arithmetic() -> None:
     split = replace(EIGHT_GPUS, exit_layer=8)
     crowd = replace(ALONE, num_requests=2048)
