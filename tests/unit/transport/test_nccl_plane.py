@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import Store
 
 from eesd_dist.engine.layout import device_named
 from eesd_dist.errors import ConfigError
+from eesd_dist.transport import rendezvous
 from eesd_dist.transport.nccl import NcclPlane
 from eesd_dist.transport.symmetric import sums
 from tests.support.fake_cuda import NoLaunch
@@ -361,3 +362,53 @@ def test_what_a_graph_cannot_hold_is_given_to_its_capture(
     assert calls == ["allreduce", *operations]
     assert backend.backends[0].was_aborted.wait(5.0)
     assert plane.lost == "replay of round 8"
+
+
+@pytest.mark.parametrize(
+    ("per_node", "expected"),
+    [
+        (4, ["memory"] * 4),
+        (
+            2,
+            [
+                ("check local rank 0", 0, 2),
+                ("check local rank 1", 0, 2),
+                ("check local rank 0", 1, 2),
+                ("check local rank 1", 1, 2),
+            ],
+        ),
+        (None, []),
+    ],
+)
+def test_ranks_join_those_of_their_place_on_other_nodes(
+    per_node: int | None, expected: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memberships: list[object] = []
+
+    class Plane:
+        def sum_in_memory(self, symmetric: object) -> None:
+            memberships.append("memory")
+
+        def sum_over_nodes(
+            self, symmetric: object, store: str, *, node: int, num_nodes: int, timeout_s: float
+        ) -> None:
+            memberships.append((store, node, num_nodes))
+
+    symmetric = "no memory" if per_node is None else SimpleNamespace(size=per_node)
+    monkeypatch.setattr(sums, "join_symmetric", lambda *_, **__: symmetric)
+    for rank in range(4):
+        exchange = SimpleNamespace(
+            rank=rank,
+            timeout_s=1.0,
+            left_s=lambda: 1.0,
+            store=lambda name, timeout_s: name.replace("nccl", "check"),
+        )
+        rendezvous._sum_in_memory(
+            cast(NcclPlane, Plane()),
+            cast(rendezvous._Exchange, exchange),
+            size=4,
+            device=GPU,
+            name="verify",
+            address="10.0.0.1",
+        )
+    assert memberships == expected
