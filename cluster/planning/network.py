@@ -75,9 +75,12 @@ class Network:
             return self._ring_s(size_bytes, num_ranks, sharing=sharing)
         moved = size_bytes * (per_node - 1)
         node_s = self._start_s(2 * self.intra.hop_s, moved / self.intra.bytes_per_s)
-        crossing = sharing * bytes_of_sum(_FLOAT32_TO_16_BITS * size_bytes, size=num_nodes)
+        wide_bytes = _FLOAT32_TO_16_BITS * size_bytes
+        crossing = sharing * bytes_of_sum(wide_bytes, size=num_nodes)
         hops_s = (num_nodes - 1) * self.inter.hop_s
-        return node_s + self._start_s(hops_s, crossing / self.inter.bytes_per_s)
+        num_exchanges = 2 if num_nodes > 2 and wide_bytes > WHOLE_BYTES else 1
+        exchanges_s = num_exchanges * self._start_s(hops_s, 0.0)
+        return node_s + exchanges_s + crossing / self.inter.bytes_per_s
 
     def _ring_s(self, size_bytes: int, num_ranks: int, *, sharing: int) -> float:
         """A ring that gathers what the ranks add; for a large tensor twice, with shares."""

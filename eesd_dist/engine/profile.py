@@ -128,8 +128,9 @@ class _Bench:
     """Ids of rounds, a new one for each: a rank that stays in one round makes no progress."""
 
     def capture(self, max_running: int, *, fitting: int) -> None:
-        """Runs rounds of every size that the device captures, so that no request waits for one:
-        verify passes of up to `fitting` rows a request, and drafts of a token."""
+        """Runs rounds of every number of rows that the device captures: verify passes of up to
+        `fitting` rows a request, and drafts of a token. Those of longer contexts, which are divided
+        among more programs, are captured when they first come up."""
         for num_rows in engine_on(self.draft.device).captured_rows:
             num = -(-num_rows // fitting)
             if num > max_running:

@@ -13,6 +13,8 @@ CPU_BUDGET_BYTES = 512 * 2**20
 NUM_READERS = 4
 GRAPH_ROWS = 640
 """Rows of the longest CUDA graph."""
+SPLIT_ROWS = 1 << 14
+"""Most rows of attention in float32 that a pass divides among programs."""
 _NUM_GRAPH_POOLS = 2
 """Graphs of a rank's layers alone, and of its rounds or draft steps, keep memory of their own."""
 _GROUP_BYTES = 512 << 20
@@ -97,9 +99,11 @@ def held_bytes(
     *, hidden_size: int, intermediate_size: int, num_ranks: int, bytes_per_value: int
 ) -> int:
     """Returns an estimate of the memory of a GPU that a rank holds from its first rounds on: that
-    of CUDA graphs, which no other work uses, and of its group."""
+    of CUDA graphs, which no other work uses, and of its group. Both pools of graphs have the rows
+    of layers, one of them logits and the longest contexts."""
     row = _row_numbers(hidden_size, intermediate_size, num_ranks) * bytes_per_value
-    return _NUM_GRAPH_POOLS * GRAPH_ROWS * row + (_GROUP_BYTES if num_ranks > 1 else 0)
+    once = (SPLIT_ROWS * hidden_size * 4 + _LOGITS_BYTES) // num_ranks
+    return _NUM_GRAPH_POOLS * GRAPH_ROWS * row + once + (_GROUP_BYTES if num_ranks > 1 else 0)
 
 
 def _row_numbers(hidden_size: int, intermediate_size: int, num_ranks: int) -> int:

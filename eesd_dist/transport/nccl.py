@@ -14,6 +14,7 @@ graphs: the graph is cut there, and the work is queued between its pieces (`Nccl
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,14 +117,15 @@ class NcclPlane:
         self._watchdog = Watchdog(timeout_s=timeout_s, on_timeout=on_timeout)
         # Runs once: from the watchdog, from `abort`, or when the plane is collected.
         self._ends = [self._watchdog.stop]
-        self._end = weakref.finalize(self, _call_all, self._ends)
+        self._aborts: list[Callable[[], None]] = []
+        self._end = weakref.finalize(self, _end_all, self._ends, self._aborts)
         self._end.atexit = False  # the driver frees what an ending process holds
         self._join(store, rank=rank, size=size, timeout_s=join_timeout_s)
 
     def sum_in_memory(self, symmetric: "SymmetricSums") -> None:
-        """Sums and gathers this way from now on, on every rank: all are on one node."""
+        """Sums in the memory of a node from now on, on every rank."""
         self._symmetric = symmetric
-        self._ends.insert(1, symmetric.abort)
+        self._ends.append(symmetric.abort)
 
     def sum_over_nodes(
         self,
@@ -216,9 +218,10 @@ class NcclPlane:
     def queue(self, start: Callable[..., Work], *tensors: Tensor, operation: str) -> None:
         """Queues work of NCCL over these tensors; cuts a graph that is being captured."""
         if self._cut is not None:
-            self._cut(partial(self._start, start), *tensors)
+            # A graph does not keep the plane, which is aborted when it is not used any more.
+            self._cut(partial(_queue_again, weakref.ref(self), start), *tensors)
         else:
-            self._start(start, *tensors, operation=operation)
+            self._order(start(*tensors), operation=operation)
 
     def abort(self) -> None:
         self._end()
@@ -234,7 +237,7 @@ class NcclPlane:
         )  # torch asks it for each pair's first transfer without keeping it
         try:
             backend = cast(CollectiveBackend, ProcessGroupNCCL(store, rank, size, options))
-            self._ends.append(backend.abort)
+            self._aborts.append(backend.abort)
             # The first collective builds the communicator; a wait with a timeout blocks.
             first = backend.allreduce([torch.zeros(1, device=self._device)])
             first.wait(timedelta(seconds=timeout_s))
@@ -242,9 +245,6 @@ class NcclPlane:
             self.abort()
             raise
         self._communicators.append(Communicator(backend, size, first))
-
-    def _start(self, start: Callable[..., Work], *tensors: Tensor, operation: str) -> None:
-        self._order(start(*tensors), operation=operation)
 
     def _order(self, work: Work, *, operation: str) -> None:
         work.wait()
@@ -294,6 +294,26 @@ class _NcclExchange:
         return sum_of_gathered(x_GN, self._dtype)
 
 
-def _call_all(ends: Sequence[Callable[[], None]]) -> None:
+def _queue_again(
+    plane: "weakref.ref[NcclPlane]",
+    start: Callable[..., Work],
+    *tensors: Tensor,
+    operation: str,
+) -> None:
+    living = plane()
+    if living is None:
+        raise RuntimeError("its communicators were given up")
+    living.queue(start, *tensors, operation=operation)
+
+
+def _end_all(ends: Sequence[Callable[[], None]], aborts: Sequence[Callable[[], None]]) -> None:
+    """Aborts communicators at once: the abort of one may wait for the kernels of another one."""
     for end in ends:
         end()
+    others = [threading.Thread(target=abort, daemon=True) for abort in aborts[1:]]
+    for thread in others:
+        thread.start()
+    for abort in aborts[:1]:
+        abort()
+    for thread in others:
+        thread.join()

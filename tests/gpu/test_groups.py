@@ -76,15 +76,27 @@ def test_sums_in_graphs_follow_the_rule(
     record_property(name, figures[0])
 
 
-@pytest.mark.parametrize("in_memory", [True, False], ids=["in memory", "NCCL"])
+@pytest.mark.parametrize(
+    ("size", "num_nodes", "in_memory"),
+    [(2, 1, True), (2, 1, False), (4, 2, True)],
+    ids=["in memory", "NCCL", "nodes"],
+)
 def test_a_rank_that_dies_around_a_replay_is_noticed(
-    in_memory: bool, num_gpus: int, record_property: Property
+    size: int, num_nodes: int, in_memory: bool, num_gpus: int, record_property: Property
 ) -> None:
-    devices = ["cuda:0", f"cuda:{1 % num_gpus}"]
+    devices = [f"cuda:{rank % num_gpus}" for rank in range(size)]
     jobs = (die_before_a_replay, die_during_a_replay, die_between_replays)
     with ThreadPoolExecutor(len(jobs)) as pool:
         ends = [
-            pool.submit(run_ranks, job, devices, dying={1}, in_memory=in_memory) for job in jobs
+            pool.submit(
+                run_ranks,
+                job,
+                devices,
+                dying={size - 1},
+                in_memory=in_memory,
+                num_nodes=num_nodes,
+            )
+            for job in jobs
         ]
         for job, end in zip(jobs, ends, strict=True):
             record_property(job.__name__, end.result()[0])

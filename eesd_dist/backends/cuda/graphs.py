@@ -26,6 +26,8 @@ from eesd_dist.transport.nccl import QueuedExchange
 
 _CAPTURING = Lock()
 """torch captures one graph of a process at a time."""
+_MOST_GRAPHS = 128
+"""Graphs that are kept: a size of long contexts has others than one of short ones."""
 _NUMBERS = 1 << 16
 """First size of a buffer for what a pass uploads."""
 
@@ -72,6 +74,7 @@ class Graphs(Generic[K, T]):
         self._name = name
         self._group = group
         self._epoch = 0
+        self._device = device
         self._buffer = NumberBuffer(device)
         self._pool = _graph_pool(device)
         self.has_room = True
@@ -89,7 +92,14 @@ class Graphs(Generic[K, T]):
 
     def upload(self, numbers: Ints) -> None:
         if self._buffer.write(numbers):
-            self.by_key.clear()
+            self.clear()
+
+    def clear(self) -> None:
+        """Drops all graphs. The next ones get other memory, since that of a failed capture is of no
+        use."""
+        self.by_key.clear()
+        self._pool = _graph_pool(self._device)
+        self._num_bytes = 0
 
     def run(self, key: K, work: Callable[[], T]) -> T:
         """Returns the output of the work, launched as a graph from its second run with this key on.
@@ -98,7 +108,7 @@ class Graphs(Generic[K, T]):
         group = process_group_of(self._group)
         if group is not None and group.epoch != self._epoch:  # its memory is the former plane's
             self._epoch = group.epoch
-            self.by_key.clear()
+            self.clear()
             self.has_room = True
         graph, captured = self.by_key.get(key, (None, None))
         if graph is None:
@@ -107,6 +117,7 @@ class Graphs(Generic[K, T]):
             if self.has_room:
                 self._capture(key, work, group)
             return out
+        self.by_key[key] = self.by_key.pop(key)  # the latest one
         if group is None or captured is None:
             return graph.replay()
         with group.replaying(captured) as operation:
@@ -129,8 +140,10 @@ class Graphs(Generic[K, T]):
         except (RuntimeError, EngineError) as error:  # no memory, or no operation of graphs
             logger.warning("no_graphs %s key=%s error=%s", self._name, key, error)
             self.has_room = False
-            self.by_key.clear()
+            self.clear()
         else:
+            if len(self.by_key) > _MOST_GRAPHS:
+                del self.by_key[next(iter(self.by_key))]
             logger.info(
                 "graph_captured %s key=%s seconds=%.2f graphs=%d mib=%d",
                 self._name, key, time.perf_counter() - started_s, len(self.by_key),
@@ -145,6 +158,7 @@ class Graph(Generic[T]):
     def __init__(self, pool: Any) -> None:
         """`pool`: memory that graphs share; one is replayed at a time, and its output copied."""
         self._pool = pool
+        self._is_capturing = False
         self._pieces: list[torch.cuda.CUDAGraph] = []
         self._exchanges: list[QueuedExchange] = []
 
@@ -160,16 +174,21 @@ class Graph(Generic[T]):
                 try:
                     self._out = work()
                 finally:
-                    self._pieces[-1].capture_end()
+                    if self._is_capturing:
+                        self._end_piece()
             free, _ = torch.cuda.mem_get_info()
         return max(0, free_before - free)
 
     def cut(self, exchange: QueuedExchange, *tensors: Tensor) -> None:
         """Ends a piece: before the next one `exchange` is called in each replay, with the memory
-        that these tensors have now. Later launches of the capture may be given that memory."""
-        self._pieces[-1].capture_end()
-        self._exchanges.append(partial(exchange, *map(memory_of, tensors)))
-        self._begin_piece()
+        that these tensors have now. Later launches of the capture may be given that memory. Raises
+        EngineError where that fails."""
+        try:
+            self._end_piece()
+            self._exchanges.append(partial(exchange, *map(memory_of, tensors)))
+            self._begin_piece()
+        except RuntimeError as error:  # which a group would take for a lost peer
+            raise EngineError(f"a CUDA graph could not be cut: {error}") from error
 
     def replay(self, operation: str = "") -> T:
         """Returns the output, which the next replay overwrites. `operation`: name of the replay in
@@ -184,7 +203,12 @@ class Graph(Generic[T]):
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU at the same time.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._is_capturing = True
         self._pieces.append(graph)
+
+    def _end_piece(self) -> None:
+        self._is_capturing = False
+        self._pieces[-1].capture_end()
 
 
 @cache

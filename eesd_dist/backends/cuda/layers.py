@@ -65,7 +65,7 @@ class CudaLayers:
     def take_pages(self, pages: Sequence[LayerPages]) -> None:
         """Reads and writes these pages from now on."""
         self._attention = [_on_gpu(layer_pages) for layer_pages in pages]
-        self._graphs.by_key.clear()
+        self._graphs.clear()
         # Layers with a window have kernels of their own. Compared while weights are loaded, not in
         # a round.
         self._may_tile = all(attention.is_independent for attention in self._attention)

@@ -6,7 +6,6 @@ and rule in the same order, and rows do not depend on each other, so that a row 
 with and without a graph. Does not decide how far to draft.
 
 Every rank of a group queues the same steps, and gathers the best guesses of all ranks in each.
-Where the group's sums cannot be in a graph, its kernels are launched one by one.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Sums and gathers over the ranks of a node in one kernel each. Needs Triton when it is imported.
 
-Every rank has memory that all ranks of the group have mapped. A rank copies its numbers into its
+Every rank has memory that all ranks of the node have mapped. A rank copies its numbers into its
 own memory, tells the same program of every peer that they are there, waits until each peer has said
 so, and adds up the numbers of all ranks in pairs. So every sum has the bits of
 `rank_sums.pairwise_sum`, whatever else is summed with it.

@@ -94,11 +94,7 @@ class SymmetricSums:
 
     def fits(self, x: Tensor) -> bool:
         """Returns whether `sum` takes this tensor."""
-        return x.dtype in SUMMED_IN_FLOAT32 and x.numel() > 0 and self.fits_bytes(x.nbytes)
-
-    def fits_bytes(self, num_bytes: int) -> bool:
-        """Returns whether `sum` takes tensors of so many bytes."""
-        return num_bytes <= _LARGEST
+        return x.dtype in SUMMED_IN_FLOAT32 and 0 < x.nbytes <= _LARGEST
 
     def fits_gather(self, x: Tensor) -> bool:
         """Returns whether `gather` takes this tensor."""

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from eesd_dist.backends.cuda import layers as cuda_layers
+from eesd_dist.backends.cuda import tiles
 from eesd_dist.config import EngineConfig
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.rank_memory import (
     GRAPH_ROWS,
+    SPLIT_ROWS,
     activation_bytes,
     gpu_budget_bytes,
     held_bytes,
@@ -124,8 +126,9 @@ def test_activations_grow_with_rows_and_shrink_with_ranks() -> None:
 def test_groups_and_graphs_hold_memory_of_a_gpu() -> None:
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "bytes_per_value": 2}
     group = 512 << 20
-    assert 0 < held_bytes(num_ranks=8, **sizes) - group < held_bytes(num_ranks=1, **sizes) < GB
+    assert 0 < held_bytes(num_ranks=8, **sizes) - group < held_bytes(num_ranks=1, **sizes) < 2 * GB
     assert max(cuda_layers.GRAPH_ROWS) == GRAPH_ROWS
+    assert tiles._MOST_SPLIT_ROWS == SPLIT_ROWS
     assert group > 20 * sums.MEMORY_BYTES
 
 

@@ -412,3 +412,42 @@ def test_ranks_join_those_of_their_place_on_other_nodes(
             address="10.0.0.1",
         )
     assert memberships == expected
+
+
+def test_communicators_are_aborted_at_once(backend: type[Backend]) -> None:
+    """The abort of one may wait for the kernels of another one, which only its own abort ends."""
+    plane = make_plane(size=4)
+    plane.sum_over_nodes(
+        InMemory(),  # type: ignore[arg-type]
+        cast(Store, None),
+        node=0,
+        num_nodes=2,
+        timeout_s=1.0,
+    )
+    meeting = threading.Barrier(2, timeout=10.0)
+    for instance in backend.backends:
+        abort = instance.abort
+
+        def abort_together(abort: Callable[[], None] = abort) -> None:
+            meeting.wait()
+            abort()
+
+        instance.abort = abort_together  # type: ignore[method-assign]
+    plane._aborts[:] = [instance.abort for instance in backend.backends]
+    plane.abort()
+    assert [instance.num_aborts for instance in backend.backends] == [1, 1]
+
+
+def test_a_graph_does_not_keep_a_plane(backend: type[Backend]) -> None:
+    plane, exchanges = make_plane(size=4), []
+
+    def cut(exchange: Callable[..., None], *tensors: Tensor) -> None:
+        exchanges.append(exchange)
+
+    with plane.capturing(cut):
+        plane.all_gather(torch.zeros(3, device=GPU), operation="all_gather of round 7")
+    del plane
+    gc.collect()
+    assert backend.backends[0].num_aborts == 1
+    with pytest.raises(RuntimeError, match="given up"):
+        exchanges[0](torch.zeros(4, 3), torch.zeros(3), operation="replay of round 8")

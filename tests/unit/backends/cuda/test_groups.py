@@ -1,5 +1,6 @@
 """Graphs of a stage's ranks as threads: kernels in Triton's interpreter, recorded graphs."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.model.spec import ModelSpec
+from eesd_dist.transport import rank_sums
 from eesd_dist.transport.contracts import RoundHeader
 from eesd_dist.transport.group_handles import GroupHandle
 from eesd_dist.types import ChoiceParams
@@ -148,29 +150,44 @@ def test_ranks_verify_in_graphs_of_their_epoch_what_they_do_without(
     on_captured_ranks(num_ranks, run, per_node=per_node)
 
 
+@pytest.mark.parametrize(("num_ranks", "per_node"), [(2, 2), (4, None), (4, 2)])
 def test_a_rank_without_room_launches_what_its_peers_replay(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, num_ranks: int, per_node: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Room(RecordedGraph):
-        def __init__(self, pool: object) -> None:
-            self.has_room = pool != "full"
-            super().__init__(pool)
+    without_room: set[int] = set()
 
+    class Room(RecordedGraph):
         def capture(self, work: Callable[[], Tensor]) -> int:
-            if not self.has_room:
+            if threading.get_ident() in without_room:
                 raise torch.OutOfMemoryError("no room")
             return super().capture(work)
 
     def run(group: CapturedRanks) -> None:
         rank = Rank(folder, group)
         if group.rank == 1:
-            rank.graphs._graphs._pool = "full"
+            without_room.add(threading.get_ident())
         expected = rank.tokens_without_graphs()
         assert rank.tokens() == expected
-        assert bool(rank.graphs._graphs.by_key) == (group.rank == 0)
+        assert bool(rank.graphs._graphs.by_key) == (group.rank != 1)
 
-    on_captured_ranks(2, run, per_node=2, graph=Room)
+    on_captured_ranks(num_ranks, run, per_node=per_node, graph=Room)
     assert caplog.text.count("no_graphs verifying") == 1
+
+
+@pytest.mark.parametrize("whole_bytes", [16, 1 << 20], ids=["shares", "whole"])
+@pytest.mark.parametrize("per_node", [None, 2])
+def test_sums_over_three_nodes_are_those_of_all_ranks(
+    per_node: int | None, whole_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_sums, "WHOLE_BYTES", whole_bytes)
+    generator = torch.Generator().manual_seed(7)
+    summands = [torch.randn(3, 11, generator=generator).half() for _ in range(6)]
+
+    def run(group: CapturedRanks) -> Tensor:
+        return group.all_reduce(summands[group.rank].clone())
+
+    for total in on_captured_ranks(6, run, per_node=per_node):
+        assert torch.equal(total, rank_sums.pairwise_sum(summands))
 
 
 def test_a_rank_that_keeps_rows_after_layers_sums_with_peers_that_do_not(folder: Path) -> None:

@@ -182,6 +182,10 @@ kernels = [
         (symmetric.gather_kernel, "gathered", {}),
     )
 ] + [
+    (symmetric.sum_kernel,
+     dict(x="*bf16", total="*fp32", bases="*i64", counts="*i32", num="i32"),
+     dict(RANK=1, SIZE=8, PROGRAMS=16, DATA=1 << 16, CAPACITY=1 << 22, TILE=2048,
+          IN_SHARES=False)),
     (symmetric.gathered_sum_kernel, dict(x_GN="*fp32", total_N="*bf16", num="i32"),
      dict(SIZE=2, BLOCK=1024)),
     (symmetric.gathered_sum_kernel, dict(x_GN="*bf16", total_N="*bf16", num="i32"),
@@ -208,7 +212,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [line.split() for line in done.stdout.splitlines()]
-    assert len(kernels) == 19
+    assert len(kernels) == 20
     assert all(int(size) > 1000 for _, size, _ in kernels)
     # What is compared bit for bit with a CPU may round only as a CPU does.
     fused = {name: int(count) for name, _, count in kernels}
