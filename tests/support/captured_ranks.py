@@ -25,6 +25,7 @@ from tests.support.thread_ranks import on_ranks
 T = TypeVar("T")
 _COMPUTING = Lock()
 _TIMEOUT_S = 120.0
+"""Ranks compute one after the other: each waits while the others compile and compute."""
 _DEVICE = torch.device("cpu", 0)
 """A device with an index, as a plane needs one."""
 _DONE = SimpleNamespace(wait=lambda timeout=None: None, is_completed=lambda: True)
@@ -175,10 +176,10 @@ def on_captured_ranks(
     in_node = over_nodes = [None] * size
     if per_node is not None:
         num_nodes = size // per_node
-        nodes = [thread_group(per_node) for _ in range(num_nodes)]
+        nodes = [thread_group(per_node, timeout_s=_TIMEOUT_S) for _ in range(num_nodes)]
         in_node = [nodes[rank // per_node][rank % per_node] for rank in range(size)]
         if num_nodes > 1:
-            places = [thread_group(num_nodes) for _ in range(per_node)]
+            places = [thread_group(num_nodes, timeout_s=_TIMEOUT_S) for _ in range(per_node)]
             over_nodes = [places[rank % per_node][rank // per_node] for rank in range(size)]
 
     def run(threads: ThreadGroup) -> T:
