@@ -69,8 +69,6 @@ class Communicator(NamedTuple):
 
     backend: CollectiveBackend
     size: int
-    first: Work
-    """Work that has ended, by which torch is asked for errors."""
 
 
 class NcclPlane:
@@ -103,7 +101,8 @@ class NcclPlane:
         self._watching = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
         self._stores: list[Store] = []
-        self._communicators: list[Communicator] = []
+        self._firsts: list[Work] = []
+        """Work of each communicator that has ended, by which torch is asked for errors."""
         self._ordered_sums = ordered_sums
         self._symmetric: SymmetricSums | None = None
         self._cut: Cut | None = None
@@ -120,7 +119,9 @@ class NcclPlane:
         self._aborts: list[Callable[[], None]] = []
         self._end = weakref.finalize(self, _end_all, self._ends, self._aborts)
         self._end.atexit = False  # the driver frees what an ending process holds
-        self._join(store, rank=rank, size=size, timeout_s=join_timeout_s)
+        self._everyone = self._join(store, rank=rank, size=size, timeout_s=join_timeout_s)
+        self._nodes: Communicator | None = None
+        """Ranks with this one's place on their nodes, where sums are taken over nodes."""
 
     def sum_in_memory(self, symmetric: "SymmetricSums") -> None:
         """Sums in the memory of a node from now on, on every rank."""
@@ -141,7 +142,7 @@ class NcclPlane:
         `symmetric`: the sums of this rank's node, its part of the sum in pairs; `store`: for the
         ranks that have this one's place on the nodes. Raises RuntimeError.
         """
-        self._join(store, rank=node, size=num_nodes, timeout_s=timeout_s)
+        self._nodes = self._join(store, rank=node, size=num_nodes, timeout_s=timeout_s)
         self.sum_in_memory(symmetric)
 
     @contextmanager
@@ -162,46 +163,43 @@ class NcclPlane:
     def all_reduce(self, x: Tensor, *, operation: str) -> Tensor:
         """Returns the sum: in pairs with `ordered_sums` over three ranks or more, or in symmetric
         memory; otherwise NCCL's own, in place."""
-        everyone, *over_nodes = self._communicators
         if self._symmetric is not None and self._symmetric.fits(x):
-            if not over_nodes:
+            if self._nodes is None:
                 total = self._symmetric.sum(x)
             else:
-                (nodes,) = over_nodes
-                total = sum_over_ranks(
-                    self._symmetric.sum(x, dtype=torch.float32),
-                    _NcclExchange(self, nodes, x.dtype, operation),
-                    size=nodes.size,
-                )
+                exchange = _NcclExchange(self, self._nodes, x.dtype, operation)
+                node_sum = self._symmetric.sum(x, dtype=torch.float32)
+                total = sum_over_ranks(node_sum, exchange, size=self._nodes.size)
             self.watch_queued(operation=operation)
             return total
-        if self._ordered_sums and everyone.size > 2:
-            exchange = _NcclExchange(self, everyone, x.dtype, operation)
-            return sum_over_ranks(x, exchange, size=everyone.size)
-        self.queue(lambda x: everyone.backend.allreduce([x]), x, operation=operation)
+        backend, size = self._everyone
+        if self._ordered_sums and size > 2:
+            exchange = _NcclExchange(self, self._everyone, x.dtype, operation)
+            return sum_over_ranks(x, exchange, size=size)
+        self.queue(lambda x: backend.allreduce([x]), x, operation=operation)
         return x
 
     def all_gather(self, x: Tensor, *, operation: str) -> Tensor:
         """Returns every rank's x, [G, *x.shape], in rank order."""
-        everyone, *over_nodes = self._communicators
-        if self._symmetric is not None and not over_nodes and self._symmetric.fits_gather(x):
-            gathered = self._symmetric.gather(x)
+        symmetric = self._symmetric if self._nodes is None else None
+        if symmetric is not None and symmetric.fits_gather(x):
+            gathered = symmetric.gather(x)
             self.watch_queued(operation=operation)
             return gathered
-        return _NcclExchange(self, everyone, x.dtype, operation).gathered(x)
+        return _NcclExchange(self, self._everyone, x.dtype, operation).gathered(x)
 
     def broadcast(self, x: Tensor, *, source: int, operation: str) -> None:
         options = BroadcastOptions()
         options.rootRank = source
-        self._order(self._communicators[0].backend.broadcast([x], options), operation=operation)
+        self._order(self._everyone.backend.broadcast([x], options), operation=operation)
 
     def recv(self, x: Tensor, *, source: int, operation: str) -> None:
-        self._order(self._communicators[0].backend.recv([x], source, 0), operation=operation)
+        self._order(self._everyone.backend.recv([x], source, 0), operation=operation)
 
     def isend(self, x: Tensor, *, to: int, operation: str) -> None:
         """Sends without ordering streams: later kernels do not wait for the peer. The caller keeps
         `x` unchanged until the peer has answered."""
-        work = self._communicators[0].backend.send([x], to, 0)
+        work = self._everyone.backend.send([x], to, 0)
         with torch.cuda.stream(self._watching):
             work.wait()
             self.watch_queued(operation=operation)
@@ -212,8 +210,8 @@ class NcclPlane:
         if torch.cuda.is_current_stream_capturing():
             return
         event = torch.cuda.current_stream().record_event()
-        firsts = [communicator.first for communicator in self._communicators]
-        self._watchdog.watch(QueuedWork(event, firsts, self._watching), operation=operation)
+        work = QueuedWork(event, self._firsts, self._watching)
+        self._watchdog.watch(work, operation=operation)
 
     def queue(self, start: Callable[..., Work], *tensors: Tensor, operation: str) -> None:
         """Queues work of NCCL over these tensors; cuts a graph that is being captured."""
@@ -226,15 +224,14 @@ class NcclPlane:
     def abort(self) -> None:
         self._end()
 
-    def _join(self, store: Store, *, rank: int, size: int, timeout_s: float) -> None:
+    def _join(self, store: Store, *, rank: int, size: int, timeout_s: float) -> Communicator:
         """Builds a communicator. Raises RuntimeError, and then has aborted the plane."""
         from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from builds for the CPU
 
         options = ProcessGroupNCCL.Options()
         options._timeout = NO_DEADLINE
-        self._stores.append(
-            store
-        )  # torch asks it for each pair's first transfer without keeping it
+        # torch asks the store for each pair's first transfer, and does not keep it.
+        self._stores.append(store)
         try:
             backend = cast(CollectiveBackend, ProcessGroupNCCL(store, rank, size, options))
             self._aborts.append(backend.abort)
@@ -244,7 +241,8 @@ class NcclPlane:
         except BaseException:
             self.abort()
             raise
-        self._communicators.append(Communicator(backend, size, first))
+        self._firsts.append(first)
+        return Communicator(backend, size)
 
     def _order(self, work: Work, *, operation: str) -> None:
         work.wait()

@@ -193,7 +193,7 @@ def exchange_and_abort(group: ProcessGroup, device: torch.device) -> None:
     )
     x = torch.arange(1_000.0, device=device).view(1, -1)
     gathered = plane.all_gather(x, operation="all_gather")
-    over_nccl = _NcclExchange(plane, plane._communicators[0], x.dtype, "all_to_all")
+    over_nccl = _NcclExchange(plane, plane._everyone, x.dtype, "all_to_all")
     swapped = over_nccl.swapped(x)
     torch.cuda.synchronize(device)
     plane.abort()

@@ -24,8 +24,18 @@ class OperatorWatch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.saw(func, _tensors((args, kwargs)), _tensors(out))
+        self.ran(func, args, kwargs or {}, out)
         return out
+
+    def ran(
+        self,
+        operator: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: object,
+    ) -> None:
+        """Called after an operator."""
+        self.saw(operator, _tensors((args, kwargs)), _tensors(out))
 
 
 def _tensors(tree: object) -> list[Tensor]:

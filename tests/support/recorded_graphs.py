@@ -13,12 +13,13 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from eesd_dist.backends.cpu.packed import PackedProduct
 from eesd_dist.backends.cuda import graphs
+from tests.support.operators import OperatorWatch
 
 Launch = Callable[[str], object]
 _RUN = InterpretedFunction.run
@@ -59,30 +60,27 @@ class NoRoom(RecordedGraph):
         raise torch.OutOfMemoryError("no room")
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(OperatorWatch):
     """Records torch's operators, which run to make their outputs."""
 
     def __init__(self, launches: list[Launch]) -> None:
         super().__init__()
         self._launches = launches
 
-    def __torch_dispatch__(
+    def ran(
         self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-
+        operator: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: object,
+    ) -> None:
         def run_again(_: str) -> None:
-            fresh = func(*args, **(kwargs or {}))
+            fresh = operator(*args, **kwargs)
             for x, y in zip(tree_leaves(out), tree_leaves(fresh), strict=True):
                 if isinstance(x, Tensor) and x.data_ptr() != y.data_ptr():
                     x.copy_(y)
 
         self._launches.append(run_again)
-        return out
 
 
 def launch(run: Callable[[], object]) -> None:

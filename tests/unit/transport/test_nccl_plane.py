@@ -247,7 +247,7 @@ def test_work_of_a_communicator_in_error_is_late_at_once(
         raise torch.distributed.DistBackendError("NCCL error: remote process exited")
 
     first = cast(torch.distributed.Work, SimpleNamespace(is_completed=lambda: True, wait=raises))
-    plane._communicators[-1] = plane._communicators[-1]._replace(first=first)
+    plane._firsts[:] = [first]
     plane.watch_queued(operation="graph of round 8")
     assert backend.backends[0].was_aborted.wait(5.0)
     assert plane.lost == "graph of round 8"
