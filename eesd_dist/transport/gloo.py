@@ -193,7 +193,8 @@ class _Link:
         """Calls this once, from another thread or at once, when the connection has ended."""
         with self._lock:
             is_gone = self._is_gone
-            self._on_gone.append(act)
+            if not is_gone:
+                self._on_gone.append(act)
         if is_gone:
             act()
 
@@ -206,9 +207,9 @@ class _Link:
             life.wait(NO_DEADLINE)
         with self._lock:
             self._is_gone = True
-            watchers = tuple(self._on_gone)
-        for act in watchers:
-            act()
+            watchers, self._on_gone = self._on_gone, []
+        while watchers:
+            watchers.pop(0)()  # keeps nothing of the group alive
         self._jobs.put(None)
         time.sleep(_LAST_WORDS_S)
         with self._lock:
