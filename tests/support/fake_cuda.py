@@ -109,8 +109,8 @@ def as_on_gpu(pages: LayerPages) -> None:
 
 
 @contextmanager
-def fake_cuda(kernel: Any = _NO_LAUNCH) -> Iterator[None]:
-    """`kernel`: stands for every kernel."""
+def fake_cuda(kernel: Any = _NO_LAUNCH, graph: Any = _Rerun) -> Iterator[None]:
+    """`kernel`: stands for every kernel; `graph`: for the class of graphs."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _Bindings(),
@@ -124,7 +124,7 @@ def fake_cuda(kernel: Any = _NO_LAUNCH) -> Iterator[None]:
         patch.object(choice, "gumbel_kernel", kernel),
         patch.object(choice, "block_kernel", kernel),
         patch.object(choice, "best_kernel", kernel),
-        patch.object(graphs, "Graph", _Rerun),
+        patch.object(graphs, "Graph", graph),
         patch.object(cuda_attention, "checked_tiles", lambda *_: True),
     ):
         yield

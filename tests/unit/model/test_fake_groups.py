@@ -17,7 +17,6 @@ from torch._C import _distributed_c10d
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.distributed_c10d import Store
 
-from eesd_dist.backends.cuda import graphs
 from eesd_dist.backends.cuda.tiles import Tiling
 from eesd_dist.backends.cuda.verifier import GraphVerifier, _Size
 from eesd_dist.errors import PeerLost
@@ -124,8 +123,7 @@ def launches(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setattr(sums, "sum_kernel", launches.kernel(is_sum=True))
     monkeypatch.setattr(sums, "gather_kernel", launches.kernel(is_sum=True))
     monkeypatch.setattr(sums, "gathered_sum_kernel", launches.kernel(is_sum=False))
-    with fake_cuda(kernel=launches.kernel(is_sum=False)):
-        monkeypatch.setattr(graphs, "Graph", Counted)
+    with fake_cuda(kernel=launches.kernel(is_sum=False), graph=Counted):
         yield launches
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -189,17 +190,17 @@ def test_a_longer_plan_than_its_buffer_and_other_pages_make_new_graphs(
 
 
 def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny_model(tmp_path, "llama", num_hidden_layers=NUM_LAYERS)
     twins = Twins(tmp_path)
     x_TD = torch.randn(3, twins.spec.hidden_size)
     _, expected_TD = twins.run([RowSegment(0, 3, (7,))], x_TD)
-    monkeypatch.setattr(graphs, "Graph", NoRoom)
-    for _ in range(3):
-        _, hidden_TD = twins.run([RowSegment(0, 3, (9,), (-1, 0, 1))], x_TD)
-        assert torch.equal(hidden_TD, expected_TD)
-    twins.run([RowSegment(0, 9, (7, 8, 9))], torch.randn(9, twins.spec.hidden_size))
+    with patch.object(graphs, "Graph", NoRoom):
+        for _ in range(3):
+            _, hidden_TD = twins.run([RowSegment(0, 3, (9,), (-1, 0, 1))], x_TD)
+            assert torch.equal(hidden_TD, expected_TD)
+        twins.run([RowSegment(0, 9, (7, 8, 9))], torch.randn(9, twins.spec.hidden_size))
     assert caplog.text.count("no_graphs") == 1
 
 

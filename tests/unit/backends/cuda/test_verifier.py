@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -109,11 +110,11 @@ def test_logits_of_a_graph_take_no_more_memory_than_those_of_a_block(
 
 
 def test_without_room_for_a_graph_kernels_are_launched_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "Graph", NoRoom)
     graphs = toy_verifier()
-    for _ in range(2):
-        assert tokens_of(graphs, segment(8, 9)) == [8]
+    with patch.object(cuda_graphs, "Graph", NoRoom):
+        for _ in range(2):
+            assert tokens_of(graphs, segment(8, 9)) == [8]
     assert not graphs._graphs.by_key
     assert caplog.text.count("no_graphs verifying") == 1
