@@ -14,17 +14,12 @@ def own_failure(error: RuntimeError, *, member: str, operation: str) -> EngineEr
     return EngineError(f"{member} failed on its own device during {operation}: {first_line(error)}")
 
 
-_GONE = ("closed by peer", "onnection reset", "roken pipe", "pair closure", "ocket closed")
-
-
-def reason_of(error: RuntimeError, *, timeout_s: float, waited_s: float) -> str:
-    """Returns what happened, in words for an operator, then the first line of Gloo's message."""
-    message = first_line(error)
-    if "imed out" in message:
+def reason_of(error: Exception, *, timeout_s: float, waited_s: float) -> str:
+    """Returns what happened to a link, in words for an operator."""
+    if isinstance(error, TimeoutError):
         return f"no answer within {timeout_s:g} s"
-    if any(sign in message for sign in _GONE):
-        return f"its connection is gone, waited {waited_s:.1f} s ({message})"
-    return f"its link failed, waited {waited_s:.1f} s ({message})"
+    what = "connection is gone" if isinstance(error, ConnectionError) else "link failed"
+    return f"its {what}, waited {waited_s:.1f} s ({first_line(error)})"
 
 
 def first_line(error: Exception) -> str:

@@ -1,16 +1,14 @@
 """Transfers and collectives between ranks, with deadlines and errors that name the peer.
 
-`ProcessGroup` joins the processes of one epoch. Tensors on the CPU go over Gloo, tensors on a GPU
+`ProcessGroup` joins the processes of one epoch. Tensors on the CPU go over links, tensors on a GPU
 over NCCL; callers do not see which. It never touches torch's process-global default group.
 
 On the CPU a collective is a handful of point-to-point transfers, or a part of a compiled call of
-ranks that share a host (`host_sums`). Each wait is for one peer (so
-PeerLost names it), Gloo's worker thread is not involved, and sums are always taken as `rank_sums`
-says, whatever the size of the tensor. So all ranks hold the same bits, and a row's sum does not
-depend on the other rows of the batch (`numerics: invariant`).
+ranks that share a host (`host_sums`). Each wait is for one peer, so PeerLost names it. Sums are
+always taken as `rank_sums` says, whatever the size of the tensor. So all ranks hold the same bits,
+and a row's sum does not depend on the other rows of the batch (`numerics: invariant`).
 
-torch's RuntimeErrors become PeerLost: on the CPU in `ProcessGroup.peer_lost`, on a GPU in
-`_on_device`; errors of computations on the results of aborted GPU work, in `raises_lost_peers`.
+Errors of links and of NCCL become PeerLost in `ProcessGroup.peer_lost` and `_on_device`; errors of computations on the results of aborted GPU work, in `raises_lost_peers`.
 Errors that report a failure of this rank's own device name this rank. Every operation is counted by
 its kind: number, bytes each way, seconds waited. Waits without a deadline are not counted: there is
 no round to work on.
@@ -35,11 +33,11 @@ from eesd_dist.transport.counts import (
     captured_counts,
 )
 from eesd_dist.transport.failures import OWN_FAILURES, own_failure, reason_of
-from eesd_dist.transport.gloo import GlooPlane, Pending
 from eesd_dist.transport.host_sums import HostSums
+from eesd_dist.transport.link_plane import LinkPlane
 from eesd_dist.transport.nccl import Cut, NcclPlane
 from eesd_dist.transport.rank_sums import pairwise_sum
-from eesd_dist.transport.transfers import Tag, Transfer, finish_all
+from eesd_dist.transport.transfers import Pending, Tag, Transfer, finish_all
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +54,7 @@ class ProcessGroup:
         members: Sequence[str],
         timeout_s: float,
         device: torch.device,
-        gloo: GlooPlane,
+        links: LinkPlane,
         nccl: NcclPlane | None = None,
         host_sums: HostSums | None = None,
     ) -> None:
@@ -68,11 +66,11 @@ class ProcessGroup:
         self.device = device
         self._rank = rank
         self._others = [peer for peer in range(len(members)) if peer != rank]
-        self._gloo = gloo
+        self._links = links
         self._nccl = nccl
         self._host_sums = host_sums
         if host_sums is not None:
-            gloo.call_when_gone(host_sums.end_waits_for)
+            links.call_when_gone(host_sums.end_waits_for)
         self._aborted: str | None = None
         self._number: int | None = None
         self._round_id: int | None = None
@@ -285,14 +283,14 @@ class ProcessGroup:
                 "group aborted: group=%s epoch=%d reason=%s",
                 self.name, self.epoch, reason,
             )  # fmt: skip
-        self._gloo.abort()
+        self._links.abort()
         if self._host_sums is not None:
             self._host_sums.abort()
         if self._nccl is not None:
             self._nccl.abort()
 
     def peer_lost(
-        self, error: RuntimeError, *, peer: int, operation: str, waited_s: float = 0.0
+        self, error: OSError, *, peer: int, operation: str, waited_s: float = 0.0
     ) -> PeerLost:
         reason = self._aborted or reason_of(error, timeout_s=self.timeout_s, waited_s=waited_s)
         return self.lost(peer, operation=operation, reason=reason, round_id=self._round_id)
@@ -390,10 +388,10 @@ class ProcessGroup:
         )
 
     @contextmanager
-    def _on_host(self, operation: str, *, peer: int) -> Iterator[GlooPlane]:
+    def _on_host(self, operation: str, *, peer: int) -> Iterator[LinkPlane]:
         try:
-            yield self._gloo
-        except RuntimeError as error:
+            yield self._links
+        except OSError as error:
             raise self.peer_lost(error, peer=peer, operation=operation) from error
 
     @contextmanager

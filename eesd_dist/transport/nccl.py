@@ -29,7 +29,6 @@ from torch.distributed.distributed_c10d import Store
 
 from eesd_dist.devices import HOST
 from eesd_dist.errors import ConfigError
-from eesd_dist.transport.gloo import NO_DEADLINE, TransferBackend
 from eesd_dist.transport.rank_sums import SUMMED_IN_FLOAT32, pairwise_sum, sum_over_ranks
 from eesd_dist.transport.watchdog import QueuedWork, Watchdog
 
@@ -39,9 +38,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class CollectiveBackend(TransferBackend, Protocol):
+NO_DEADLINE = timedelta(days=3650)
+
+
+class CollectiveBackend(Protocol):
     """Methods of torch's NCCL backend that its type stubs lack."""
 
+    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Work: ...
+    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Work: ...
     def allreduce(self, tensors: list[Tensor], /) -> Work: ...
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> Work: ...
     def alltoall_base(

@@ -6,7 +6,6 @@ connects to the store separately: a client that waits for a key blocks all threa
 """
 
 import logging
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,22 +18,24 @@ from torch.distributed.distributed_c10d import Store
 
 from eesd_dist.devices import HOST
 from eesd_dist.errors import ConfigError, PeerLost
-from eesd_dist.transport.authentication.handshake import Address, new_nonce, peer_proof, proves
+from eesd_dist.transport.authentication.acceptor import SocketAddress
+from eesd_dist.transport.authentication.handshake import Address, peer_proof
 from eesd_dist.transport.authentication.key_store import KeysMissing, StoreClient
+from eesd_dist.transport.authentication.peers import PeerListener, Stranger, connect_to_peer
 from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.contracts import Record
 from eesd_dist.transport.failures import OWN_FAILURES, first_line, own_failure
-from eesd_dist.transport.gloo import Connection, GlooDevice, GlooPlane, SocketAddress
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.host_sums import HostSums, join_host_sums
+from eesd_dist.transport.link import Link
+from eesd_dist.transport.link_plane import LinkPlane
 from eesd_dist.transport.nccl import NcclPlane
 from eesd_dist.transport.sum_layout import MOST_RANKS
 
 logger = logging.getLogger(__name__)
 
 _SHORTEST_S = 0.1
-_PROOF_TAG = 1_000_001
-"""Tag of the proofs; no other message of a group has it."""
+_POLL_S = 0.2
 
 
 def connect_store(at: Address, *, timeout_s: float) -> StoreClient:
@@ -85,8 +86,8 @@ def build_group(
         operation=f"joining group {name} of epoch {epoch}",
     )
     with exchange.naming_the_lost():
-        gloo = _connect(
-            exchange, GlooDevice(address, refusals=refusals), address=address, device=device
+        links = _connect(
+            exchange, address=address, device=device, refusals=refusals or RefusedConnections()
         )
         try:
             nccl, host_sums = None, None
@@ -110,7 +111,7 @@ def build_group(
                         nccl, exchange, size=size, device=device, name=name, address=address
                     )
         except BaseException:
-            gloo.abort()
+            links.abort()
             raise
     return ProcessGroup(
         name=name,
@@ -119,7 +120,7 @@ def build_group(
         members=exchange.members,
         timeout_s=timeout_s,
         device=device,
-        gloo=gloo,
+        links=links,
         nccl=nccl,
         host_sums=host_sums,
     )
@@ -172,32 +173,34 @@ def _sum_in_memory(
 
 
 def _connect(
-    exchange: "_Exchange", network: GlooDevice, *, address: str, device: torch.device
-) -> GlooPlane:
-    """Connects the CPUs of all ranks. Its connections are those that the ranks have opened, and
-    their other ends know the secret of the epoch. Raises ConfigError if the ranks' devices are not
+    exchange: "_Exchange", *, address: str, device: torch.device, refusals: RefusedConnections
+) -> LinkPlane:
+    """Connects the CPUs of all ranks. Raises PeerLost, or ConfigError if the ranks' devices are not
     of one type: NCCL would wait for those that do not call it."""
-    ends = exchange.ends(_End(address, tuple(network.addresses), device.type))
-    _require_one_type(exchange.members, [end.device_type for end in ends])
-    listen = frozenset(
-        at for peer, end in enumerate(ends) if peer != exchange.rank for at in end.listens
+    rank, size = exchange.rank, len(exchange.members)
+    listener = PeerListener(
+        address,
+        rank=rank,
+        peers=range(rank + 1, size),
+        proof=exchange.proof,
+        refusals=refusals,
     )
-    network.guard.admit(exchange.sources({_source_to(at) for at in listen}))
-    plane = GlooPlane(
-        exchange.store("gloo", timeout_s=exchange.left_s()),
-        rank=exchange.rank,
-        size=len(ends),
-        timeout_s=exchange.left_s(),
-        device=network,
-        peer_addresses=listen,
-    )
+    links: dict[int, Link] = {}
     try:
-        plane.cut_unreported(exchange.opened(plane.opened()))
-        _prove_secret(plane, exchange)
+        ends = exchange.ends(_End(address, listener.at, device.type))
+        _require_one_type(exchange.members, [end.device_type for end in ends])
+        for peer in range(rank):
+            links[peer] = exchange.connected(peer, ends[peer].at)
+        while len(links) < size - 1:
+            missing = [peer for peer in range(rank + 1, size) if peer not in links]
+            peer, link = exchange.accepted(listener, missing)
+            links[peer] = link
     except BaseException:
-        plane.abort()
+        LinkPlane(links).abort()
         raise
-    return plane
+    finally:
+        listener.close()
+    return LinkPlane(links)
 
 
 def _require_one_type(members: Sequence[str], device_types: Sequence[str]) -> None:
@@ -213,53 +216,15 @@ def _require_one_type(members: Sequence[str], device_types: Sequence[str]) -> No
     )
 
 
-def _prove_secret(plane: GlooPlane, exchange: "_Exchange") -> None:
-    """Proves the secret of the epoch to each peer. Raises PeerLost that names a rank if another
-    process has taken its place."""
-    others = [peer for peer in range(len(exchange.members)) if peer != exchange.rank]
-    nonces = {peer: new_nonce() for peer in others}
-    peer_nonces = _swap(plane, exchange, nonces)
-    proofs = _swap(
-        plane,
-        exchange,
-        {
-            peer: exchange.proof(exchange.rank, peer, nonces=peer_nonces[peer] + nonces[peer])
-            for peer in others
-        },
-    )
-    for peer in others:
-        expected = exchange.proof(peer, exchange.rank, nonces=nonces[peer] + peer_nonces[peer])
-        if not proves(proofs[peer], expected):
-            raise exchange.lost(peer, "the process in its place does not know the epoch's secret")
-
-
-def _swap(plane: GlooPlane, exchange: "_Exchange", outgoing: dict[int, bytes]) -> dict[int, bytes]:
-    """Sends each peer its bytes and returns as many from each. Raises PeerLost."""
-    received = {
-        peer: torch.empty(len(value), dtype=torch.uint8) for peer, value in outgoing.items()
-    }
-    pending = {peer: plane.irecv(x, source=peer, tag=_PROOF_TAG) for peer, x in received.items()}
-    for peer, value in outgoing.items():
-        with exchange.naming(peer):
-            x = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-            plane.isend(x, to=peer, tag=_PROOF_TAG, confirmed=False).wait(timeout_s=None)
-    for peer, transfer in pending.items():
-        with exchange.naming(peer):
-            transfer.wait(timeout_s=exchange.left_s())
-    return {peer: x.numpy().tobytes() for peer, x in received.items()}
-
-
 class _End(Record, frozen=True):
-    """A rank's node, listening addresses and type of device, as the rank reports them."""
+    """A rank's node, where it listens, and its type of device, as the rank reports them."""
 
     node: str
-    listens: tuple[SocketAddress, ...]
+    at: SocketAddress
     device_type: str
 
 
 _ends = Decoder(_End)
-_sources = Decoder(frozenset[str])
-_connections = Decoder(frozenset[Connection])
 
 
 class _Exchange:
@@ -292,15 +257,36 @@ class _Exchange:
         )
         return ends
 
-    def sources(self, own_sources: set[str]) -> frozenset[str]:
-        """Returns the IP addresses from which ranks connect to each other."""
-        reports = self.gathered("sources", encode(own_sources))
-        return frozenset().union(*(_sources.decode(report) for report in reports))
+    def connected(self, peer: int, at: SocketAddress) -> Link:
+        """Returns the link to a lower rank. Raises PeerLost."""
+        try:
+            connection = connect_to_peer(
+                at,
+                rank=self.rank,
+                peer=peer,
+                proof=self.proof,
+                deadline=self._deadline,
+                is_given_up=lambda: self._store.is_closed,
+            )
+        except Stranger as error:
+            reason = "the process in its place does not know the epoch's secret"
+            raise self.lost(peer, reason) from error
+        except TimeoutError as error:
+            raise self._late(peer) from error
+        except ConnectionError as error:
+            raise self.lost(peer, first_line(error)) from error
+        return Link(connection)
 
-    def opened(self, own_connections: frozenset[Connection]) -> frozenset[Connection]:
-        """Returns the connections that ranks have opened."""
-        reports = self.gathered("opened", encode(own_connections))
-        return frozenset().union(*(_connections.decode(report) for report in reports))
+    def accepted(self, listener: PeerListener, missing: Sequence[int]) -> tuple[int, Link]:
+        """Returns the next higher rank that connects, and the link to it. Raises PeerLost that
+        names one of those that are missing."""
+        while time.monotonic() < self._deadline:
+            if self._store.is_closed:
+                raise self.lost(missing[0], "joining was given up")
+            arrived = listener.accept(timeout_s=min(self.left_s(), _POLL_S))
+            if arrived is not None:
+                return arrived.rank, Link(arrived.connection)
+        raise self._late(missing[0])
 
     def store(self, name: str, *, timeout_s: float) -> Store:
         """Returns the store as torch knows stores; keep it as long as torch has it."""
@@ -315,14 +301,6 @@ class _Exchange:
         return peer_proof(
             secret, group=self._prefix, prover=prover, verifier=verifier, nonces=nonces
         )
-
-    @contextmanager
-    def naming(self, peer: int) -> Iterator[None]:
-        """Raises PeerLost that names this peer when its connection fails."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.lost(peer, first_line(error)) from error
 
     @contextmanager
     def naming_the_lost(self) -> Iterator[None]:
@@ -341,18 +319,19 @@ class _Exchange:
             raise self._lost(" or ".join(others), first_line(error)) from error
 
     def gathered(self, name: str, own_value: bytes) -> tuple[bytes, ...]:
-        """Returns every rank's value. Raises PeerLost that names a missing rank, before Gloo begins
-        to wait."""
+        """Returns every rank's value. Raises PeerLost that names a missing rank."""
         keys = [f"{self._prefix}/{name}/{rank}" for rank in range(len(self.members))]
         self._store.put(keys[self.rank], own_value)
         try:
             return self._store.get(*keys, timeout_s=self.left_s())
         except KeysMissing as error:
-            missing = self.members[keys.index(error.keys[0])]
-            raise self._lost(missing, f"it did not join within {self.timeout_s:g} s") from error
+            raise self._late(keys.index(error.keys[0])) from error
 
     def lost(self, peer: int, reason: str) -> PeerLost:
         return self._lost(self.members[peer], reason)
+
+    def _late(self, peer: int) -> PeerLost:
+        return self.lost(peer, f"it did not join within {self.timeout_s:g} s")
 
     def _lost(self, peer: str, reason: str) -> PeerLost:
         return PeerLost(peer=peer, operation=self._operation, reason=reason)
@@ -386,10 +365,3 @@ class _TorchStore(Store):
         except KeysMissing as error:
             raise DistStoreError(str(error)) from error
 
-
-def _source_to(peer_address: SocketAddress) -> str:
-    """Returns the address from which this host would connect; sends nothing."""
-    family = socket.getaddrinfo(*peer_address, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(peer_address)
-        return str(probe.getsockname()[0])

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.counts import Tally
-from eesd_dist.transport.gloo import Pending
 
 
 class Tag(IntEnum):
@@ -22,6 +21,14 @@ class Tag(IntEnum):
     PAGES = 4
 
 
+class Pending(Protocol):
+    """A transfer between two CPUs in progress."""
+
+    def wait(self, *, timeout_s: float | None) -> None:
+        """None waits as long as the connection lives. Raises OSError."""
+        ...
+
+
 class TransferGroup(Protocol):
     """The group of a transfer's two ends."""
 
@@ -30,7 +37,7 @@ class TransferGroup(Protocol):
         ...
 
     def peer_lost(
-        self, error: RuntimeError, *, peer: int, operation: str, waited_s: float
+        self, error: OSError, *, peer: int, operation: str, waited_s: float
     ) -> PeerLost:
         """Returns the error of a wait for this peer."""
         ...
@@ -70,7 +77,7 @@ class Transfer:
         started_s = time.perf_counter()
         try:
             self._pending.wait(timeout_s=timeout_s)
-        except RuntimeError as error:
+        except OSError as error:
             raise self._group.peer_lost(
                 error,
                 peer=self._peer,

@@ -150,7 +150,7 @@ class CapturedRanks(ProcessGroup):
             members=[f"rank {rank}" for rank in range(everyone.size)],
             timeout_s=_TIMEOUT_S,
             device=_DEVICE,
-            gloo=cast(Any, SimpleNamespace(abort=lambda: None)),
+            links=cast(Any, SimpleNamespace(abort=lambda: None)),
             nccl=self.plane,
         )
         self.placement = placement

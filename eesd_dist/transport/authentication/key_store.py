@@ -1,8 +1,7 @@
 """A store of keys and values for one rendezvous, and the ranks' connections to it.
 
-The host answers only connections that prove the secret of its address (`handshake`); it serves all
-of them in one thread that never waits for any of them, so a connection that stays silent delays
-nothing. Such a connection is cut and counted after `_PROOF_WITHIN_S`.
+The host answers only connections that prove the secret of its address (`handshake`, `acceptor`); it
+serves all of them in one thread that never waits for any of them.
 """
 
 import selectors
@@ -19,7 +18,7 @@ from msgspec import DecodeError
 from msgspec.msgpack import Decoder, Encoder
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.transport.authentication.connection_filter import LISTENING
+from eesd_dist.transport.authentication.acceptor import Acceptor, Unproven, listen
 from eesd_dist.transport.authentication.handshake import (
     NONCE_BYTES,
     PROOF_BYTES,
@@ -34,10 +33,6 @@ from eesd_dist.transport.authentication.handshake import (
 from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.contracts import Record
 
-_PROOF_WITHIN_S = 2.0
-"""A rank that a busy machine delays for longer connects again."""
-_MAX_UNPROVEN = 64
-"""Connections without a proof at a time; the oldest is cut for one more."""
 _MAX_MESSAGE_BYTES = 1 << 20
 _RETRY_S = 0.1
 _GRACE_S = 0.3
@@ -83,9 +78,7 @@ class StoreHost:
         port: int = 0,
         refusals: RefusedConnections | None = None,
     ) -> None:
-        family, *_, bound = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with LISTENING:
-            listener = socket.create_server(bound[:2], family=family)
+        listener = listen(address, port)
         self.at = Address(host=address, port=listener.getsockname()[1], secret=new_secret())
         self.refusals = refusals or RefusedConnections()
         wake, woken = socket.socketpair()
@@ -138,8 +131,12 @@ class StoreClient:
             raise KeysMissing(reply.missing)
         return reply.values
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
     def close(self) -> None:
-        """Ends the requests in progress. From any thread."""
+        """Ends the requests in progress, and the joining of a group. From any thread."""
         self._closed.set()
         _cut(self._socket)
 
@@ -194,14 +191,10 @@ class _SecretRefused(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A connection to the host."""
+    """A rank's connection to the host."""
 
     link: socket.socket
-    host: str
-    nonce: bytes
-    proves_until_s: float
     received: bytes = b""
-    is_proven: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,26 +216,27 @@ class _Server:
         at: Address,
         refusals: RefusedConnections,
     ) -> None:
-        self._listener = listener
-        self._listener.setblocking(False)
         self._woken = woken
         self._at = at
-        self._refusals = refusals
         self._values: dict[str, bytes] = {}
-        self._peers: dict[socket.socket, _Peer] = {}
-        """Peers in the order in which they connected."""
+        self._peers: dict[object, _Peer] = {}
+        """By their sockets."""
         self._waiting: list[_Waiting] = []
         self._selector = selectors.DefaultSelector()
+        self._acceptor = Acceptor(
+            listener, self._selector, hello_bytes=NONCE_BYTES + PROOF_BYTES, refusals=refusals
+        )
 
     def run(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         try:
             while self._serve():
                 pass
         finally:
-            for link in (self._listener, self._woken, *self._peers):
-                link.close()
+            self._acceptor.close()
+            for peer in self._peers.values():
+                peer.link.close()
+            self._woken.close()
             self._selector.close()
 
     def _serve(self) -> bool:
@@ -250,68 +244,43 @@ class _Server:
         for key, _ in self._selector.select(self._left_s()):
             if key.fileobj is self._woken:
                 return False
-            if key.fileobj is self._listener:
-                self._accept()
-            elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+            if (peer := self._peers.get(key.fileobj)) is not None:
                 self._read(peer)
+            elif (candidate := self._acceptor.serve(key.fileobj)) is not None:
+                self._judge(candidate)
+        self._acceptor.expire()
         self._expire()
         return True
 
     def _left_s(self) -> float | None:
         """Returns the time until the next deadline."""
         ends = [request.until_s for request in self._waiting]
-        ends += [peer.proves_until_s for peer in self._unproven()]
+        if self._acceptor.until_s is not None:
+            ends.append(self._acceptor.until_s)
         return max(min(ends) - time.monotonic(), 0.0) if ends else None
 
-    def _unproven(self) -> list[_Peer]:
-        return [peer for peer in self._peers.values() if not peer.is_proven]
-
-    def _accept(self) -> None:
-        try:
-            link, from_ = self._listener.accept()
-            link.setblocking(False)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:  # it has left again, or this process has no file handle to spare
-            self._refuse(self._unproven()[:1], "too many connections")
-            time.sleep(_RETRY_S)
-            return
-        self._refuse(self._unproven()[: 1 - _MAX_UNPROVEN], "too many connections")
-        until_s = time.monotonic() + _PROOF_WITHIN_S
-        peer = _Peer(link, from_[0], new_nonce(), until_s)
-        self._peers[link] = peer
-        self._selector.register(link, selectors.EVENT_READ)
-        self._send(peer, peer.nonce)
-
     def _read(self, peer: _Peer) -> None:
-        max_bytes = 1 << 16 if peer.is_proven else NONCE_BYTES + PROOF_BYTES - len(peer.received)
         try:
-            content = peer.link.recv(max_bytes)
+            content = peer.link.recv(1 << 16)
         except OSError:
             content = b""
         if not content:
-            self._leave(peer)
+            self._forget(peer)
             return
         peer.received += content
-        if peer.is_proven:
-            self._answer(peer)
-        elif len(peer.received) == NONCE_BYTES + PROOF_BYTES:
-            self._judge(peer)
+        self._answer(peer)
 
-    def _leave(self, peer: _Peer) -> None:
-        if peer.is_proven:
-            self._forget(peer)
-        else:
-            self._refuse([peer], "it left without a proof of the secret")
-
-    def _judge(self, peer: _Peer) -> None:
-        nonces = {"host_nonce": peer.nonce, "rank_nonce": peer.received[:NONCE_BYTES]}
-        proof, peer.received = peer.received[NONCE_BYTES:], b""
-        if proves(proof, rank_proof(self._at.secret, **nonces)):
-            peer.is_proven = True
-            self._send(peer, host_proof(self._at.secret, **nonces))
-        else:
-            self._send(peer, REFUSED)
-            self._refuse([peer], "wrong secret")
+    def _judge(self, candidate: Unproven) -> None:
+        rank_nonce, proof = candidate.hello[:NONCE_BYTES], candidate.hello[NONCE_BYTES:]
+        nonces = {"host_nonce": candidate.nonce, "rank_nonce": rank_nonce}
+        if not proves(proof, rank_proof(self._at.secret, **nonces)):
+            candidate.send(REFUSED)
+            self._acceptor.refuse(candidate, "wrong secret")
+            return
+        link = self._acceptor.take(candidate)
+        peer = self._peers[link] = _Peer(link)
+        self._selector.register(link, selectors.EVENT_READ)
+        self._send(peer, host_proof(self._at.secret, **nonces))
 
     def _answer(self, peer: _Peer) -> None:
         try:
@@ -340,8 +309,6 @@ class _Server:
         for request in [request for request in self._waiting if request.until_s <= time_s]:
             self._waiting.remove(request)
             self._send(request.peer, _framed(_Found((), self._missing(request))))
-        expired = [peer for peer in self._unproven() if peer.proves_until_s <= time_s]
-        self._refuse(expired, f"no proof of the secret within {_PROOF_WITHIN_S:g} s")
 
     def _send(self, peer: _Peer, content: bytes) -> None:
         """Sends a small message, or cuts the connection of a peer that does not take it."""
@@ -350,22 +317,14 @@ class _Server:
         except OSError:
             is_complete = False
         if not is_complete:
-            self._leave(peer)
+            self._forget(peer)
 
-    def _refuse(self, peers: Sequence[_Peer], reason: str) -> None:
-        for peer in peers:
-            if self._forget(peer):
-                at = f"{self._at.host}:{self._at.port}"
-                self._refusals.add(peer.host, at=at, reason=reason)
-
-    def _forget(self, peer: _Peer) -> bool:
-        """Returns False for a peer that is forgotten already."""
+    def _forget(self, peer: _Peer) -> None:
         if self._peers.pop(peer.link, None) is None:
-            return False
+            return
         self._waiting = [request for request in self._waiting if request.peer is not peer]
         self._selector.unregister(peer.link)
         peer.link.close()
-        return True
 
 
 def _complete_messages(peer: _Peer) -> Iterator[_Put | _Get]:

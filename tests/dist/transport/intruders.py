@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 Address = tuple[str, int]
-Words = Literal["silent", "garbage", "pair numbers", "gone at once"]
+Words = Literal["silent", "garbage", "wrong proof", "gone at once"]
 
 
 def listening_ports(process_id: int) -> set[int]:
@@ -41,27 +41,14 @@ def scan(
     ones, over and over, and says what it has to say; `told` hears when it has begun."""
     reports.send("scanning")
     links: list[socket.socket] = []
-    number = 0
     while True:
         for port in listening_ports(victim) - set(spared):
             link = _connect(source, ("127.0.0.1", port))
-            _speak(link, words, number)
-            number = (number + 1) % 6
+            _speak(link, words)
             links.append(link)
         while len(links) > 200:
             links.pop(0).close()
         time.sleep(0.0005)
-
-
-def knock(source: str, at: Address, words: Words, times: int, reports: Connection) -> None:
-    """Connects to one address a number of times, and stays."""
-    links = []
-    for number in range(times):
-        links.append(_connect(source, at))
-        time.sleep(0.05)
-        _speak(links[-1], words, number)
-    reports.send("knocked")
-    time.sleep(60)
 
 
 def _connect(source: str, target: Address) -> socket.socket:
@@ -73,8 +60,8 @@ def _connect(source: str, target: Address) -> socket.socket:
     return link
 
 
-def _speak(link: socket.socket, words: Words, number: int) -> None:
-    payloads = {"garbage": b"\xa5" * 999, "pair numbers": struct.pack("=Q", number)}
+def _speak(link: socket.socket, words: Words) -> None:
+    payloads = {"garbage": b"\xa5" * 999, "wrong proof": struct.pack("!I", 1) + bytes(64)}
     try:
         if words == "gone at once":
             link.close()

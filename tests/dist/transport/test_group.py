@@ -12,10 +12,9 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
 
 from eesd_dist.errors import ConfigError, EngineError, PeerLost
-from eesd_dist.transport import gloo, rendezvous
+from eesd_dist.transport import rendezvous
 from eesd_dist.transport.authentication.handshake import Address
 from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.contracts import TensorGroup
@@ -175,14 +174,15 @@ def test_a_rank_that_waits_for_a_late_one_counts_the_seconds_and_the_late_rank_d
 
 
 def test_a_collective_says_which_round_it_belonged_to() -> None:
-    first, second = join_threads(2, timeout_s=0.3)
+    first, _second = join_threads(2, timeout_s=0.3)
     first.doing(17)
     with pytest.raises(PeerLost, match=r"during all_gather of round 17 \(epoch 1\)") as caught:
         first.all_gather(torch.ones(3))
     assert (caught.value.round_id, caught.value.epoch) == (17, 1)
-    second.doing(8, of="command")
+    third, _fourth = join_threads(2, timeout_s=0.3)
+    third.doing(8, of="command")
     with pytest.raises(PeerLost, match="during all_reduce of command 8 ") as caught:
-        second.all_reduce(torch.ones(3))
+        third.all_reduce(torch.ones(3))
     assert caught.value.round_id is None
 
 
@@ -223,20 +223,6 @@ def _large_messages() -> Iterator[_Large]:
 
 
 def test_an_abort_ends_both_ends_of_a_message_in_transit() -> None:
-    for large in _large_messages():
-        large.give_up()
-    started_s = time.monotonic()
-    with pytest.raises(PeerLost, match=r"a large send .* it was given up"):
-        large.sending.finish(timeout_s=60.0)
-    with pytest.raises(PeerLost, match=r"a large receive .* its connection is gone"):
-        large.receiving.finish(timeout_s=60.0)
-    with pytest.raises(PeerLost, match=r"a large receive .* its connection is gone"):
-        large.receiving.finish(timeout_s=60.0)
-    assert time.monotonic() - started_s < LATE_S
-    assert large.was_half_over
-
-
-def test_an_abort_wakes_a_wait_for_a_message_in_transit() -> None:
     errors: list[PeerLost] = []
 
     def wait_for(transfer: Transfer) -> None:
@@ -251,6 +237,10 @@ def test_an_abort_wakes_a_wait_for_a_message_in_transit() -> None:
             partial(wait_for, large.sending), partial(wait_for, large.receiving), large.give_up
         )
     assert len(errors) == 2
+    with pytest.raises(PeerLost, match=r"a large send .* it was given up"):
+        large.sending.finish(timeout_s=60.0)
+    with pytest.raises(PeerLost, match=r"a large receive .* its connection is gone"):
+        large.receiving.finish(timeout_s=60.0)
 
 
 def test_a_small_message_is_on_its_own_once_it_was_sent() -> None:
@@ -262,16 +252,15 @@ def test_a_small_message_is_on_its_own_once_it_was_sent() -> None:
     assert received.tolist() == [7.0] * 3
 
 
-def test_only_so_many_small_messages_go_ahead_of_their_receiver() -> None:
+def test_small_messages_go_ahead_of_their_receiver_until_the_connection_is_full() -> None:
     first, _second = join_threads(2, timeout_s=0.3)
-
-    def send() -> None:
-        first.isend(torch.ones(3), to=1, tag=Tag.ROUND, operation="a send").finish(timeout_s=0.3)
-
-    for _ in range(64):
-        send()
+    num_sent = 0
     with pytest.raises(PeerLost, match=r"threads rank 1 on .* a send .*: no answer within 0\.3 s"):
-        send()
+        for _ in range(100_000):
+            content = torch.ones(1000)
+            first.isend(content, to=1, tag=Tag.ROUND, operation="a send").finish(timeout_s=0.3)
+            num_sent += 1
+    assert num_sent > 16
 
 
 def test_a_confirmed_message_waits_until_it_is_asked_for() -> None:
@@ -391,23 +380,3 @@ def test_a_wait_for_a_peer_ends_when_its_store_is_left() -> None:
     with pytest.raises(PeerLost, match="the rendezvous store during joining group verify"):
         build_group(store, epoch=1, name="verify", rank=0, size=2, timeout_s=60.0)
     assert time.monotonic() - started_s < LATE_S
-
-
-def test_a_device_does_not_take_a_store_that_is_made_at_the_same_time_for_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stores: list[StoreHost] = []
-    making = threading.Thread(target=lambda: stores.append(StoreHost()))
-
-    class Slow:
-        @staticmethod
-        def create_device(hostname: str) -> object:
-            making.start()
-            making.join(0.3)
-            return ProcessGroupGloo.create_device(hostname=hostname)
-
-    monkeypatch.setattr(gloo, "ProcessGroupGloo", Slow)
-    device = gloo.GlooDevice("127.0.0.1")
-    making.join(10)
-    assert len(device.addresses) == 1
-    assert ("127.0.0.1", stores[0].at.port) not in device.addresses

@@ -143,7 +143,7 @@ def group_of(size: int, *, epoch: int, in_memory: bool = True) -> ProcessGroup:
         members=[f"verify rank {rank}" for rank in range(size)],
         timeout_s=60.0,
         device=GPU,
-        gloo=cast(Any, None),
+        links=cast(Any, None),
         nccl=plane,
     )
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from eesd_dist.errors import EngineError, PeerLost
-from eesd_dist.transport.gloo import GlooPlane
 from eesd_dist.transport.group import ProcessGroup
+from eesd_dist.transport.link_plane import LinkPlane
 from eesd_dist.transport.nccl import NcclPlane
 from eesd_dist.transport.transfers import Tag
 
@@ -44,7 +44,7 @@ def group(plane: FailingPlane) -> ProcessGroup:
         members=("verify rank 0", "verify rank 1", "verify rank 2"),
         timeout_s=5.0,
         device=torch.device("cpu"),
-        gloo=cast(GlooPlane, None),
+        links=cast(LinkPlane, None),
         nccl=cast(NcclPlane, plane),
     )
 

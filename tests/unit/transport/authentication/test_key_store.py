@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from eesd_dist.errors import PeerLost
-from eesd_dist.transport.authentication import key_store
+from eesd_dist.transport.authentication import acceptor
 from eesd_dist.transport.authentication.handshake import NONCE_BYTES, PROOF_BYTES, REFUSED, Address
 from eesd_dist.transport.authentication.key_store import KeysMissing, StoreClient, StoreHost
 
@@ -132,7 +132,7 @@ def test_a_wrong_secret_is_refused_at_once_and_counted(host: StoreHost, secret: 
 def test_a_connection_that_stays_silent_delays_nothing_and_is_cut(
     host: StoreHost, unproven: Unproven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_store, "_PROOF_WITHIN_S", 0.4)
+    monkeypatch.setattr(acceptor, "_PROOF_WITHIN_S", 0.4)
     silent = [unproven.dial(host.at) for _ in range(3)]
     silent[1].sendall(bytes(NONCE_BYTES))  # half of a proof
     assert _works(host)

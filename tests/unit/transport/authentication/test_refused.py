@@ -7,10 +7,6 @@ import pytest
 from eesd_dist.transport.authentication.refused import RefusedConnections
 
 
-class Listener:
-    num_dropped = 0
-
-
 def test_every_connection_is_counted_and_each_host_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -32,18 +28,6 @@ def test_every_connection_is_counted_and_each_host_logged_once_a_minute(
         == "connection refused: from=10.0.0.7 at=10.0.0.1:4000 reason=wrong secret"
     )
     assert refusals.num_refused == 7
-
-
-def test_what_the_kernel_drops_is_counted_while_it_happens_and_kept_afterwards() -> None:
-    refusals, listener = RefusedConnections(), Listener()
-    refusals.watch(listener)
-    assert refusals.num_refused == 0
-    listener.num_dropped = 3
-    assert refusals.num_refused == 3
-    refusals.retire(listener)
-    assert refusals.num_refused == 3
-    listener.num_dropped = 9
-    assert refusals.num_refused == 3
 
 
 def test_a_scan_from_many_hosts_does_not_grow_without_bound(

@@ -1,0 +1,438 @@
+"""Messages between two ranks over one TCP connection, and the end of every wait when it ends.
+
+A message has a tag and its bytes. Messages of one tag arrive in the order in which they were sent.
+The thread that waits for a message reads the connection itself, so no other thread has to wake for
+it. Of several waiting threads one reads; messages for the others go to their inboxes.
+
+A send never waits. What the kernel does not take at once is sent by the `ConnectionWatch` of the
+process, which also notices that a connection has ended while no thread reads it. A wait that misses
+its deadline ends the connection, so that the peer learns of it: a message may have been read in
+part. A cut cable ends it about four seconds after the peer's last sign of life.
+
+Errors are OSErrors: TimeoutError for a missed deadline, ConnectionError for a connection that has
+ended.
+"""
+
+import logging
+import math
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from functools import cache
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 1 << 33
+"""A larger announced size is taken for a broken message."""
+_HEADER = struct.Struct("<BBxxIQ")  # kind, tag, serial number, size in bytes
+_BUFFERS_AT_ONCE = 64
+_KEEPALIVE = (
+    ("TCP_KEEPIDLE", 1),
+    ("TCP_KEEPINTVL", 1),
+    ("TCP_KEEPCNT", 3),
+)
+"""Ends an idle connection whose peer has not answered for four seconds."""
+_SILENCE_MS = 4000
+"""Ends a connection with bytes in transit after so long without an acknowledgement. Linux'
+TCP_USER_TIMEOUT would also end one whose peer is busy and does not read."""
+_SCAN_S = 1.0
+_TCP_INFO_BYTES = 60
+_IN_TRANSIT, _ACKNOWLEDGED_MS = 24, 56
+"""Offsets in Linux' struct tcp_info: unacknowledged segments; time since an acknowledgement."""
+_PEER_CLOSED = "the connection was closed by the peer"
+_MISSED = "a wait on the connection missed its deadline"
+
+_T = TypeVar("_T")
+
+
+class _Kind(IntEnum):
+    MESSAGE = 0
+    CONFIRMED = 1
+    """A message whose receiver answers when it takes it."""
+    TAKEN = 2
+    """The answer: the message with this serial number was taken."""
+
+
+class _Arrival(NamedTuple):
+    """A message that has arrived."""
+
+    content: memoryview
+    confirms: int | None
+    """Serial number to answer with when the message is taken."""
+
+
+class Sending:
+    """A message that is being sent. Its bytes must not change before `wait` returns."""
+
+    __slots__ = ("_confirmation", "_end", "_link")
+
+    def __init__(self, link: "Link", *, end: int, confirmation: int | None) -> None:
+        """`end`: position in the stream of bytes; `confirmation`: a serial number to wait for."""
+        self._link = link
+        self._end = end
+        self._confirmation = confirmation
+
+    def wait(self, *, timeout_s: float | None) -> None:
+        """Waits until the kernel has all bytes and, for a confirmed message, until the peer has
+        taken it. None waits as long as the connection lives. Raises OSError."""
+        deadline = _deadline(timeout_s)
+        self._link.flush(self._end, deadline=deadline)
+        if self._confirmation is not None:
+            self._link.wait_until_taken(self._confirmation, deadline=deadline)
+
+
+class Link:
+    """One end of a connection. Any thread may send; for each tag one at a time may receive."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Owns the connection from now on, which is closed with the last reference to the link."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._socket = connection
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._hangup = select.poll()
+        self._hangup.register(connection, select.POLLRDHUP)
+        self._changed = threading.Condition(threading.Lock())
+        """Guards what follows; notified when any of it has changed."""
+        self._is_reading = False
+        self._inboxes: defaultdict[int, deque[_Arrival]] = defaultdict(deque)
+        self._taken: set[int] = set()
+        self._end_reason: str | None = None
+        self._flushed = threading.Condition(threading.Lock())
+        """Guards what follows; notified when bytes were sent, or cannot be sent any more."""
+        self._outgoing: deque[memoryview] = deque()
+        self._queued_bytes = 0
+        self._sent_bytes = 0
+        self._serial = 0
+        self._gone_reason: str | None = None
+        """Why nothing can be sent any more. What the peer sent before may still be read."""
+        self._on_gone: list[Callable[[], None]] | None = []
+        self._watch = connection_watch()
+        self._watch.add(self, connection)
+        weakref.finalize(self, self._watch.close, connection).atexit = False
+
+    def send(self, contents: Sequence[memoryview], *, tag: int, confirmed: bool = False) -> Sending:
+        """Starts to send the bytes of these buffers as one message. Raises ConnectionError."""
+        kind = _Kind.CONFIRMED if confirmed else _Kind.MESSAGE
+        size = sum(content.nbytes for content in contents)
+        with self._flushed:
+            if self._hangup.poll(0):  # at once: the watch may be late
+                self._stop_sending(_PEER_CLOSED)
+            self._serial = (self._serial + 1) % (1 << 32)
+            serial = self._serial
+            self._queue(_header(kind, tag, serial, size), *contents)
+            end = self._queued_bytes
+        return Sending(self, end=end, confirmation=serial if confirmed else None)
+
+    def receive(
+        self, *, tag: int, timeout_s: float | None, into: memoryview | None = None
+    ) -> memoryview:
+        """Returns the bytes of the next message with this tag: in `into`, which must be as large,
+        or in new memory. None waits as long as the connection lives. Raises OSError."""
+        inbox = self._inboxes[tag]
+
+        def next_arrival() -> _Arrival | None:
+            return inbox.popleft() if inbox else None
+
+        arrival = self._wait(next_arrival, deadline=_deadline(timeout_s), tag=tag, into=into)
+        content = arrival.content
+        if into is not None and content is not into:
+            self._expect_size(content.nbytes, into)
+            into[:] = content
+            content = into
+        if arrival.confirms is not None:
+            with self._flushed, suppress(ConnectionError):  # the message has arrived
+                self._queue(_header(_Kind.TAKEN, 0, arrival.confirms, 0))
+        return content
+
+    def flush(self, end: int, *, deadline: float | None) -> None:
+        """Waits until the kernel has all bytes before this position. Raises OSError."""
+        with self._flushed:
+            while self._sent_bytes < end:
+                self._refuse_if_gone()
+                left_s = _left_s(deadline)
+                if left_s is not None and left_s <= 0:
+                    break
+                self._flushed.wait(left_s)
+            else:
+                return
+        raise self._late()
+
+    def wait_until_taken(self, serial: int, *, deadline: float | None) -> None:
+        """Waits until the peer has taken the confirmed message with this number. Raises OSError."""
+
+        def taken() -> int | None:
+            if serial not in self._taken:
+                return None
+            self._taken.discard(serial)
+            return serial
+
+        self._wait(taken, deadline=deadline)
+
+    def call_when_gone(self, act: Callable[[], None]) -> None:
+        """Calls this once, from another thread or at once, when the connection has ended."""
+        with self._flushed:
+            if self._on_gone is not None:
+                self._on_gone.append(act)
+                return
+        act()
+
+    def end(self, reason: str = "the connection was closed here") -> None:
+        """Ends every wait, here and at the peer. From any thread."""
+        with self._changed:
+            self._end_reason = self._end_reason or reason
+            self._changed.notify_all()
+        with self._flushed:
+            self._stop_sending(reason)
+        with suppress(OSError):  # the peer was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def on_writable(self) -> None:
+        """Sends more of what waits. Called by the watch."""
+        with self._flushed, suppress(ConnectionError):  # those who wait learn of it
+            self._drain()
+            if not self._outgoing and self._on_gone is not None:
+                self._watch.wait_for_room(self._socket, waits=False)
+
+    def on_hangup(self) -> None:
+        """Calls those who wait for the end of the connection. Called by the watch, maybe in vain:
+        another connection may have had the number of this one."""
+        with self._flushed:
+            if not self._hangup.poll(0):
+                return
+            self._watch.remove(self._socket)
+            self._stop_sending(_PEER_CLOSED)
+            watchers, self._on_gone = self._on_gone or [], None
+        for act in watchers:
+            act()
+
+    def end_if_silent(self) -> None:
+        """Ends the connection of a peer that acknowledges nothing. Called by the watch."""
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return
+        in_transit, silent_ms = (
+            int.from_bytes(info[at : at + 4], "little") for at in (_IN_TRANSIT, _ACKNOWLEDGED_MS)
+        )
+        if in_transit and silent_ms > _SILENCE_MS:
+            self.end(f"the peer has acknowledged nothing for {silent_ms / 1e3:.1f} s")
+
+    def _wait(
+        self,
+        result: Callable[[], _T | None],
+        *,
+        deadline: float | None,
+        tag: int | None = None,
+        into: memoryview | None = None,
+    ) -> _T:
+        """Returns the result once there is one, which is looked for under the lock. Messages with
+        this tag are read `into`."""
+        while True:
+            with self._changed:
+                value = result()
+                if value is not None:
+                    return value
+                if self._end_reason is not None:
+                    raise ConnectionError(self._end_reason)
+                is_reader = not self._is_reading
+                left_s = _left_s(deadline)
+                is_late = not is_reader and left_s is not None and left_s <= 0
+                if is_reader:
+                    self._is_reading = True
+                elif not is_late:
+                    self._changed.wait(left_s)
+            if is_late:
+                raise self._late()
+            if is_reader:
+                self._read(deadline, tag=tag, into=into)
+
+    def _read(self, deadline: float | None, *, tag: int | None, into: memoryview | None) -> None:
+        """Reads one message to where it is waited for. Raises OSError."""
+        try:
+            self._await_bytes(deadline)
+            header = memoryview(bytearray(_HEADER.size))
+            self._fill(header, deadline)
+            kind, arrived_tag, serial, size = _HEADER.unpack(header)
+            if kind == _Kind.TAKEN:
+                with self._changed:
+                    self._taken.add(serial)
+                return
+            content = self._room_for(size, into if arrived_tag == tag else None)
+            self._fill(content, deadline)
+            arrival = _Arrival(content, serial if kind == _Kind.CONFIRMED else None)
+            with self._changed:
+                self._inboxes[arrived_tag].append(arrival)
+        except ConnectionError as error:
+            self.end(str(error))
+            raise ConnectionError(self._end_reason) from error
+        except BaseException as error:  # a message may have been read in part
+            self.end(_MISSED if isinstance(error, TimeoutError) else "a wait was interrupted")
+            raise
+        finally:
+            with self._changed:
+                self._is_reading = False
+                self._changed.notify_all()
+
+    def _room_for(self, size: int, into: memoryview | None) -> memoryview:
+        if into is not None:
+            self._expect_size(size, into)
+            return into
+        if size > MAX_MESSAGE_BYTES:
+            raise ConnectionError(f"found a message of {size} bytes, expected a size that fits")
+        return memoryview(torch.empty(size, dtype=torch.uint8).numpy())
+
+    def _expect_size(self, size: int, into: memoryview) -> None:
+        if size != into.nbytes:
+            raise ConnectionError(f"found a message of {size} bytes, expected {into.nbytes}")
+
+    def _fill(self, view: memoryview, deadline: float | None) -> None:
+        while view:
+            try:
+                num_bytes = self._socket.recv_into(view)
+            except BlockingIOError:
+                self._await_bytes(deadline)
+                continue
+            except OSError as error:
+                raise ConnectionError(str(error)) from error
+            if num_bytes == 0:
+                raise ConnectionError(_PEER_CLOSED)
+            view = view[num_bytes:]
+
+    def _await_bytes(self, deadline: float | None) -> None:
+        left_s = _left_s(deadline)
+        left_ms = None if left_s is None else max(math.ceil(left_s * 1e3), 0)
+        if not self._readable.poll(left_ms):
+            raise TimeoutError("timed out")
+
+    def _late(self) -> TimeoutError:
+        self.end(_MISSED)
+        return TimeoutError("timed out")
+
+    def _queue(self, *contents: memoryview) -> None:
+        """Sends what the kernel takes, and leaves the others to the watch."""
+        self._refuse_if_gone()
+        is_waiting = bool(self._outgoing)
+        for content in contents:
+            if content.nbytes:
+                self._outgoing.append(content)
+                self._queued_bytes += content.nbytes
+        if is_waiting:
+            return
+        self._drain()
+        if self._outgoing and self._on_gone is not None:
+            self._watch.wait_for_room(self._socket, waits=True)
+
+    def _drain(self) -> None:
+        while self._outgoing:
+            try:
+                num_bytes = self._socket.sendmsg(islice(self._outgoing, _BUFFERS_AT_ONCE))
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._stop_sending(str(error))
+                raise ConnectionError(str(error)) from error
+            self._sent_bytes += num_bytes
+            while num_bytes:
+                buffer = self._outgoing.popleft()
+                if buffer.nbytes > num_bytes:
+                    self._outgoing.appendleft(buffer[num_bytes:])
+                    break
+                num_bytes -= buffer.nbytes
+        self._flushed.notify_all()
+
+    def _stop_sending(self, reason: str) -> None:
+        self._gone_reason = self._gone_reason or reason
+        self._outgoing.clear()
+        self._flushed.notify_all()
+
+    def _refuse_if_gone(self) -> None:
+        if self._gone_reason is not None:
+            raise ConnectionError(self._gone_reason)
+
+
+class ConnectionWatch:
+    """Thread that sends what waits for room in the kernel, and notices connections that ended."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._links: dict[int, weakref.ref[Link]] = {}
+        threading.Thread(target=self._run, name="connections", daemon=True).start()
+
+    def add(self, link: Link, connection: socket.socket) -> None:
+        self._links[connection.fileno()] = weakref.ref(link)
+        self._epoll.register(connection, select.EPOLLRDHUP)
+
+    def wait_for_room(self, connection: socket.socket, *, waits: bool) -> None:
+        """Calls the link's `on_writable` whenever the kernel has room, if it waits for that."""
+        wanted = select.EPOLLOUT if waits else 0
+        with suppress(OSError):  # removed since
+            self._epoll.modify(connection, select.EPOLLRDHUP | wanted)
+
+    def remove(self, connection: socket.socket) -> None:
+        with suppress(OSError, ValueError):  # removed before
+            self._epoll.unregister(connection)
+
+    def close(self, connection: socket.socket) -> None:
+        """Takes no lock: the garbage collector may call this at any point."""
+        self.remove(connection)
+        self._links.pop(connection.fileno(), None)
+        connection.close()
+
+    def _run(self) -> None:
+        next_scan_s = 0.0
+        while True:
+            for number, events in self._epoll.poll(_SCAN_S):
+                self._handle(number, events)
+            if time.monotonic() >= next_scan_s:
+                next_scan_s = time.monotonic() + _SCAN_S
+                for number in self._links.copy():
+                    self._handle(number, 0)
+
+    def _handle(self, number: int, events: int) -> None:
+        """Handles events of one link, or scans it without any. Keeps no link afterwards."""
+        reference = self._links.get(number)
+        link = None if reference is None else reference()
+        if link is None:
+            return
+        try:
+            if events & select.EPOLLOUT:
+                link.on_writable()
+            if events & ~select.EPOLLOUT:
+                link.on_hangup()
+            if not events:
+                link.end_if_silent()
+        except Exception:  # of what waits for its end; the other links are to be watched further
+            logger.exception("events of a connection could not be handled")
+
+
+@cache
+def connection_watch() -> ConnectionWatch:
+    return ConnectionWatch()
+
+
+def _header(kind: _Kind, tag: int, serial: int, size: int) -> memoryview:
+    return memoryview(_HEADER.pack(kind, tag, serial, size))
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else deadline - time.monotonic()
