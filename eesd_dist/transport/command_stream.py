@@ -66,17 +66,16 @@ class DistCommandSink:
         self._finish()
 
     def _send(self, message: wire.Message, *, operation: str, is_last: bool = False) -> None:
-        """Starts the messages without waiting: followers have started a receive for a frame."""
+        """Starts the messages without waiting for them."""
         self._finish()
         self._sending = [
-            self._group.isend(
-                tensor, to=follower, tag=Tag.SHARE, operation=operation, confirmed=is_last
+            self._group.send_message(
+                message.buffers, to=follower, tag=Tag.SHARE, operation=operation, confirmed=is_last
             )
-            for tensor in message.parts
             for follower in range(1, self._group.size)
         ]
         for x in message.separate:
-            self._group.broadcast(x.contiguous(), source=_LEADER)
+            self._group.broadcast(x, source=_LEADER)
 
     def _finish(self) -> None:
         finish_all(self._sending, timeout_s=self._group.timeout_s)
@@ -89,31 +88,21 @@ class DistCommandSource:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._number = 0
-        self._post_next_frame()
 
     def next_command(self) -> Command | None:
         self._group.doing(None)
-        frame = self._frame.finish(timeout_s=None)
-        prefix = wire.decode_prefix(frame, epoch=self._group.epoch)
+        content = self._group.receive_message(
+            source=_LEADER, tag=Tag.SHARE, operation="waiting for a command", timeout_s=None
+        )
+        prefix = wire.decode_prefix(content, epoch=self._group.epoch)
         if prefix.kind is wire.Kind.CLOSE:
             return None
         self._number = _next_number(prefix.round_id, after=self._number)
         self._group.doing(self._number, of="command")
-        overflow = wire.empty_overflow(prefix)
-        if overflow is not None:
-            operation = f"command {self._number}"
-            self._group.recv(overflow, source=_LEADER, tag=Tag.SHARE, operation=operation)
         rows, _ = wire.receive_tensors(
-            prefix, frame, self._group.broadcast, device=self._group.device
+            prefix, content, self._group.broadcast, device=self._group.device
         )
-        command = decode_command(prefix, frame, overflow, rows)
-        self._post_next_frame()  # so that the next frame can arrive while this command runs
-        return command
-
-    def _post_next_frame(self) -> None:
-        self._frame = self._group.irecv(
-            wire.round_frame(), source=_LEADER, tag=Tag.SHARE, operation="waiting for a command"
-        )
+        return decode_command(prefix, content, rows)
 
 
 def _next_number(number: int, *, after: int) -> int:

@@ -126,17 +126,14 @@ def encode_command(command: Command, *, epoch: int, number: int) -> wire.Message
         epoch=epoch,
         round_id=number,
         content=command,
-        frame_bytes=wire.ROUND_FRAME_BYTES,
         hidden_TD=separate,
     )
 
 
-def decode_command(
-    prefix: wire.Prefix, frame: Tensor, overflow: Tensor | None, rows: Tensor | None
-) -> Command:
-    """Returns the command. `rows` is the tensor announced in the prefix, inline or received after
-    the frame. Raises WireError for a command that does not fit its rows."""
-    command = wire.decode_payload(_commands, prefix, frame, overflow, expected=wire.Kind.COMMAND)
+def decode_command(prefix: wire.Prefix, content: memoryview, rows: Tensor | None) -> Command:
+    """Returns the command. `rows` is the tensor announced in the prefix, of the message or received
+    after it. Raises WireError for a command that does not fit its rows."""
+    command = wire.decode_payload(_commands, prefix, content, expected=wire.Kind.COMMAND)
     match command:
         case RunLayers(tokens=tokens, segments=segments):
             _expect_rows("tokens", len(tokens), segments)

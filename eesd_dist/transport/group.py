@@ -38,6 +38,7 @@ from eesd_dist.transport.link_plane import LinkPlane
 from eesd_dist.transport.nccl import Cut, NcclPlane
 from eesd_dist.transport.rank_sums import pairwise_sum
 from eesd_dist.transport.transfers import Pending, Tag, Transfer, finish_all
+from eesd_dist.transport.wire import bytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,10 @@ class ProcessGroup:
         """Number that `doing` was last called with. From any thread."""
         return self._number
 
+    @property
+    def is_aborted(self) -> bool:
+        return self._aborted is not None
+
     def counts(self) -> GroupCounts:
         """Returns a snapshot. From any thread."""
         tallies = (self._all_reduce, self._all_gather, self._broadcast, *self._by_tag.values())
@@ -119,9 +124,9 @@ class ProcessGroup:
     ) -> Transfer:
         """Starts sending; `x` must not change before the transfer is finished.
 
-        On the CPU a small message is copied and finishes at once, before the peer has asked for it.
-        A `confirmed` one finishes when the peer has asked for it; the last message before leaving a
-        group must be confirmed.
+        On the CPU a message finishes when the kernel has it, before the peer has asked for it. A
+        `confirmed` one finishes when the peer has taken it; the last message before leaving a group
+        must be confirmed.
         """
         tally = self._by_tag[tag]
         tally.number += 1
@@ -137,13 +142,48 @@ class ProcessGroup:
         )
 
     def send(self, x: Tensor, *, to: int, tag: Tag = Tag.COLLECTIVE, operation: str) -> None:
-        """Sends `x` and waits until the peer has asked for it."""
+        """Sends `x` and waits until the peer has taken it."""
         transfer = self.isend(x, to=to, tag=tag, operation=operation, confirmed=True)
         transfer.finish(timeout_s=self.timeout_s)
 
     def recv(self, x: Tensor, *, source: int, tag: Tag = Tag.COLLECTIVE, operation: str) -> Tensor:
-        transfer = self.irecv(x, source=source, tag=tag, operation=operation)
-        return transfer.finish(timeout_s=self.timeout_s)
+        self.irecv(x, source=source, tag=tag, operation=operation).finish(timeout_s=self.timeout_s)
+        return x
+
+    def send_message(
+        self,
+        buffers: Sequence[memoryview],
+        *,
+        to: int,
+        tag: Tag,
+        operation: str,
+        confirmed: bool = False,
+    ) -> Transfer:
+        """Starts sending a message from the host to the host, like `isend`."""
+        tally = self._by_tag[tag]
+        tally.number += 1
+        tally.sent_bytes += sum(buffer.nbytes for buffer in buffers)
+        with self._on_host(operation, peer=to) as plane:
+            pending = plane.isend(buffers, to=to, tag=tag, confirmed=confirmed)
+        return Transfer(self, pending, buffers, peer=to, operation=operation, tally=tally)
+
+    def receive_message(
+        self, *, source: int, tag: Tag, operation: str, timeout_s: float | None
+    ) -> memoryview:
+        """Returns the next message with this tag; None waits as long as the peer lives. The wait is
+        not counted: until a message comes there may be nothing to do. Raises PeerLost."""
+        started_s = time.perf_counter()
+        try:
+            content = self._links.receive(source=source, tag=tag, timeout_s=timeout_s)
+        except OSError as error:
+            waited_s = time.perf_counter() - started_s
+            raise self.peer_lost(
+                error, peer=source, operation=operation, waited_s=waited_s
+            ) from error
+        tally = self._by_tag[tag]
+        tally.number += 1
+        tally.received_bytes += content.nbytes
+        return content
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum in pairs, the same bits on every rank; on the CPU in place."""
@@ -363,7 +403,7 @@ class ProcessGroup:
                 device_plane.isend(x, to=to, operation=operation)
         else:
             with self._on_host(operation, peer=to) as plane:
-                pending = plane.isend(x, to=to, tag=tag, confirmed=confirmed)
+                pending = plane.isend([bytes_of(x)], to=to, tag=tag, confirmed=confirmed)
         return Transfer(self, pending, x, peer=to, operation=operation, tally=tally)
 
     def _start_recv(
@@ -384,7 +424,14 @@ class ProcessGroup:
             with self._on_host(operation, peer=source) as plane:
                 pending = plane.irecv(x, source=source, tag=tag)
         return Transfer(
-            self, pending, x, peer=source, operation=operation, tally=tally, arrivals=arrivals
+            self,
+            pending,
+            x,
+            peer=source,
+            operation=operation,
+            tally=tally,
+            received_bytes=x.nbytes,
+            arrivals=arrivals,
         )
 
     @contextmanager

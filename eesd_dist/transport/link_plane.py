@@ -1,12 +1,12 @@
 """Transfers between the CPUs of one epoch of one group, over a link to each of its ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from eesd_dist.transport.link import Link, Sending
+from eesd_dist.transport.wire import bytes_of
 
 
 class Receiving:
@@ -30,15 +30,21 @@ class LinkPlane:
     def __init__(self, links: Mapping[int, Link]) -> None:
         self._links = dict(links)
 
-    def isend(self, x: Tensor, *, to: int, tag: int, confirmed: bool) -> Sending:
-        """Starts to send `x`, which must be contiguous. Waiting for it lasts until the kernel has
-        it or, if it is `confirmed`, until the peer has taken it. Raises ConnectionError."""
-        return self._links[to].send([bytes_of(x)], tag=tag, confirmed=confirmed)
+    def isend(
+        self, buffers: Sequence[memoryview], *, to: int, tag: int, confirmed: bool
+    ) -> Sending:
+        """Starts to send these bytes as one message. Waiting for it lasts until the kernel has it
+        or, if it is `confirmed`, until the peer has taken it. Raises ConnectionError."""
+        return self._links[to].send(buffers, tag=tag, confirmed=confirmed)
 
     def irecv(self, x: Tensor, *, source: int, tag: int) -> Receiving:
         """Returns the transfer of the next message with this tag into `x`, which is contiguous.
         Transfers of one tag are waited for in the order of their messages."""
         return Receiving(self._links[source], x, tag=tag)
+
+    def receive(self, *, source: int, tag: int, timeout_s: float | None) -> memoryview:
+        """Returns the next message with this tag. Raises OSError."""
+        return self._links[source].receive(tag=tag, timeout_s=timeout_s)
 
     def call_when_gone(self, act: Callable[[int], None]) -> None:
         """Calls this with each peer when the connection to it has ended."""
@@ -50,7 +56,3 @@ class LinkPlane:
         for link in self._links.values():
             link.end()
 
-
-def bytes_of(x: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the CPU, of any type."""
-    return memoryview(x.view(-1).view(torch.uint8).numpy())

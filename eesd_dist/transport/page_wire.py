@@ -7,7 +7,7 @@ size are compared, then the checksum of the bytes. The receiver confirms each ch
 written, so that both ends know of progress and hold few chunks at a time. No chunk is larger than
 `MAX_CHUNK_BYTES`, unless a single page of a single layer is.
 
-Bytes travel on the group's device: over NCCL from one GPU to another, else over Gloo. Headers and
+Bytes travel on the group's device: over NCCL from one GPU to another, else over a link. Headers and
 confirmations are on the host. Callers decide what the bytes mean and where they are stored.
 """
 
@@ -29,7 +29,6 @@ from eesd_dist.transport.transfers import Tag, Transfer
 from eesd_dist.types import Count
 
 MAX_CHUNK_BYTES = 8 << 20
-HEADER_BYTES = 256
 _WINDOW = 2
 """Chunks that were sent and are not confirmed. With the one that is being read, and its layers, a
 sender holds at most four chunks (32 MiB), a receiver two, and the layer that it writes."""
@@ -118,10 +117,8 @@ def send_pages(
 
     def confirm_oldest() -> None:
         index, transfers = unconfirmed.popleft()
-        answer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        name = _chunk_name(index)
-        transfers.append(group.irecv(answer, source=1, tag=Tag.PAGES, operation=name))
         clock.finish(transfers)
+        answer = clock.receive(source=1, operation=_chunk_name(index))
         _expect(_written(chunks, index, number=number), answer, group)
 
     for index, chunk in enumerate(chunks):
@@ -131,12 +128,14 @@ def send_pages(
         header = _encode(_header_of(chunks, index, content_B, number=number), group)
         name = _chunk_name(index)
         transfers = [
-            group.isend(x, to=1, tag=Tag.PAGES, operation=name) for x in (header, content_B)
+            group.send_message(header.buffers, to=1, tag=Tag.PAGES, operation=name),
+            group.isend(content_B, to=1, tag=Tag.PAGES, operation=name),
         ]
+        clock.num_bytes += header.size_bytes + chunk.size_bytes
         unconfirmed.append((index, transfers))
     while unconfirmed:
         confirm_oldest()
-    return clock.traffic(num_pages, chunks)
+    return clock.traffic(num_pages)
 
 
 def receive_pages(
@@ -155,66 +154,60 @@ def receive_pages(
     """
     clock = _Clock(group, timeout_s=timeout_s)
     chunks = list(chunks_of(page_bytes, num_pages))
-    # The next chunk comes while this one is checked and written, unless the write would be queued
-    # behind that receive, and happen late.
-    num_prefetched = 0 if group.queues_transfers else 1
-    pending: deque[tuple[Tensor, Tensor, tuple[Transfer, Transfer]]] = deque()
     for index, chunk in enumerate(chunks):
-        for next_index in range(index + len(pending), min(index + num_prefetched + 1, len(chunks))):
-            pending.append(_ask_for(group, next_index, chunks[next_index]))
-        header, content_B, transfers = pending.popleft()
-        clock.finish(transfers)
+        name = _chunk_name(index)
+        header = clock.receive(source=0, operation=name)
+        content_B = torch.empty(chunk.size_bytes, dtype=torch.uint8, device=group.device)
+        clock.finish([group.irecv(content_B, source=0, tag=Tag.PAGES, operation=name)])
+        clock.num_bytes += header.nbytes + chunk.size_bytes
         _expect(_header_of(chunks, index, content_B, number=number), header, group)
         write(chunk, content_B)
         answer = _encode(_written(chunks, index, number=number), group)
         is_last = index == len(chunks) - 1
-        name = _chunk_name(index)
-        clock.finish([group.isend(answer, to=0, tag=Tag.PAGES, operation=name, confirmed=is_last)])
-    return clock.traffic(num_pages, chunks)
-
-
-def _ask_for(
-    group: ProcessGroup, index: int, chunk: Chunk
-) -> tuple[Tensor, Tensor, tuple[Transfer, Transfer]]:
-    """Returns buffers for a chunk's header and bytes, and the transfers that fill them."""
-    header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-    content_B = torch.empty(chunk.size_bytes, dtype=torch.uint8, device=group.device)
-    name = _chunk_name(index)
-    return (
-        header,
-        content_B,
-        (
-            group.irecv(header, source=0, tag=Tag.PAGES, operation=name),
-            group.irecv(content_B, source=0, tag=Tag.PAGES, operation=name),
-        ),
-    )
+        clock.finish(
+            [
+                group.send_message(
+                    answer.buffers, to=0, tag=Tag.PAGES, operation=name, confirmed=is_last
+                )
+            ]
+        )
+    return clock.traffic(num_pages)
 
 
 class _Clock:
-    """Owns the deadline of the transfers of one reservation's pages."""
+    """Owns the deadline of the transfers of one reservation's pages, and counts their bytes."""
 
     def __init__(self, group: ProcessGroup, *, timeout_s: float) -> None:
-        self._peer = group.members[1 - group.rank]
+        self.num_bytes = 0
+        self._group = group
         self._began_s = time.monotonic()
         self._timeout_s = timeout_s
 
     def finish(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
-            left_s = self._began_s + self._timeout_s - time.monotonic()
-            if left_s <= 0:
-                raise PeerLost(
-                    peer=self._peer,
-                    operation="migrating pages",
-                    reason=f"not done within {self._timeout_s:g} s",
-                )
-            transfer.finish(timeout_s=left_s)
+            transfer.finish(timeout_s=self._left_s())
 
-    def traffic(self, num_pages: int, chunks: Sequence[Chunk]) -> PageTraffic:
+    def receive(self, *, source: int, operation: str) -> memoryview:
+        return self._group.receive_message(
+            source=source, tag=Tag.PAGES, operation=operation, timeout_s=self._left_s()
+        )
+
+    def traffic(self, num_pages: int) -> PageTraffic:
         return PageTraffic(
             num_pages=num_pages,
-            num_bytes=sum(chunk.size_bytes + HEADER_BYTES for chunk in chunks),
+            num_bytes=self.num_bytes,
             seconds=time.monotonic() - self._began_s,
         )
+
+    def _left_s(self) -> float:
+        left_s = self._began_s + self._timeout_s - time.monotonic()
+        if left_s <= 0:
+            raise PeerLost(
+                peer=self._group.members[1 - self._group.rank],
+                operation="migrating pages",
+                reason=f"not done within {self._timeout_s:g} s",
+            )
+        return left_s
 
 
 def _header_of(chunks: Sequence[Chunk], index: int, content_B: Tensor, *, number: str) -> _Header:
@@ -241,21 +234,15 @@ def _checksum(content_B: Tensor) -> int:
     return int(weights.mul_(words).sum()) % 2**64
 
 
-def _encode(header: _Header, group: ProcessGroup) -> Tensor:
-    message = wire.message_of(
-        wire.Kind.PAGES,
-        epoch=group.epoch,
-        round_id=header.index,
-        content=header,
-        frame_bytes=HEADER_BYTES,
+def _encode(header: _Header, group: ProcessGroup) -> wire.Message:
+    return wire.message_of(
+        wire.Kind.PAGES, epoch=group.epoch, round_id=header.index, content=header
     )
-    assert message.overflow is None, f"{header} does not fit {HEADER_BYTES} bytes"
-    return message.frame
 
 
-def _expect(due: _Header, frame: Tensor, group: ProcessGroup) -> None:
-    prefix = wire.decode_prefix(frame, epoch=group.epoch)
-    header = wire.decode_payload(_headers, prefix, frame, None, expected=wire.Kind.PAGES)
+def _expect(due: _Header, content: memoryview, group: ProcessGroup) -> None:
+    prefix = wire.decode_prefix(content, epoch=group.epoch)
+    header = wire.decode_payload(_headers, prefix, content, expected=wire.Kind.PAGES)
     for name in header.__struct_fields__:
         received, expected = getattr(header, name), getattr(due, name)
         if received != expected:

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Protocol
 
-from torch import Tensor
-
 from eesd_dist.errors import PeerLost
 from eesd_dist.transport.counts import Tally
 
@@ -44,39 +42,55 @@ class TransferGroup(Protocol):
 
 
 class Transfer:
-    """A send or receive in progress. It owns the tensor until `finish` returns."""
+    """A send or receive in progress. It owns what is transferred until `finish` returns."""
 
-    __slots__ = ("_arrivals", "_group", "_operation", "_peer", "_pending", "_tally", "_x")
+    __slots__ = (
+        "_arrivals",
+        "_content",
+        "_group",
+        "_operation",
+        "_peer",
+        "_pending",
+        "_received_bytes",
+        "_tally",
+    )
 
     def __init__(
         self,
         group: TransferGroup,
         pending: Pending | None,
-        x: Tensor,
+        content: object,
         *,
         peer: int,
         operation: str,
         tally: Tally,
-        arrivals: int | None = None,
+        received_bytes: int = 0,
+        arrivals: int = 0,
     ) -> None:
-        """`arrivals`: number of operations that a receive completes; None for a send."""
-        self._arrivals = arrivals
+        """`pending`: None on a GPU; `received_bytes`, `arrivals`: bytes that a receive brings, and
+        the number of operations that it completes."""
         self._group = group
         self._pending = pending
-        self._x = x
+        self._content = content
         self._peer = peer
         self._operation = operation
         self._tally = tally
+        self._received_bytes = received_bytes
+        self._arrivals = arrivals
 
-    def finish(self, *, timeout_s: float | None) -> Tensor:
+    def finish(self, *, timeout_s: float | None) -> None:
         """Waits for the transfer; None waits as long as the peer lives. Raises PeerLost."""
-        if self._pending is None:  # on a GPU: ordered on the stream, watched by the plane
+        if self._pending is None:  # ordered on the stream, watched by the plane
             self._group.check()
-            self._count()
-            return self._x
+        else:
+            self._wait(self._pending, timeout_s)
+        self._tally.received_bytes += self._received_bytes
+        self._tally.number += self._arrivals
+
+    def _wait(self, pending: Pending, timeout_s: float | None) -> None:
         started_s = time.perf_counter()
         try:
-            self._pending.wait(timeout_s=timeout_s)
+            pending.wait(timeout_s=timeout_s)
         except OSError as error:
             raise self._group.peer_lost(
                 error,
@@ -86,13 +100,6 @@ class Transfer:
             ) from error
         if timeout_s is not None:
             self._tally.wait_s += time.perf_counter() - started_s
-        self._count()
-        return self._x
-
-    def _count(self) -> None:
-        if self._arrivals is not None:
-            self._tally.received_bytes += self._x.nbytes
-            self._tally.number += self._arrivals
 
 
 def finish_all(transfers: Sequence[Transfer], *, timeout_s: float) -> None:

@@ -1,18 +1,16 @@
 """The wire format of messages between ranks: encoding, decoding and validation.
 
-A message is one frame of fixed size, so that a receiver can start a receive for it in advance. The
-frame begins with a prefix of fixed size: magic, version, and a `Prefix` with its checksum. The rest
-of the frame holds what fits, since every further message costs a handshake: first the payload (one
-`Record`), then hidden states and draft probabilities. What does not fit (long prefill, wide
-models), or is on a GPU, follows as separate tensors. A record is a MessagePack array of its fields:
-doubles and 64-bit integers keep their bits. Arrays and tensors are raw little-endian bytes.
+A message begins with a prefix of fixed size: magic, version, and a `Prefix` with its checksum. The
+payload (one `Record`) follows, then hidden states and draft probabilities, at multiples of 64
+bytes: results may depend on the alignment of memory. Tensors on a GPU follow the message over NCCL.
+A record is a MessagePack array of its fields: doubles and 64-bit integers keep their bits. Arrays
+and tensors are raw little-endian bytes.
 
 Nothing here is pickled and nothing here sends. A message of another version or membership epoch,
 cut short, with a wrong checksum or with a field out of its bounds is a WireError that says what was
 found and what was expected. No length is trusted beyond the bytes that are there.
 """
 
-import ctypes
 import struct
 import zlib
 from collections.abc import Callable, Mapping
@@ -48,11 +46,7 @@ from eesd_dist.types import Count
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 MAGIC = 0x45455344  # "EESD"
-VERSION = 11
-ROUND_FRAME_BYTES = 32 << 10
-"""Holds a small model's decode round, or a large one's header without its hidden states."""
-REPLY_FRAME_BYTES = 4 << 10
-"""Holds the reply to 900 sampled rows; alternatives for log-probabilities may not fit."""
+VERSION = 12
 MAX_PAYLOAD_BYTES = 1 << 28
 """A larger announced size is taken for a broken message."""
 _MAX_ELEMENTS = 1 << 33
@@ -60,6 +54,7 @@ _MAX_ELEMENTS = 1 << 33
 _FRONT = struct.Struct("<IHH84s")  # magic, version, bytes of the prefix, the prefix padded
 _CRC = struct.Struct("<I")
 PREFIX_BYTES = _FRONT.size + _CRC.size
+_ALIGNMENT = 64
 
 _DTYPES: Mapping[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -95,7 +90,7 @@ class TensorShape(Record, frozen=True, kw_only=True):
 
 
 class Prefix(Record, frozen=True, kw_only=True):
-    """Describes a frame and what follows it."""
+    """Describes a message and what follows it."""
 
     kind: Kind
     epoch: int
@@ -104,23 +99,42 @@ class Prefix(Record, frozen=True, kw_only=True):
     payload_crc: Unsigned
     hidden: TensorShape | None
     draft_probs: TensorShape | None
-    payload_is_inline: bool
     tensors_are_inline: bool
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """An encoded message: the frame, then what did not fit in it."""
-
-    frame: Tensor
-    overflow: Tensor | None
-    """The payload, when the frame cannot hold it."""
-    separate: tuple[Tensor, ...]
-    """Hidden states and draft probabilities, when the frame holds no copy of them."""
+    @property
+    def shapes(self) -> tuple[TensorShape | None, TensorShape | None]:
+        return self.hidden, self.draft_probs
 
     @property
-    def parts(self) -> tuple[Tensor, ...]:
-        return (self.frame,) if self.overflow is None else (self.frame, self.overflow)
+    def offsets(self) -> tuple[int, int, int]:
+        """Where hidden states and draft probabilities begin, and where the message ends."""
+        offsets = [PREFIX_BYTES + self.payload_bytes]
+        for shape in self.shapes if self.tensors_are_inline else (None, None):
+            size_bytes = 0 if shape is None else shape.size_bytes
+            if size_bytes:
+                offsets[-1] = _aligned(offsets[-1])
+            offsets.append(offsets[-1] + size_bytes)
+        first, second, end = offsets
+        return first, second, end
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """An encoded message, in the buffers from which it is sent."""
+
+    buffers: tuple[memoryview, ...]
+    separate: tuple[Tensor, ...] = ()
+    """Tensors on a GPU that follow the message."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def joined(self) -> memoryview:
+        """Returns a copy of the message as a receiver gets it."""
+        content = memoryview(torch.empty(self.size_bytes, dtype=torch.uint8).numpy())
+        content[:] = b"".join(self.buffers)
+        return content
 
 
 class _Array(Record, frozen=True):
@@ -162,21 +176,6 @@ _rounds = Decoder(RoundHeader, dec_hook=decoded)
 _replies = Decoder(VerifyReply, dec_hook=decoded)
 
 
-def round_frame() -> Tensor:
-    return torch.empty(ROUND_FRAME_BYTES, dtype=torch.uint8)
-
-
-def reply_frame() -> Tensor:
-    return torch.empty(REPLY_FRAME_BYTES, dtype=torch.uint8)
-
-
-def empty_overflow(prefix: Prefix) -> Tensor | None:
-    """Returns a buffer for the payload that follows the frame, or None when the frame holds it."""
-    if prefix.payload_is_inline:
-        return None
-    return torch.empty(prefix.payload_bytes, dtype=torch.uint8)
-
-
 def encode_round(
     header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None = None
 ) -> Message:
@@ -190,7 +189,6 @@ def encode_round(
         epoch=header.epoch,
         round_id=header.round_id,
         content=header,
-        frame_bytes=ROUND_FRAME_BYTES,
         hidden_TD=hidden_TD,
         draft_probs_KV=draft_probs_KV,
     )
@@ -202,20 +200,19 @@ def encode_reply(reply: VerifyReply, *, epoch: int) -> Message:
         epoch=epoch,
         round_id=reply.round_id,
         content=reply,
-        frame_bytes=REPLY_FRAME_BYTES,
     )
 
 
-def encode_close(*, epoch: int, frame_bytes: int = ROUND_FRAME_BYTES) -> Message:
-    """Encodes the end of the stream of rounds or, in a frame of a reply's size, of replies."""
-    return message_of(Kind.CLOSE, epoch=epoch, round_id=0, content=None, frame_bytes=frame_bytes)
+def encode_close(*, epoch: int) -> Message:
+    """Encodes the end of a stream of messages."""
+    return message_of(Kind.CLOSE, epoch=epoch, round_id=0, content=None)
 
 
-def decode_prefix(frame: Tensor, *, epoch: int) -> Prefix:
-    """Reads a frame's prefix. Raises WireError for another version or membership epoch."""
-    data = _view(frame)
+def decode_prefix(data: memoryview, *, epoch: int) -> Prefix:
+    """Reads the prefix of a message. Raises WireError for another version or membership epoch, and
+    for another size than the prefix says."""
     if len(data) < PREFIX_BYTES:
-        raise WireError(f"found a frame of {len(data)} bytes, expected {PREFIX_BYTES} or more")
+        raise WireError(f"found a message of {len(data)} bytes, expected {PREFIX_BYTES} or more")
     magic, version, size, fields = _FRONT.unpack_from(data)
     if magic != MAGIC:
         raise WireError(f"found magic {magic:#x}, expected {MAGIC:#x}: not one of our messages")
@@ -234,11 +231,12 @@ def decode_prefix(frame: Tensor, *, epoch: int) -> Prefix:
     for shape in (prefix.hidden, prefix.draft_probs):
         if shape is not None and shape.rows * shape.columns > _MAX_ELEMENTS:
             raise WireError(f"found a tensor of {shape}, expected a size that fits in memory")
+    _check("bytes of the message", actual=len(data), expected=prefix.offsets[-1])
     return prefix
 
 
-def decode_round(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) -> RoundHeader:
-    header = decode_payload(_rounds, prefix, frame, overflow, expected=Kind.ROUND)
+def decode_round(prefix: Prefix, data: memoryview) -> RoundHeader:
+    header = decode_payload(_rounds, prefix, data, expected=Kind.ROUND)
     _check("epoch of the header", actual=header.epoch, expected=prefix.epoch)
     _check("round of the header", actual=header.round_id, expected=prefix.round_id)
     for segment in header.segments:
@@ -283,37 +281,30 @@ def check_tree(parents: Parents) -> None:
         )
 
 
-def inline_tensors(prefix: Prefix, frame: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Copies hidden states and draft probabilities out of a frame that holds them. Not views:
-    results may depend on memory alignment, and their alignment in a frame is arbitrary."""
-    start = PREFIX_BYTES + prefix.payload_bytes
-    end = start
-    tensors: list[Tensor | None] = []
-    for shape in (prefix.hidden, prefix.draft_probs):
-        end += 0 if shape is None else shape.size_bytes
-        if end > frame.nbytes:
-            raise WireError(f"found a frame of {frame.nbytes} bytes, expected {end} or more")
-        tensors.append(
-            None if shape is None else _matrix(frame, shape, offset=end - shape.size_bytes)
-        )
-    return tensors[0], tensors[1]
+def inline_tensors(prefix: Prefix, data: memoryview) -> tuple[Tensor | None, Tensor | None]:
+    """Returns hidden states and draft probabilities of a message that holds them, in its memory."""
+    hidden, draft_probs = (
+        None if shape is None else _matrix(data, shape, offset=offset)
+        for shape, offset in zip(prefix.shapes, prefix.offsets[:2], strict=True)
+    )
+    return hidden, draft_probs
 
 
 def receive_tensors(
-    prefix: Prefix, frame: Tensor, receive: Callable[[Tensor], Tensor], *, device: torch.device
+    prefix: Prefix, data: memoryview, receive: Callable[[Tensor], Tensor], *, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns hidden states and draft probabilities, from the frame or received after it."""
+    """Returns hidden states and draft probabilities, of the message or received after it."""
     if prefix.tensors_are_inline:
-        return inline_tensors(prefix, frame)
+        return inline_tensors(prefix, data)
     tensors: list[Tensor | None] = []
-    for shape in (prefix.hidden, prefix.draft_probs):
+    for shape in prefix.shapes:
         x = None if shape is None else shape.empty(device)
         tensors.append(receive(x) if x is not None and x.numel() > 0 else x)
     return tensors[0], tensors[1]
 
 
-def decode_reply(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) -> VerifyReply:
-    reply = decode_payload(_replies, prefix, frame, overflow, expected=Kind.REPLY)
+def decode_reply(prefix: Prefix, data: memoryview) -> VerifyReply:
+    reply = decode_payload(_replies, prefix, data, expected=Kind.REPLY)
     _check("round of the reply", actual=reply.round_id, expected=prefix.round_id)
     for name in ("tokens", "accepted", "logprobs"):
         _check(f"dimensions of {name}", actual=getattr(reply, name).ndim, expected=1)
@@ -324,8 +315,7 @@ def decode_reply(prefix: Prefix, frame: Tensor, overflow: Tensor | None = None) 
         )
     if reply.features is not None:
         _check_features(reply.features)
-    size_bytes = frame.nbytes + (0 if overflow is None else overflow.nbytes)
-    return msgspec.structs.replace(reply, wire_bytes=size_bytes)
+    return msgspec.structs.replace(reply, wire_bytes=data.nbytes)
 
 
 def _check_features(features: RowFeatures) -> None:
@@ -346,16 +336,12 @@ _T = TypeVar("_T")
 
 
 def decode_payload(
-    decoder: Decoder[_T], prefix: Prefix, frame: Tensor, overflow: Tensor | None, *, expected: Kind
+    decoder: Decoder[_T], prefix: Prefix, data: memoryview, *, expected: Kind
 ) -> _T:
     """Returns the record that a message carries, after checking its kind, size and checksum."""
     if prefix.kind is not expected:
         raise WireError(f"found a {prefix.kind.name} message, expected a {expected.name}")
-    if prefix.payload_is_inline:
-        payload = _view(frame)[PREFIX_BYTES : PREFIX_BYTES + prefix.payload_bytes]
-    else:
-        payload = memoryview(b"") if overflow is None else _view(overflow)
-    _check("bytes of payload", actual=len(payload), expected=prefix.payload_bytes)
+    payload = data[PREFIX_BYTES : PREFIX_BYTES + prefix.payload_bytes]
     _check("payload checksum", actual=zlib.crc32(payload), expected=prefix.payload_crc)
     return _decoded(decoder, payload, f"{expected.name} message {prefix.round_id}")
 
@@ -373,7 +359,6 @@ def message_of(
     epoch: int,
     round_id: int,
     content: Record | None,
-    frame_bytes: int,
     hidden_TD: Tensor | None = None,
     draft_probs_KV: Tensor | None = None,
 ) -> Message:
@@ -385,10 +370,8 @@ def message_of(
         ) from error
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise WireError(f"round {round_id} has a payload of {len(payload)} bytes, 256 MiB fit")
-    separate = tuple(x for x in (hidden_TD, draft_probs_KV) if x is not None)
-    room = frame_bytes - PREFIX_BYTES - len(payload)
-    is_on_host = all(x.device == HOST for x in separate)
-    tensors_fit = is_on_host and sum(x.nbytes for x in separate) <= room
+    tensors = [x for x in (hidden_TD, draft_probs_KV) if x is not None]
+    is_on_host = all(x.device == HOST for x in tensors)
     prefix = Prefix(
         kind=kind,
         epoch=epoch,
@@ -397,22 +380,18 @@ def message_of(
         payload_crc=zlib.crc32(payload),
         hidden=_announced(hidden_TD),
         draft_probs=_announced(draft_probs_KV),
-        payload_is_inline=room >= 0,
-        tensors_are_inline=tensors_fit,
+        tensors_are_inline=is_on_host,
     )
-    chunks = [_front(prefix)]
-    if room >= 0:
-        chunks.append(payload)
-    if tensors_fit:
-        chunks.extend(_raw(x) for x in separate)
-    frame = bytearray(frame_bytes)
-    inline = b"".join(chunks)
-    frame[: len(inline)] = inline
-    return Message(
-        frame=_tensor(frame),
-        overflow=None if room >= 0 else _tensor(bytearray(payload)),
-        separate=() if tensors_fit else tuple(x for x in separate if x.numel() > 0),
-    )
+    buffers = [memoryview(_front(prefix) + payload)]
+    tensors = [x.contiguous() for x in tensors if x.numel() > 0]
+    if not is_on_host:
+        return Message(tuple(buffers), separate=tuple(tensors))
+    size_bytes = buffers[0].nbytes
+    for x in tensors:
+        padding = _aligned(size_bytes) - size_bytes
+        buffers += [memoryview(bytes(padding)), bytes_of(x)]
+        size_bytes += padding + x.nbytes
+    return Message(tuple(buffers))
 
 
 def _front(prefix: Prefix) -> bytes:
@@ -435,22 +414,18 @@ def _check(what: str, *, actual: int, expected: int) -> None:
         raise WireError(f"{what}: found {actual}, expected {expected}; the message is broken")
 
 
-# Raw copies: with cold caches, as in a real round, a chain of views costs more than the copy.
-def _matrix(frame: Tensor, shape: TensorShape, *, offset: int) -> Tensor:
-    x = shape.empty(torch.device("cpu"))
-    ctypes.memmove(x.data_ptr(), frame.data_ptr() + offset, shape.size_bytes)
-    return x
+def _matrix(data: memoryview, shape: TensorShape, *, offset: int) -> Tensor:
+    if not shape.size_bytes:
+        return shape.empty(HOST)
+    dtype, num_values = _DTYPES[shape.dtype], shape.rows * shape.columns
+    x = torch.frombuffer(data, dtype=dtype, count=num_values, offset=offset)
+    return x.view(shape.rows, shape.columns)
 
 
-def _raw(x: Tensor) -> bytes:
-    """Returns the bytes of a tensor on the CPU, of any type."""
-    x = x.contiguous()
-    return ctypes.string_at(x.data_ptr(), x.nbytes)
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def _tensor(data: bytearray) -> Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8)
-
-
-def _view(x: Tensor) -> memoryview:
-    return x.numpy().data
+def bytes_of(x: Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor on the CPU, of any type."""
+    return memoryview(x.view(-1).view(torch.uint8).numpy())

@@ -105,16 +105,16 @@ def encoded(verify: Verify) -> Verify:
         header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None
     ) -> VerifyReply:
         epoch = header.epoch
-        message = wire.encode_round(header, hidden_TD, draft_probs_KV)
-        frame, overflow = message.frame.clone(), message.overflow
-        prefix = wire.decode_prefix(frame, epoch=epoch)
-        arrived = wire.decode_round(prefix, frame, overflow)
+        content = wire.encode_round(header, hidden_TD, draft_probs_KV).joined()
+        prefix = wire.decode_prefix(content, epoch=epoch)
+        arrived = wire.decode_round(prefix, content)
         if prefix.tensors_are_inline:
-            inline_TD, draft_probs_KV = wire.inline_tensors(prefix, frame)
+            inline_TD, draft_probs_KV = wire.inline_tensors(prefix, content)
             assert inline_TD is not None, "a round has rows"
             hidden_TD = inline_TD
-        reply = wire.encode_reply(verify(arrived, hidden_TD, draft_probs_KV), epoch=epoch)
-        prefix = wire.decode_prefix(reply.frame, epoch=epoch)
-        return wire.decode_reply(prefix, reply.frame, reply.overflow)
+        reply = verify(arrived, hidden_TD, draft_probs_KV)
+        content = wire.encode_reply(reply, epoch=epoch).joined()
+        prefix = wire.decode_prefix(content, epoch=epoch)
+        return wire.decode_reply(prefix, content)
 
     return verify_what_arrives

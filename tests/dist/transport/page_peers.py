@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -83,24 +84,26 @@ def send(at: Address, *, dies_at: int | None = None, stops_at: int | None = None
 
 def send_damaged(at: Address, spoilt_byte: int) -> None:
     """Sends a correct header and content, except for one byte, counted from the first of the
-    header."""
+    header, or from the first of the content where that is negative: -1 is the first."""
     torch.set_num_threads(1)
     link = join_link(at, 0, timeout_s=20.0)
     layers = contents()
-    messages: list[Tensor] = []
+    messages: list[bytearray] = []
 
     class Recorder:
-        """Records the first message that would be sent, and stops there."""
+        """Records the first messages that would be sent, and stops there."""
 
         members = link.members
         device = link.device
         epoch = link.epoch
         rank = 0
 
-        def isend(self, x: Tensor, *, to: int, tag: Tag, operation: str) -> None:
-            messages.append(x.clone())
-            if len(messages) == 2:
-                raise InterruptedError
+        def send_message(self, buffers: Sequence[memoryview], **_: object) -> None:
+            messages.append(bytearray(b"".join(buffers)))
+
+        def isend(self, x: Tensor, **_: object) -> None:
+            messages.append(bytearray(x.numpy()))
+            raise InterruptedError
 
     with contextlib.suppress(InterruptedError):
         send_pages(
@@ -112,13 +115,11 @@ def send_damaged(at: Address, spoilt_byte: int) -> None:
             timeout_s=20.0,
         )
     header, content_B = messages
-    if spoilt_byte < len(header):
+    if spoilt_byte >= 0:
         header[spoilt_byte] ^= 1
     else:
-        content_B[spoilt_byte - len(header)] ^= 1
-    transfers = [
-        link.isend(message, to=1, tag=Tag.PAGES, operation="a damaged chunk")
-        for message in messages
-    ]
-    for transfer in transfers:
-        transfer.finish(timeout_s=20.0)
+        content_B[-1 - spoilt_byte] ^= 1
+    for message in messages:
+        link.send_message(
+            [memoryview(message)], to=1, tag=Tag.PAGES, operation="a damaged chunk"
+        ).finish(timeout_s=20.0)

@@ -99,7 +99,7 @@ def test_a_verifier_killed_between_waits_is_noticed(at: Address) -> None:
     with peer_process(verify, at, 10.0) as process:
         channel = DistVerifyChannel(join_channel(at, 0, timeout_s=10.0))
         process.kill()
-        channel._receiver.join(LATE_S)
+        process.join(LATE_S)
         with pytest.raises(PeerLost, match=rf"lost {VERIFIER} during round 1 "):
             channel.send(header(1, epoch=1), hidden())
         channel.close()
@@ -116,7 +116,7 @@ def test_a_frozen_verifier_is_named_at_the_deadline(at: Address) -> None:
         channel.send(header(2, epoch=1), hidden(4, 5000))
         with pytest.raises(
             PeerLost,
-            match=rf"lost {VERIFIER} during round 2 \(epoch 1\): no reply within 1\.5 s",
+            match=rf"lost {VERIFIER} during round 2 \(epoch 1\): no answer within 1\.5 s",
         ):
             channel.receive()
         assert 1.4 < time.monotonic() - started_s < 1.5 + LATE_S

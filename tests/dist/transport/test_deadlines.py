@@ -119,7 +119,7 @@ def test_a_frozen_verify_rank_0_is_named_by_both_its_neighbours(at: Address) -> 
         follower_s, theirs = hear(reader)
         assert str(draft_error) == (
             "lost verify rank 0 on 127.0.0.1 during round 2 (epoch 1): "
-            f"no reply within {TIMEOUT_S:g} s"
+            f"no answer within {TIMEOUT_S:g} s"
         )
         assert str(theirs) == (
             "lost verify rank 0 on 127.0.0.1 during all_reduce of round 2 (epoch 1): "

@@ -85,12 +85,12 @@ def chains_command(segments: list[RowSegment], lagging_LD: Tensor | None) -> Dra
 
 
 def decoded(message: wire.Message, *, epoch: int = 4) -> Command:
-    prefix = wire.decode_prefix(message.frame, epoch=epoch)
-    separate = iter(message.separate)
-    x = wire.inline_tensors(prefix, message.frame)[0] if prefix.tensors_are_inline else None
-    return decode_command(
-        prefix, message.frame, message.overflow, x if x is not None else next(separate, None)
-    )
+    return command_of(message.joined(), epoch=epoch)
+
+
+def command_of(content: memoryview, *, epoch: int = 4) -> Command:
+    prefix = wire.decode_prefix(content, epoch=epoch)
+    return decode_command(prefix, content, wire.inline_tensors(prefix, content)[0])
 
 
 def plain(command: Command) -> tuple[object, list[object]]:
@@ -112,12 +112,10 @@ def test_a_command_arrives_as_it_was_announced(command: Command) -> None:
     assert plain(received) == plain(command)
 
 
-def test_a_command_longer_than_a_frame_travels_in_a_second_message() -> None:
+def test_a_command_of_any_length_is_one_message() -> None:
     segment = RowSegment(0, 20_000, PageTable(range(300)))
     command = RunLayers(tokens=list(range(20_000)), segments=[segment])
-    message = encode_command(command, epoch=4, number=1)
-    assert message.overflow is not None
-    assert plain(decoded(message)) == plain(command)
+    assert plain(decoded(encode_command(command, epoch=4, number=1))) == plain(command)
 
 
 def test_a_command_of_another_epoch_is_refused() -> None:
@@ -129,12 +127,12 @@ def test_a_command_of_another_epoch_is_refused() -> None:
 @given(commands(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_command_with_a_broken_bit_is_refused(command: Command, data: st.DataObject) -> None:
-    message = encode_command(command, epoch=4, number=2)
-    prefix = wire.decode_prefix(message.frame, epoch=4)
+    content = encode_command(command, epoch=4, number=2).joined()
+    prefix = wire.decode_prefix(content, epoch=4)
     at = data.draw(st.integers(0, wire.PREFIX_BYTES + prefix.payload_bytes - 1))
-    message.frame.view(torch.uint8)[at] ^= 1 << data.draw(st.integers(0, 7))
+    content[at] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(WireError):
-        decoded(message)
+        command_of(content)
 
 
 @pytest.mark.parametrize(
@@ -196,18 +194,19 @@ def test_rows_without_their_tensor_are_refused() -> None:
     message = encode_command(
         RunHead(segments=(GOOD,), hidden_TD=torch.zeros(2, 3)), epoch=4, number=1
     )
-    prefix = wire.decode_prefix(message.frame, epoch=4)
+    content = message.joined()
+    prefix = wire.decode_prefix(content, epoch=4)
     with pytest.raises(WireError, match="no rows with command 1"):
-        decode_command(prefix, message.frame, None, None)
+        decode_command(prefix, content, None)
     with pytest.raises(WireError, match="found 5 rows in a command, expected 2"):
-        decode_command(prefix, message.frame, None, torch.zeros(5, 3))
+        decode_command(prefix, content, torch.zeros(5, 3))
 
 
 def test_a_round_is_not_taken_for_a_command() -> None:
-    frame = wire.encode_close(epoch=4).frame
-    prefix = wire.decode_prefix(frame, epoch=4)
+    content = wire.encode_close(epoch=4).joined()
+    prefix = wire.decode_prefix(content, epoch=4)
     with pytest.raises(WireError, match="found a CLOSE message, expected a COMMAND"):
-        decode_command(prefix, frame, None, None)
+        decode_command(prefix, content, None)
 
 
 def test_a_token_that_does_not_fit_a_word_is_refused() -> None:
@@ -226,8 +225,6 @@ def test_an_operation_that_this_version_does_not_have_is_refused() -> None:
     class Dance(Record, frozen=True, tag=True):
         pass
 
-    message = wire.message_of(
-        wire.Kind.COMMAND, epoch=4, round_id=1, content=Dance(), frame_bytes=4096
-    )
+    message = wire.message_of(wire.Kind.COMMAND, epoch=4, round_id=1, content=Dance())
     with pytest.raises(WireError, match="COMMAND message 1: Invalid value 'Dance'"):
         decoded(message)

@@ -1,6 +1,5 @@
 """Messages are decoded bit for bit; damaged messages are rejected."""
 
-import dataclasses
 import tracemalloc
 from typing import Any
 
@@ -21,18 +20,24 @@ from tests.unit.transport.rounds import header, headers, hidden, reply_with, seg
 
 
 def through_the_wire(message: wire.Message, *, epoch: int) -> RoundHeader:
-    prefix = wire.decode_prefix(message.frame, epoch=epoch)
-    return wire.decode_round(prefix, message.frame, message.overflow)
+    return round_of(message.joined(), epoch=epoch)
+
+
+def round_of(content: memoryview, *, epoch: int = 3) -> RoundHeader:
+    return wire.decode_round(wire.decode_prefix(content, epoch=epoch), content)
 
 
 def reply_through_the_wire(message: wire.Message) -> VerifyReply:
-    prefix = wire.decode_prefix(message.frame, epoch=3)
-    return wire.decode_reply(prefix, message.frame, message.overflow)
+    return reply_of(message.joined())
+
+
+def reply_of(content: memoryview, *, epoch: int = 3) -> VerifyReply:
+    return wire.decode_reply(wire.decode_prefix(content, epoch=epoch), content)
 
 
 def size_of(message: wire.Message) -> int:
     """Returns the bytes of prefix and payload."""
-    return wire.PREFIX_BYTES + wire.decode_prefix(message.frame, epoch=3).payload_bytes
+    return message.buffers[0].nbytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,9 +77,8 @@ def test_every_reply_arrives_as_it_left(
         group=Traffic(sent_bytes=size_bytes, received_bytes=size_bytes // 2, wait_s=seconds / 7),
     )
     message = wire.encode_reply(reply, epoch=4)
-    reply = replace(reply, wire_bytes=sum(tensor.nbytes for tensor in message.parts))
-    prefix = wire.decode_prefix(message.frame, epoch=4)
-    got = wire.decode_reply(prefix, message.frame, message.overflow)
+    reply = replace(reply, wire_bytes=message.size_bytes)
+    got = reply_of(message.joined(), epoch=4)
     for name in VerifyReply.__struct_fields__:
         a, b = getattr(got, name), getattr(reply, name)
         np.testing.assert_array_equal(a, b, err_msg=name, strict=True)
@@ -126,93 +130,88 @@ def test_a_reply_that_counts_backwards_is_refused() -> None:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), bit=st.integers(0, 7))
 def test_one_flipped_bit_anywhere_in_a_reply_is_refused(data: st.DataObject, bit: int) -> None:
-    message = wire.encode_reply(reply_with([1, 2, 3]), epoch=3)
-    message.frame[data.draw(st.integers(0, size_of(message) - 1))] ^= 1 << bit
+    content = wire.encode_reply(reply_with([1, 2, 3]), epoch=3).joined()
+    content[data.draw(st.integers(0, content.nbytes - 1))] ^= 1 << bit
     with pytest.raises(WireError):
-        reply_through_the_wire(message)
+        reply_of(content)
 
 
-def test_a_header_longer_than_a_frame_travels_in_a_second_message() -> None:
+def test_a_header_of_any_length_is_one_message() -> None:
     round_header = replace(header(), segments=(segment(history=tuple(range(20_000))),))
-    message = wire.encode_round(round_header, hidden())
-    assert message.overflow is not None
-    assert through_the_wire(message, epoch=3) == round_header
+    assert through_the_wire(wire.encode_round(round_header, hidden()), epoch=3) == round_header
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_small_tensors_ride_in_the_frame_and_keep_their_bits(dtype: torch.dtype) -> None:
-    hidden_TD, probs_KV = hidden(4, 16, dtype), torch.rand(3, 9)
+@pytest.mark.parametrize("width", [1, 16, 5000])
+def test_tensors_travel_with_the_message_keep_their_bits_and_are_aligned(
+    dtype: torch.dtype, width: int
+) -> None:
+    hidden_TD, probs_KV = hidden(4, width, dtype), torch.rand(3, 9)
     message = wire.encode_round(header(), hidden_TD, probs_KV)
-    prefix = wire.decode_prefix(message.frame, epoch=3)
     assert message.separate == ()
-    got_TD, got_KV = wire.inline_tensors(prefix, message.frame)
+    content = message.joined()
+    prefix = wire.decode_prefix(content, epoch=3)
+    assert prefix.hidden == wire.TensorShape(
+        rows=4, columns=width, dtype=str(dtype).removeprefix("torch.")
+    )
+    tensors = wire.inline_tensors(prefix, content)
+    for x, expected in zip(tensors, (hidden_TD, probs_KV), strict=True):
+        assert x is not None
+        assert torch.equal(x, expected)
+        assert x.dtype == expected.dtype
+        assert x.data_ptr() % 64 == 0
+
+
+def test_tensors_without_values_and_with_gaps_arrive_as_they_left() -> None:
+    empty_KV, gaps_TD = torch.rand(0, 9), hidden(4, 8)[:, ::2]
+    content = wire.encode_round(header(), gaps_TD, empty_KV).joined()
+    got_TD, got_KV = wire.inline_tensors(wire.decode_prefix(content, epoch=3), content)
     assert got_TD is not None
+    assert torch.equal(got_TD, gaps_TD)
     assert got_KV is not None
-    assert torch.equal(got_TD, hidden_TD)
-    assert got_TD.dtype == dtype
-    assert torch.equal(got_KV, probs_KV)
-
-
-def test_large_tensors_are_announced_and_sent_after_the_frame() -> None:
-    big_TD = hidden(4, 5000)
-    message = wire.encode_round(header(), big_TD)
-    prefix = wire.decode_prefix(message.frame, epoch=3)
-    assert not prefix.tensors_are_inline
-    assert prefix.hidden == wire.TensorShape(rows=4, columns=5000, dtype="float32")
-    assert message.separate == (big_TD,)
+    assert got_KV.shape == (0, 9)
 
 
 def test_a_message_of_another_epoch_is_refused() -> None:
     message = wire.encode_round(header(epoch=3), hidden())
     with pytest.raises(WireError, match="epoch 3, expected 4"):
-        wire.decode_prefix(message.frame, epoch=4)
+        wire.decode_prefix(message.joined(), epoch=4)
 
 
 def test_a_message_of_another_version_or_protocol_is_refused() -> None:
-    frame = wire.encode_round(header(), hidden()).frame.clone()
-    frame[4] += 1  # after the four bytes of magic
+    content = wire.encode_round(header(), hidden()).joined()
+    content[4] += 1  # after the four bytes of magic
     versions = f"wire version {wire.VERSION + 1}, expected {wire.VERSION}"
     with pytest.raises(WireError, match=versions):
-        wire.decode_prefix(frame, epoch=3)
-    frame[:4] = 0
+        wire.decode_prefix(content, epoch=3)
+    content[:4] = bytes(4)
     with pytest.raises(WireError, match="found magic 0x0"):
-        wire.decode_prefix(frame, epoch=3)
+        wire.decode_prefix(content, epoch=3)
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), bit=st.integers(0, 7))
 def test_one_flipped_bit_anywhere_in_a_header_is_refused(data: st.DataObject, bit: int) -> None:
     message = wire.encode_round(header(), hidden())
-    message.frame[data.draw(st.integers(0, size_of(message) - 1))] ^= 1 << bit
+    content = message.joined()
+    content[data.draw(st.integers(0, size_of(message) - 1))] ^= 1 << bit
     with pytest.raises(WireError):
-        through_the_wire(message, epoch=3)
+        round_of(content)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_message_cut_short_is_refused(data: st.DataObject) -> None:
-    message = wire.encode_round(header(), hidden())
-    num_bytes = data.draw(st.integers(0, size_of(message) - 1))
+    content = wire.encode_round(header(), hidden(), torch.rand(3, 5)).joined()
+    num_bytes = data.draw(st.integers(0, content.nbytes - 1))
     with pytest.raises(WireError, match="found"):
-        through_the_wire(dataclasses.replace(message, frame=message.frame[:num_bytes]), epoch=3)
+        round_of(content[:num_bytes])
 
 
-def test_hidden_states_cut_short_are_refused() -> None:
-    message = wire.encode_round(header(), hidden())
-    prefix = wire.decode_prefix(message.frame, epoch=3)
-    with pytest.raises(WireError, match="found a frame of 400 bytes"):
-        wire.inline_tensors(prefix, message.frame[:400])
-
-
-def test_an_overflow_that_never_came_or_is_another_is_refused() -> None:
-    long = replace(header(), segments=(segment(history=tuple(range(20_000))),))
-    message = wire.encode_round(long, hidden())
-    assert message.overflow is not None
-    message.overflow[9] += 1
-    with pytest.raises(WireError, match="payload checksum"):
-        through_the_wire(message, epoch=3)
-    with pytest.raises(WireError, match="bytes of payload: found 0"):
-        through_the_wire(dataclasses.replace(message, overflow=None), epoch=3)
+def test_a_message_with_more_than_it_announces_is_refused() -> None:
+    content = wire.encode_round(header(), hidden()).joined()
+    with pytest.raises(WireError, match="bytes of the message: found"):
+        round_of(memoryview(bytearray(content) + b"x"))
 
 
 def test_a_reply_where_a_round_is_expected_is_refused() -> None:
@@ -312,13 +311,12 @@ def lying(payload: bytes, *, kind: wire.Kind = wire.Kind.ROUND, num_rows: int = 
         epoch=3,
         round_id=17,
         content=msgspec.Raw(payload),  # type: ignore[arg-type]
-        frame_bytes=wire.ROUND_FRAME_BYTES,
         hidden_TD=hidden(num_rows) if kind is wire.Kind.ROUND else None,
     )
 
 
 def payload_of(message: wire.Message) -> bytes:
-    return bytes(message.frame[wire.PREFIX_BYTES : size_of(message)].numpy())
+    return bytes(message.buffers[0][wire.PREFIX_BYTES :])
 
 
 REPLY = replace(
@@ -385,13 +383,12 @@ def test_a_length_without_its_bytes_costs_no_memory(kind: wire.Kind, length: byt
     assert peak_bytes < 1 << 20
 
 
-def test_an_overflow_larger_than_any_payload_is_refused_before_there_is_room_for_it() -> None:
-    long = replace(header(), segments=(segment(history=tuple(range(20_000))),))
-    message = wire.encode_round(long, hidden())
-    prefix = wire.decode_prefix(message.frame, epoch=3)
+def test_a_payload_that_cannot_be_is_refused() -> None:
+    content = wire.encode_round(header(), hidden()).joined()
+    prefix = wire.decode_prefix(content, epoch=3)
     huge = replace(prefix, payload_bytes=wire.MAX_PAYLOAD_BYTES + 1)
     with pytest.raises(WireError, match="broken prefix: Expected `int` <= 268435456"):
-        wire.decode_prefix(with_prefix(message.frame, huge), epoch=3)
+        wire.decode_prefix(with_prefix(content, huge), epoch=3)
 
 
 @pytest.mark.parametrize(
@@ -406,18 +403,16 @@ def test_an_overflow_larger_than_any_payload_is_refused_before_there_is_room_for
 def test_a_matrix_that_cannot_be_is_refused_before_there_is_room_for_it(
     change: dict[str, Any], error: str
 ) -> None:
-    message = wire.encode_round(header(), hidden())
-    prefix = wire.decode_prefix(message.frame, epoch=3)
+    content = wire.encode_round(header(), hidden()).joined()
+    prefix = wire.decode_prefix(content, epoch=3)
     assert prefix.hidden is not None
     lying_prefix = replace(prefix, hidden=replace(prefix.hidden, **change))
     with pytest.raises(WireError, match=error):
-        wire.decode_prefix(with_prefix(message.frame, lying_prefix), epoch=3)
+        wire.decode_prefix(with_prefix(content, lying_prefix), epoch=3)
 
 
-def with_prefix(frame: torch.Tensor, prefix: wire.Prefix) -> torch.Tensor:
-    frame = frame.clone()
-    frame[: wire.PREFIX_BYTES] = torch.frombuffer(bytearray(wire._front(prefix)), dtype=torch.uint8)
-    return frame
+def with_prefix(content: memoryview, prefix: wire.Prefix) -> memoryview:
+    return memoryview(bytearray(wire._front(prefix)) + content[wire.PREFIX_BYTES :])
 
 
 def test_the_largest_prefix_fits_its_place() -> None:
@@ -430,11 +425,11 @@ def test_the_largest_prefix_fits_its_place() -> None:
         payload_crc=2**32 - 1,
         hidden=shape,
         draft_probs=shape,
-        payload_is_inline=False,
         tensors_are_inline=False,
     )
-    frame = with_prefix(wire.round_frame().zero_(), largest)
-    assert wire.decode_prefix(frame, epoch=2**63 - 1) == largest
+    content = with_prefix(memoryview(bytes(wire.PREFIX_BYTES)), largest)
+    with pytest.raises(WireError, match="bytes of the message: found 96, expected 268435552"):
+        wire.decode_prefix(content, epoch=2**63 - 1)
 
 
 @pytest.mark.parametrize(
