@@ -1,7 +1,7 @@
 """The TCP ports of a cluster: the numbers that our cluster files use, and those that a file sets.
 
 Ray chooses most of its ports at random unless they are given, and a firewall can open fixed ports
-only. Connections between ranks (Gloo, NCCL, torch's rendezvous) use ephemeral ports of the system.
+only. Connections between ranks (links, NCCL, rendezvous) use ephemeral ports of the system.
 """
 
 import re

@@ -71,7 +71,7 @@ class HostTimes:
     """Queueing one sum of a group over nodes, and the piece of a CUDA graph before it: the middle
     of 50 to 106 us for a call of NCCL from Python, on an H200's host (8 to 17 ms of 160 sums)."""
     hop_s: float = 0.12e-3
-    """A message between two processes, without its bytes: Gloo within a host."""
+    """A message between two processes, without its bytes, within a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

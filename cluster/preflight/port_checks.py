@@ -59,7 +59,7 @@ def _ports(
     if source.is_head:
         yield "dashboard agent", target.dashboard_agent_port
     yield "worker processes", opened.worker or 0
-    yield "Gloo and NCCL, an ephemeral port", opened.ephemeral
+    yield "links and NCCL, an ephemeral port", opened.ephemeral
 
 
 def check_reachable(unreachable: Mapping[str, Iterable[Unreachable]]) -> Iterator[Finding]:

@@ -54,7 +54,7 @@ class Listeners:
         return [use for port in ports if (use := self._open(port)) is not None]
 
     def open_ephemeral(self) -> int:
-        """Listens on a port that the system chooses, as Gloo and NCCL do."""
+        """Listens on a port that the system chooses, as links and NCCL do."""
         listener = _listener(0)
         self._sockets.append(listener)
         return int(listener.getsockname()[1])

@@ -160,7 +160,7 @@ class CostsOptions:
     """Measures the costs of stages: input of `eesd plan`.
 
     Runs real rounds of one pipeline in processes of this machine, one thread a rank: the drafting
-    process and the verify ranks, over Gloo, without overlap. Write the
+    process and the verify ranks, over links, without overlap. Write the
     last line to a file for `eesd plan --costs`.
     """
 

@@ -20,7 +20,7 @@ from uuid import uuid4
 from eesd_dist.schedule.pages import PageAllocator
 from eesd_dist.types import PageId, RequestId, TokenId
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["link", "nccl"]
 
 _ANY = TokenId(0)
 """Appended to look up full pages: the allocator never matches the page of the last token."""
@@ -62,10 +62,10 @@ class KvLayout:
         return None
 
     def backend_to(self, other: "KvLayout") -> Backend:
-        """Returns what moves pages to the other rank: NCCL from one GPU to another, otherwise Gloo
-        through host memory. NCCL refuses two ranks on one GPU."""
+        """Returns what moves pages to the other rank: NCCL from one GPU to another, otherwise a
+        link through host memory. NCCL refuses two ranks on one GPU."""
         between_gpus = "" not in (self.gpu, other.gpu) and self.gpu != other.gpu
-        return "nccl" if between_gpus and self.has_nccl and other.has_nccl else "gloo"
+        return "nccl" if between_gpus and self.has_nccl and other.has_nccl else "link"
 
 
 _OWN = ("finds_prefixes", "gpu", "has_nccl")

@@ -8,10 +8,10 @@ ranks that share a host (`host_sums`). Each wait is for one peer, so PeerLost na
 always taken as `rank_sums` says, whatever the size of the tensor. So all ranks hold the same bits,
 and a row's sum does not depend on the other rows of the batch (`numerics: invariant`).
 
-Errors of links and of NCCL become PeerLost in `ProcessGroup.peer_lost` and `_on_device`; errors of computations on the results of aborted GPU work, in `raises_lost_peers`.
-Errors that report a failure of this rank's own device name this rank. Every operation is counted by
-its kind: number, bytes each way, seconds waited. Waits without a deadline are not counted: there is
-no round to work on.
+Errors of links and of NCCL become PeerLost in `ProcessGroup.peer_lost` and `_on_device`, errors of
+computations on the results of aborted GPU work in `raises_lost_peers`. Errors that report a failure
+of this rank's own device name this rank. Every operation is counted by its kind: number, bytes each
+way, seconds waited. Waits without a deadline are not counted: there is no round to work on.
 """
 
 import logging

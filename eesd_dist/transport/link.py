@@ -42,10 +42,10 @@ _KEEPALIVE = (
     ("TCP_KEEPINTVL", 1),
     ("TCP_KEEPCNT", 3),
 )
-"""Ends an idle connection whose peer has not answered for four seconds."""
+"""Ends an idle connection after four seconds without an answer of the peer."""
 _SILENCE_MS = 4000
 """Ends a connection with bytes in transit after so long without an acknowledgement. Linux'
-TCP_USER_TIMEOUT would also end one whose peer is busy and does not read."""
+TCP_USER_TIMEOUT would also end one to a peer that is busy and does not read."""
 _SCAN_S = 1.0
 _TCP_INFO_BYTES = 60
 _IN_TRANSIT, _ACKNOWLEDGED_MS = 24, 56
@@ -59,7 +59,7 @@ _T = TypeVar("_T")
 class _Kind(IntEnum):
     MESSAGE = 0
     CONFIRMED = 1
-    """A message whose receiver answers when it takes it."""
+    """A message that its receiver answers when it takes it."""
     TAKEN = 2
     """The answer: the message with this serial number was taken."""
 
@@ -93,7 +93,7 @@ class Sending:
 
 
 class Link:
-    """One end of a connection. Any thread may send; for each tag one at a time may receive."""
+    """End of a connection. Any thread may send; for each tag one at a time may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Owns the connection from now on, which is closed with the last reference to the link."""
@@ -120,7 +120,7 @@ class Link:
         self._sent_bytes = 0
         self._serial = 0
         self._gone_reason: str | None = None
-        """Why nothing can be sent any more. What the peer sent before may still be read."""
+        """Reason why nothing can be sent any more. What the peer sent before may still be read."""
         self._on_gone: list[Callable[[], None]] | None = []
         self._watch = connection_watch()
         self._watch.add(self, connection)
@@ -204,14 +204,14 @@ class Link:
 
     def on_writable(self) -> None:
         """Sends more of what waits. Called by the watch."""
-        with self._flushed, suppress(ConnectionError):  # those who wait learn of it
+        with self._flushed, suppress(ConnectionError):  # raised in the threads that wait
             self._drain()
             if not self._outgoing and self._on_gone is not None:
                 self._watch.wait_for_room(self._socket, waits=False)
 
     def on_hangup(self) -> None:
-        """Calls those who wait for the end of the connection. Called by the watch, maybe in vain:
-        another connection may have had the number of this one."""
+        """Makes the calls that wait for the end of the connection. Called by the watch, maybe in
+        vain: another connection may have had the number of this one."""
         with self._flushed:
             if not self._hangup.poll(0):
                 return
@@ -252,12 +252,12 @@ class Link:
                     raise ConnectionError(self._end_reason)
                 is_reader = not self._is_reading
                 left_s = _left_s(deadline)
-                is_late = not is_reader and left_s is not None and left_s <= 0
+                has_missed = not is_reader and left_s is not None and left_s <= 0
                 if is_reader:
                     self._is_reading = True
-                elif not is_late:
+                elif not has_missed:
                     self._changed.wait(left_s)
-            if is_late:
+            if has_missed:
                 raise self._late()
             if is_reader:
                 self._read(deadline, tag=tag, into=into)
@@ -295,7 +295,7 @@ class Link:
             return into
         if size > MAX_MESSAGE_BYTES:
             raise ConnectionError(f"found a message of {size} bytes, expected a size that fits")
-        return memoryview(torch.empty(size, dtype=torch.uint8).numpy())
+        return new_memory(size)
 
     def _expect_size(self, size: int, into: memoryview) -> None:
         if size != into.nbytes:
@@ -380,9 +380,9 @@ class ConnectionWatch:
 
     def wait_for_room(self, connection: socket.socket, *, waits: bool) -> None:
         """Calls the link's `on_writable` whenever the kernel has room, if it waits for that."""
-        wanted = select.EPOLLOUT if waits else 0
+        events = select.EPOLLOUT if waits else 0
         with suppress(OSError):  # removed since
-            self._epoll.modify(connection, select.EPOLLRDHUP | wanted)
+            self._epoll.modify(connection, select.EPOLLRDHUP | events)
 
     def remove(self, connection: socket.socket) -> None:
         with suppress(OSError, ValueError):  # removed before
@@ -424,6 +424,11 @@ class ConnectionWatch:
 @cache
 def connection_watch() -> ConnectionWatch:
     return ConnectionWatch()
+
+
+def new_memory(size: int) -> memoryview:
+    """Returns memory without values that begins at a multiple of 64 bytes."""
+    return torch.empty(size, dtype=torch.uint8).numpy().data
 
 
 def _header(kind: _Kind, tag: int, serial: int, size: int) -> memoryview:

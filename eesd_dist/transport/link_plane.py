@@ -55,4 +55,3 @@ class LinkPlane:
         """Ends all transfers in progress, here and at the peers."""
         for link in self._links.values():
             link.end()
-

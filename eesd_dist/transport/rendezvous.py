@@ -266,7 +266,7 @@ class _Exchange:
                 peer=peer,
                 proof=self.proof,
                 deadline=self._deadline,
-                is_given_up=lambda: self._store.is_closed,
+                is_cancelled=lambda: self._store.is_closed,
             )
         except Stranger as error:
             reason = "the process in its place does not know the epoch's secret"
@@ -282,7 +282,7 @@ class _Exchange:
         names one of those that are missing."""
         while time.monotonic() < self._deadline:
             if self._store.is_closed:
-                raise self.lost(missing[0], "joining was given up")
+                raise self.lost(missing[0], "joining was cancelled")
             arrived = listener.accept(timeout_s=min(self.left_s(), _POLL_S))
             if arrived is not None:
                 return arrived.rank, Link(arrived.connection)
@@ -364,4 +364,3 @@ class _TorchStore(Store):
             return self._client.get(*(f"{self._prefix}/{key}" for key in keys), timeout_s=timeout_s)
         except KeysMissing as error:
             raise DistStoreError(str(error)) from error
-

@@ -34,9 +34,7 @@ class TransferGroup(Protocol):
         """Raises PeerLost when work on the GPU was aborted."""
         ...
 
-    def peer_lost(
-        self, error: OSError, *, peer: int, operation: str, waited_s: float
-    ) -> PeerLost:
+    def peer_lost(self, error: OSError, *, peer: int, operation: str, waited_s: float) -> PeerLost:
         """Returns the error of a wait for this peer."""
         ...
 

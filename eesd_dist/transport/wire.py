@@ -107,7 +107,7 @@ class Prefix(Record, frozen=True, kw_only=True):
 
     @property
     def offsets(self) -> tuple[int, int, int]:
-        """Where hidden states and draft probabilities begin, and where the message ends."""
+        """Offsets of hidden states and draft probabilities, and the end of the message."""
         offsets = [PREFIX_BYTES + self.payload_bytes]
         for shape in self.shapes if self.tensors_are_inline else (None, None):
             size_bytes = 0 if shape is None else shape.size_bytes
@@ -132,7 +132,7 @@ class Message:
 
     def joined(self) -> memoryview:
         """Returns a copy of the message as a receiver gets it."""
-        content = memoryview(torch.empty(self.size_bytes, dtype=torch.uint8).numpy())
+        content = torch.empty(self.size_bytes, dtype=torch.uint8).numpy().data
         content[:] = b"".join(self.buffers)
         return content
 
@@ -335,9 +335,7 @@ def _check_features(features: RowFeatures) -> None:
 _T = TypeVar("_T")
 
 
-def decode_payload(
-    decoder: Decoder[_T], prefix: Prefix, data: memoryview, *, expected: Kind
-) -> _T:
+def decode_payload(decoder: Decoder[_T], prefix: Prefix, data: memoryview, *, expected: Kind) -> _T:
     """Returns the record that a message carries, after checking its kind, size and checksum."""
     if prefix.kind is not expected:
         raise WireError(f"found a {prefix.kind.name} message, expected a {expected.name}")
@@ -428,4 +426,4 @@ def _aligned(offset: int) -> int:
 
 def bytes_of(x: Tensor) -> memoryview:
     """Returns the memory of a contiguous tensor on the CPU, of any type."""
-    return memoryview(x.view(-1).view(torch.uint8).numpy())
+    return x.view(-1).view(torch.uint8).numpy().data

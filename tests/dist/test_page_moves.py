@@ -136,7 +136,7 @@ def _links(meeting: Meeting, *, timeout_s: float = 20.0) -> tuple[PageLink, Page
             rank_name="verify rank 0",
             ends=("verify rank 0 of left", "verify rank 0 of right"),
             end=end,
-            backend="gloo",
+            backend="link",
             timeout_s=timeout_s,
         )
         for end in (0, 1)

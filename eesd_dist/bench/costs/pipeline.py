@@ -1,4 +1,4 @@
-"""Pipeline in processes of this machine, over Gloo: the drafting process and its verify ranks.
+"""Pipeline in processes of this machine, over links: the drafting process and its verify ranks.
 
 The processes run the functions of a served pipeline, without Ray.
 """

@@ -25,7 +25,7 @@ _PAUSE_S = 0.1
 
 @dataclass(slots=True, eq=False)
 class Unproven:
-    """A connection whose other end is not known yet."""
+    """A connection to a process that is not known yet."""
 
     connection: socket.socket
     host: str
@@ -60,7 +60,7 @@ class Acceptor:
         self._refusals = refusals
         self._at = "{}:{}".format(*listener.getsockname()[:2])
         self._unproven: dict[object, Unproven] = {}
-        """By their sockets, in the order in which they connected."""
+        """Connections by their sockets, in the order in which they came."""
 
     def serve(self, ready: object) -> Unproven | None:
         """Handles what the selector has reported, unless it is not a connection of this acceptor.
@@ -104,10 +104,10 @@ class Acceptor:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:  # it has left, or this process has no file handle to spare
-            self._cut_oldest(num_kept=len(self._unproven) - 1)
+            self._cut_oldest(max_unproven=len(self._unproven) - 1)
             time.sleep(_PAUSE_S)
             return
-        self._cut_oldest(num_kept=_MAX_UNPROVEN - 1)
+        self._cut_oldest(max_unproven=_MAX_UNPROVEN - 1)
         until_s = time.monotonic() + _PROOF_WITHIN_S
         candidate = Unproven(connection, host, new_nonce(), until_s)
         self._unproven[connection] = candidate
@@ -115,8 +115,8 @@ class Acceptor:
         if not candidate.send(candidate.nonce):
             self._refuse_absent(candidate)
 
-    def _cut_oldest(self, *, num_kept: int) -> None:
-        num_cut = max(len(self._unproven) - max(num_kept, 0), 0)
+    def _cut_oldest(self, *, max_unproven: int) -> None:
+        num_cut = max(len(self._unproven) - max(max_unproven, 0), 0)
         self._refuse_all(list(self._unproven.values())[:num_cut], "too many connections")
 
     def _read(self, candidate: Unproven) -> bool:

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -220,7 +220,7 @@ class _Server:
         self._at = at
         self._values: dict[str, bytes] = {}
         self._peers: dict[object, _Peer] = {}
-        """By their sockets."""
+        """Ranks by their sockets."""
         self._waiting: list[_Waiting] = []
         self._selector = selectors.DefaultSelector()
         self._acceptor = Acceptor(

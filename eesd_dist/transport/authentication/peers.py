@@ -1,7 +1,7 @@
-"""Connections between the ranks of a group, each end of which proves the secret of the epoch.
+"""Connections between the ranks of a group; both ends prove the secret of the epoch.
 
-A rank connects to all lower ranks, whose addresses are in the rendezvous store, and accepts all
-higher ones. Connections of others are refused and counted; they do not delay the ranks.
+A rank connects to all lower ranks, at addresses from the rendezvous store, and accepts all higher
+ones. Connections of others are refused and counted; they do not delay the ranks.
 """
 
 import queue
@@ -163,26 +163,26 @@ def connect_to_peer(
     peer: int,
     proof: Proof,
     deadline: float,
-    is_given_up: Callable[[], bool],
+    is_cancelled: Callable[[], bool],
 ) -> socket.socket:
     """Returns the connection of this rank to a lower one, after both have proved the secret. Tries
     as often as the peer is too busy, until the deadline, a monotonic time.
 
-    Raises Stranger, TimeoutError, or ConnectionError if nothing listens there or it was given up.
+    Raises Stranger, TimeoutError, or ConnectionError if nothing listens there or it was cancelled.
     """
     while True:
-        connection = _connected(at, deadline, is_given_up)
+        connection = _connected(at, deadline, is_cancelled)
         try:
             return _proven(
                 connection,
                 rank=rank,
                 peer=peer,
                 proof=proof,
-                receive=_Receive(connection, deadline, is_given_up),
+                receive=_Receive(connection, deadline, is_cancelled),
             )
         except (ConnectionError, TimeoutError) as error:
             connection.close()
-            if isinstance(error, TimeoutError) or is_given_up():
+            if isinstance(error, TimeoutError) or is_cancelled():
                 raise
             time.sleep(_RETRY_S)
         except BaseException:
@@ -191,11 +191,11 @@ def connect_to_peer(
 
 
 def _connected(
-    at: SocketAddress, deadline: float, is_given_up: Callable[[], bool]
+    at: SocketAddress, deadline: float, is_cancelled: Callable[[], bool]
 ) -> socket.socket:
     family, *_, bound = socket.getaddrinfo(*at, type=socket.SOCK_STREAM)[0]
     while True:
-        left_s = _left_s(deadline, is_given_up)
+        left_s = _left_s(deadline, is_cancelled)
         connection = socket.socket(family)
         connection.settimeout(min(left_s, _ATTEMPT_S))
         try:
@@ -225,11 +225,11 @@ class _Receive:
     """Receives exactly as many bytes as asked for."""
 
     def __init__(
-        self, connection: socket.socket, deadline: float, is_given_up: Callable[[], bool]
+        self, connection: socket.socket, deadline: float, is_cancelled: Callable[[], bool]
     ) -> None:
         self._connection = connection
         self._deadline = deadline
-        self._is_given_up = is_given_up
+        self._is_cancelled = is_cancelled
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
 
@@ -237,7 +237,7 @@ class _Receive:
         """Raises ConnectionError or TimeoutError."""
         received = b""
         while len(received) < size:
-            left_s = _left_s(self._deadline, self._is_given_up)
+            left_s = _left_s(self._deadline, self._is_cancelled)
             if not self._readable.poll(int(min(left_s, _POLL_S) * 1e3) + 1):
                 continue
             try:
@@ -250,10 +250,10 @@ class _Receive:
         return received
 
 
-def _left_s(deadline: float, is_given_up: Callable[[], bool]) -> float:
+def _left_s(deadline: float, is_cancelled: Callable[[], bool]) -> float:
     """Returns the time until the deadline. Raises ConnectionError or TimeoutError."""
-    if is_given_up():
-        raise ConnectionError("joining was given up")
+    if is_cancelled():
+        raise ConnectionError("joining was cancelled")
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("timed out")

@@ -254,13 +254,17 @@ def test_a_small_message_is_on_its_own_once_it_was_sent() -> None:
 
 def test_small_messages_go_ahead_of_their_receiver_until_the_connection_is_full() -> None:
     first, _second = join_threads(2, timeout_s=0.3)
-    num_sent = 0
-    with pytest.raises(PeerLost, match=r"threads rank 1 on .* a send .*: no answer within 0\.3 s"):
+    messages: list[Tensor] = []
+
+    def send_many() -> None:
         for _ in range(100_000):
-            content = torch.ones(1000)
-            first.isend(content, to=1, tag=Tag.ROUND, operation="a send").finish(timeout_s=0.3)
-            num_sent += 1
-    assert num_sent > 16
+            x = torch.ones(1000)
+            first.isend(x, to=1, tag=Tag.ROUND, operation="a send").finish(timeout_s=0.3)
+            messages.append(x)
+
+    with pytest.raises(PeerLost, match=r"threads rank 1 on .* a send .*: no answer within 0\.3 s"):
+        send_many()
+    assert len(messages) > 16
 
 
 def test_a_confirmed_message_waits_until_it_is_asked_for() -> None:

@@ -322,7 +322,7 @@ def test_nccl_moves_pages_only_between_two_gpus_with_nccl_at_both_ends(
     ends = [replace(kv_layout(), gpu=gpu, has_nccl=has_nccl) for gpu, has_nccl in (local, remote)]
     assert ends[0].why_not(ends[1]) is None, "neither needs to be equal"
     expected = {(("A", True), ("B", True)), (("B", True), ("A", True))}
-    assert ends[0].backend_to(ends[1]) == ("nccl" if (local, remote) in expected else "gloo")
+    assert ends[0].backend_to(ends[1]) == ("nccl" if (local, remote) in expected else "link")
 
 
 def test_planning_the_order_of_64_streams_of_4096_tokens_takes_less_than_16_mebibytes() -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,13 +26,13 @@ MIB = 1 << 20
 
 def sockets() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname())
-        return near, listener.accept()[0]
+        left = socket.create_connection(listener.getsockname())
+        return left, listener.accept()[0]
 
 
 def linked() -> tuple[Link, Link]:
-    near, far = sockets()
-    return Link(near), Link(far)
+    left, right = sockets()
+    return Link(left), Link(right)
 
 
 def send(link: Link, content: bytes, *, tag: int = 0) -> None:
@@ -66,36 +67,40 @@ class Running(threading.Thread):
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300_000)), max_size=20))
 def test_messages_of_a_tag_arrive_in_order_and_complete(messages: list[tuple[int, int]]) -> None:
-    near, far = linked()
-    sent = [(tag, os.urandom(size)) for tag, size in messages]
-    sending = [near.send([memoryview(content)], tag=tag) for tag, content in sent]
-    for wanted in range(4):
-        for tag, content in sent:
-            if tag == wanted:
-                assert received(far, tag=tag) == content
+    left, right = linked()
+    contents = [(tag, os.urandom(size)) for tag, size in messages]
+    sending = [left.send([memoryview(content)], tag=tag) for tag, content in contents]
+    for chosen in range(4):
+        for tag, content in contents:
+            if tag == chosen:
+                assert received(right, tag=tag) == content
     for message in sending:
         message.wait(timeout_s=LATE_S)
 
 
 def test_buffers_are_sent_as_one_message_and_read_into_memory_of_its_size() -> None:
-    near, far = linked()
-    near.send([memoryview(b"ab"), memoryview(b""), memoryview(b"cde")], tag=1)
+    left, right = linked()
+    left.send([memoryview(b"ab"), memoryview(b""), memoryview(b"cde")], tag=1)
     into = bytearray(5)
-    far.receive(tag=1, timeout_s=LATE_S, into=memoryview(into))
+    right.receive(tag=1, timeout_s=LATE_S, into=memoryview(into))
     assert into == b"abcde"
-    near.send([memoryview(b"12"), memoryview(b"345")], tag=1)
-    send(near, b"later", tag=2)
-    assert received(far, tag=2) == b"later"
-    far.receive(tag=1, timeout_s=LATE_S, into=memoryview(into))
+    left.send([memoryview(b"12"), memoryview(b"345")], tag=1)
+    send(left, b"later", tag=2)
+    assert received(right, tag=2) == b"later"
+    right.receive(tag=1, timeout_s=LATE_S, into=memoryview(into))
     assert into == b"12345", "also out of an inbox"
 
 
 def test_each_of_many_threads_gets_its_messages() -> None:
-    near, far = linked()
-    waiting = [Running(lambda tag=tag: [received(far, tag=tag) for _ in range(50)]) for tag in range(5)]
+    left, right = linked()
+
+    def receive_all(tag: int) -> list[bytes]:
+        return [received(right, tag=tag) for _ in range(50)]
+
+    waiting = [Running(partial(receive_all, tag)) for tag in range(5)]
     for number in range(50):
         for tag in (3, 1, 4, 0, 2):
-            send(near, bytes([tag, number]), tag=tag)
+            send(left, bytes([tag, number]), tag=tag)
     for tag, thread in enumerate(waiting):
         assert thread.result() == [bytes([tag, number]) for number in range(50)]
 
@@ -110,143 +115,144 @@ def test_both_ends_may_send_more_than_a_connection_holds_before_they_receive() -
         sending.wait(timeout_s=LATE_S)
         return arrived
 
-    for thread in [Running(lambda link=link: swap(link)) for link in ends]:
+    for thread in [Running(partial(swap, link)) for link in ends]:
         assert thread.result() == content
 
 
 def test_a_confirmed_message_is_waited_for_until_it_is_taken() -> None:
-    near, far = linked()
-    sending = near.send([memoryview(b"last")], tag=0, confirmed=True)
+    left, right = linked()
+    sending = left.send([memoryview(b"last")], tag=0, confirmed=True)
     waiting = Running(lambda: sending.wait(timeout_s=LATE_S))
-    send(near, b"other", tag=1)
-    assert received(far, tag=1) == b"other"
+    send(left, b"other", tag=1)
+    assert received(right, tag=1) == b"other"
     time.sleep(0.1)
     assert waiting.is_alive(), "it has arrived, and nothing has taken it"
-    assert received(far) == b"last"
+    assert received(right) == b"last"
     assert waiting.result() is None
 
 
 def test_what_was_sent_before_the_end_can_be_read_after_it() -> None:
-    near, far = linked()
-    send(near, b"last words")
-    near.end()
+    left, right = linked()
+    send(left, b"last words")
+    left.end()
     gone = threading.Event()
-    far.call_when_gone(gone.set)
+    right.call_when_gone(gone.set)
     assert gone.wait(LATE_S)
     with pytest.raises(ConnectionError):
-        far.send([memoryview(b"answer")], tag=0)
-    assert received(far) == b"last words"
+        right.send([memoryview(b"answer")], tag=0)
+    assert received(right) == b"last words"
     with pytest.raises(ConnectionError, match="closed by the peer"):
-        received(far)
+        received(right)
 
 
 @pytest.mark.parametrize("timeout_s", [None, 60.0])
 def test_an_end_wakes_every_wait(timeout_s: float | None) -> None:
-    near, far = linked()
+    left, right = linked()
     large = memoryview(bytes(64 * MIB))
     waiting = [
-        Running(lambda: received(near, tag=1, timeout_s=timeout_s)),
-        Running(lambda: received(near, tag=2, timeout_s=timeout_s)),
-        Running(lambda: near.send([large], tag=3).wait(timeout_s=timeout_s)),
+        Running(lambda: received(left, tag=1, timeout_s=timeout_s)),
+        Running(lambda: received(left, tag=2, timeout_s=timeout_s)),
+        Running(lambda: left.send([large], tag=3).wait(timeout_s=timeout_s)),
     ]
     time.sleep(0.2)
     assert all(thread.is_alive() for thread in waiting)
-    near.end("it was given up")
+    left.end("it was given up")
     outcomes = [thread.result() for thread in waiting]
     assert all(isinstance(outcome, ConnectionError) for outcome in outcomes)
     assert [str(outcome) for outcome in outcomes] == ["it was given up"] * 3
     with pytest.raises(ConnectionError, match="closed by the peer"):
-        received(far, tag=4)
+        received(right, tag=4)
 
 
 def test_a_missed_deadline_ends_the_connection_for_both_ends() -> None:
-    near, far = linked()
-    waiting = Running(lambda: received(far, timeout_s=None))
+    left, right = linked()
+    waiting = Running(lambda: received(right, timeout_s=None))
     started_s = time.monotonic()
     with pytest.raises(TimeoutError):
-        received(near, timeout_s=0.3)
+        received(left, timeout_s=0.3)
     assert 0.25 < time.monotonic() - started_s < LATE_S
     assert isinstance(waiting.result(), ConnectionError)
     with pytest.raises(ConnectionError, match="deadline"):
-        received(near)
+        received(left)
 
 
 def test_a_wait_next_to_one_that_reads_has_its_own_deadline() -> None:
-    near, _far = linked()
-    reading = Running(lambda: received(near, tag=1, timeout_s=None))
+    left, _right = linked()
+    reading = Running(lambda: received(left, tag=1, timeout_s=None))
     time.sleep(0.1)
     with pytest.raises(TimeoutError):
-        received(near, tag=2, timeout_s=0.2)
+        received(left, tag=2, timeout_s=0.2)
     assert isinstance(reading.result(), ConnectionError)
 
 
 def test_a_send_to_a_peer_that_does_not_read_misses_its_deadline() -> None:
-    near, _far = linked()
-    sending = near.send([memoryview(bytes(64 * MIB))], tag=0)
+    left, _right = linked()
+    sending = left.send([memoryview(bytes(64 * MIB))], tag=0)
     with pytest.raises(TimeoutError):
         sending.wait(timeout_s=0.3)
 
 
 def test_a_message_that_is_there_is_received_after_the_deadline_too() -> None:
-    near, far = linked()
-    send(near, b"in time")
-    assert received(far, timeout_s=-1.0) == b"in time"
+    left, right = linked()
+    send(left, b"in time")
+    assert received(right, timeout_s=-1.0) == b"in time"
 
 
 def test_an_interrupted_wait_ends_the_connection_and_wakes_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    near, far = linked()
+    left, right = linked()
 
     def interrupt(view: memoryview, deadline: float | None) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(near, "_fill", interrupt)
-    send(far, b"content")
+    monkeypatch.setattr(left, "_fill", interrupt)
+    send(right, b"content")
     with pytest.raises(KeyboardInterrupt):
-        received(near)
+        received(left)
     with pytest.raises(ConnectionError, match="interrupted"):
-        received(near)
+        received(left)
     with pytest.raises(ConnectionError):
-        received(far)
+        received(right)
 
 
 def test_a_message_of_another_size_than_its_memory_ends_the_connection() -> None:
-    near, far = linked()
-    send(near, b"four")
+    left, right = linked()
+    send(left, b"four")
     with pytest.raises(ConnectionError, match="found a message of 4 bytes, expected 5"):
-        far.receive(tag=0, timeout_s=LATE_S, into=memoryview(bytearray(5)))
+        right.receive(tag=0, timeout_s=LATE_S, into=memoryview(bytearray(5)))
     with pytest.raises(ConnectionError):
-        received(near)
+        received(left)
 
 
 def test_an_announced_size_that_cannot_be_is_refused_before_memory_is_taken() -> None:
-    raw, far = sockets()
-    link = Link(far)
-    with raw, pytest.raises(ConnectionError, match="expected a size that fits"):
+    raw, right = sockets()
+    link = Link(right)
+    with raw:
         raw.sendall(link_module._HEADER.pack(0, 0, 1, 1 << 62))
-        received(link)
+        with pytest.raises(ConnectionError, match="expected a size that fits"):
+            received(link)
 
 
 def test_callers_are_told_of_an_end_once_also_when_it_is_over() -> None:
-    near, far = linked()
+    left, right = linked()
     calls: list[str] = []
-    near.call_when_gone(lambda: calls.append("early"))
+    left.call_when_gone(lambda: calls.append("early"))
     assert not calls
-    far.end()
+    right.end()
     until(lambda: calls == ["early"])
-    near.call_when_gone(lambda: calls.append("late"))
-    near.end()
+    left.call_when_gone(lambda: calls.append("late"))
+    left.end()
     time.sleep(0.2)
     assert calls == ["early", "late"]
 
 
 def test_a_link_without_references_closes_its_connection() -> None:
-    near, far = linked()
-    del near
+    left, right = linked()
+    del left
     gc.collect()
     with pytest.raises(ConnectionError, match="closed by the peer"):
-        received(far)
+        received(right)
 
 
 def test_many_links_come_and_go_without_leaving_a_file_handle() -> None:
@@ -254,34 +260,34 @@ def test_many_links_come_and_go_without_leaving_a_file_handle() -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(200):
-        near, far = linked()
-        near.send([memoryview(bytes(20 * MIB))], tag=0)  # waits for room
-        far.end()
-        del near, far
+        left, right = linked()
+        left.send([memoryview(bytes(20 * MIB))], tag=0)  # waits for room
+        right.end()
+        del left, right
     gc.collect()
     until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_a_peer_that_acknowledges_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut cable itself is in tests/hosts."""
-    near, far = linked()
-    near.end_if_silent()
-    send(near, b"still there")
-    assert received(far) == b"still there"
+    left, right = linked()
+    left.end_if_silent()
+    send(left, b"still there")
+    assert received(right) == b"still there"
     # Another field that is not zero stands for segments in transit.
     monkeypatch.setattr(link_module, "_IN_TRANSIT", 16)
     monkeypatch.setattr(link_module, "_SILENCE_MS", -1)
-    near.end_if_silent()
+    left.end_if_silent()
     with pytest.raises(ConnectionError, match=r"acknowledged nothing for \d+\.\d s"):
-        received(near)
+        received(left)
 
 
 def test_a_busy_peer_is_not_cut_and_gets_everything() -> None:
-    near, far = linked()
+    left, right = linked()
     content = bytes(32 * MIB)
-    sending = near.send([memoryview(content)], tag=0)
+    sending = left.send([memoryview(content)], tag=0)
     time.sleep(6.0)  # longer than a silence that cuts
-    assert received(far) == content
+    assert received(right) == content
     sending.wait(timeout_s=LATE_S)
 
 
@@ -289,8 +295,8 @@ def test_a_process_ends_while_a_thread_waits_for_a_message() -> None:
     program = (
         "import threading, time\n"
         "from tests.unit.transport.test_link import linked\n"
-        "near, far = linked()\n"
-        "wait = lambda: near.receive(tag=0, timeout_s=None)\n"
+        "left, right = linked()\n"
+        "wait = lambda: left.receive(tag=0, timeout_s=None)\n"
         "threading.Thread(target=wait, daemon=True).start()\n"
         "time.sleep(0.2)\n"
     )

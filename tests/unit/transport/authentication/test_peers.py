@@ -62,7 +62,7 @@ def connect(
         peer=0,
         proof=proof,
         deadline=time.monotonic() + timeout_s,
-        is_given_up=lambda: False,
+        is_cancelled=lambda: False,
     )
 
 
@@ -91,7 +91,9 @@ def test_every_rank_is_accepted_once_and_then_nothing_listens(
     assert refusals.num_refused == 0
 
 
-@pytest.mark.parametrize("proof", [proof_of("a guess"), proof_of("the secret", group="epoch 2/verify")])
+@pytest.mark.parametrize(
+    "proof", [proof_of("a guess"), proof_of("the secret", group="epoch 2/verify")]
+)
 def test_a_wrong_proof_is_refused_and_the_rank_still_gets_in(
     refusals: RefusedConnections, proof: Proof
 ) -> None:
@@ -206,17 +208,17 @@ def test_a_busy_peer_that_cuts_the_connection_is_tried_again(
         connecting.result(SOON_S).close()
 
 
-def test_joining_ends_when_it_is_given_up() -> None:
+def test_joining_ends_when_it_is_cancelled() -> None:
     with stranger() as listener:
         started_s = time.monotonic()
-        with pytest.raises(ConnectionError, match="given up"):
+        with pytest.raises(ConnectionError, match="cancelled"):
             connect_to_peer(
                 listener.getsockname(),
                 rank=1,
                 peer=0,
                 proof=OURS,
                 deadline=started_s + 60.0,
-                is_given_up=lambda: time.monotonic() > started_s + 0.3,
+                is_cancelled=lambda: time.monotonic() > started_s + 0.3,
             )
         assert time.monotonic() - started_s < SOON_S
 
