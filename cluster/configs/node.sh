@@ -25,9 +25,12 @@ fi
 # What is installed in .venv runs, and no file of the same name in a folder of the user's.
 unset PYTHONPATH
 
-# A proxy is for other hosts: health checks, `serve deploy` and a collector beside it are on this one.
+# A proxy is for other hosts: health checks, `serve deploy` and a collector next to it are on this one.
 no_proxy="${no_proxy:+$no_proxy,}${NO_PROXY:+$NO_PROXY,}localhost,127.0.0.1,::1"
 export no_proxy NO_PROXY="$no_proxy"
+
+# Ray's workers have niceness 15 by default: next to other work on the cores a rank would get little.
+export RAY_worker_niceness="${RAY_worker_niceness:-0}"
 
 # Open files: a connection for each client, rank and Ray process.
 ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"

@@ -13,7 +13,6 @@ Errors are OSErrors: TimeoutError for a missed deadline, ConnectionError for a c
 ended.
 """
 
-import logging
 import math
 import select
 import socket
@@ -25,13 +24,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from functools import cache
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import torch
 
-logger = logging.getLogger(__name__)
+from eesd_dist.transport.connection_watch import connection_watch
 
 MAX_MESSAGE_BYTES = 1 << 33
 """A larger announced size is taken for a broken message."""
@@ -46,7 +44,6 @@ _KEEPALIVE = (
 _SILENCE_MS = 4000
 """Ends a connection with bytes in transit after so long without an acknowledgement. Linux'
 TCP_USER_TIMEOUT would also end one to a peer that is busy and does not read."""
-_SCAN_S = 1.0
 _TCP_INFO_BYTES = 60
 _IN_TRANSIT, _ACKNOWLEDGED_MS = 24, 56
 """Offsets in Linux' struct tcp_info: unacknowledged segments; time since an acknowledgement."""
@@ -203,15 +200,14 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def on_writable(self) -> None:
-        """Sends more of what waits. Called by the watch."""
+        """Sends more of what waits."""
         with self._flushed, suppress(ConnectionError):  # raised in the threads that wait
             self._drain()
             if not self._outgoing and self._on_gone is not None:
                 self._watch.wait_for_room(self._socket, waits=False)
 
     def on_hangup(self) -> None:
-        """Makes the calls that wait for the end of the connection. Called by the watch, maybe in
-        vain: another connection may have had the number of this one."""
+        """Makes the calls that wait for the end of the connection, if it has ended."""
         with self._flushed:
             if not self._hangup.poll(0):
                 return
@@ -222,7 +218,7 @@ class Link:
             act()
 
     def end_if_silent(self) -> None:
-        """Ends the connection of a peer that acknowledges nothing. Called by the watch."""
+        """Ends the connection of a peer that acknowledges nothing."""
         try:
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         except OSError:
@@ -364,66 +360,6 @@ class Link:
     def _refuse_if_gone(self) -> None:
         if self._gone_reason is not None:
             raise ConnectionError(self._gone_reason)
-
-
-class ConnectionWatch:
-    """Thread that sends what waits for room in the kernel, and notices connections that ended."""
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self._links: dict[int, weakref.ref[Link]] = {}
-        threading.Thread(target=self._run, name="connections", daemon=True).start()
-
-    def add(self, link: Link, connection: socket.socket) -> None:
-        self._links[connection.fileno()] = weakref.ref(link)
-        self._epoll.register(connection, select.EPOLLRDHUP)
-
-    def wait_for_room(self, connection: socket.socket, *, waits: bool) -> None:
-        """Calls the link's `on_writable` whenever the kernel has room, if it waits for that."""
-        events = select.EPOLLOUT if waits else 0
-        with suppress(OSError):  # removed since
-            self._epoll.modify(connection, select.EPOLLRDHUP | events)
-
-    def remove(self, connection: socket.socket) -> None:
-        with suppress(OSError, ValueError):  # removed before
-            self._epoll.unregister(connection)
-
-    def close(self, connection: socket.socket) -> None:
-        """Takes no lock: the garbage collector may call this at any point."""
-        self.remove(connection)
-        self._links.pop(connection.fileno(), None)
-        connection.close()
-
-    def _run(self) -> None:
-        next_scan_s = 0.0
-        while True:
-            for number, events in self._epoll.poll(_SCAN_S):
-                self._handle(number, events)
-            if time.monotonic() >= next_scan_s:
-                next_scan_s = time.monotonic() + _SCAN_S
-                for number in self._links.copy():
-                    self._handle(number, 0)
-
-    def _handle(self, number: int, events: int) -> None:
-        """Handles events of one link, or scans it without any. Keeps no link afterwards."""
-        reference = self._links.get(number)
-        link = None if reference is None else reference()
-        if link is None:
-            return
-        try:
-            if events & select.EPOLLOUT:
-                link.on_writable()
-            if events & ~select.EPOLLOUT:
-                link.on_hangup()
-            if not events:
-                link.end_if_silent()
-        except Exception:  # of what waits for its end; the other links are to be watched further
-            logger.exception("events of a connection could not be handled")
-
-
-@cache
-def connection_watch() -> ConnectionWatch:
-    return ConnectionWatch()
 
 
 def new_memory(size: int) -> memoryview:

@@ -5,13 +5,11 @@ ones. Connections of others are refused and counted; they do not delay the ranks
 """
 
 import queue
-import select
 import selectors
 import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
@@ -25,7 +23,7 @@ from eesd_dist.transport.authentication.handshake import (
 )
 from eesd_dist.transport.authentication.refused import RefusedConnections
 
-_RANK = struct.Struct("!I")
+_HELLO = struct.Struct(f"!I{NONCE_BYTES}s{PROOF_BYTES}s")  # rank, nonce, proof
 _ATTEMPT_S = 2.0
 _RETRY_S = 0.1
 _POLL_S = 0.2
@@ -48,7 +46,7 @@ class AcceptedRank(NamedTuple):
 
 class PeerListener:
     """Accepts the higher ranks of a group in a thread of its own, until all of them have come or it
-    is closed."""
+    is closed, which it must be."""
 
     def __init__(
         self,
@@ -61,20 +59,18 @@ class PeerListener:
     ) -> None:
         listener = listen(address)
         self.at: SocketAddress = listener.getsockname()[:2]
+        self._rank = rank
+        self._missing = set(peers)
+        self._proof = proof
         self._accepted: queue.SimpleQueue[AcceptedRank] = queue.SimpleQueue()
-        self._wake, woken = socket.socketpair()
-        accepting = _Accepting(
-            listener,
-            woken,
-            rank=rank,
-            missing=set(peers),
-            proof=proof,
-            refusals=refusals,
-            accepted=self._accepted,
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._acceptor = Acceptor(
+            listener, self._selector, hello_bytes=_HELLO.size, refusals=refusals
         )
-        self._thread = threading.Thread(target=accepting.run, name="joining ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="joining ranks", daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, self._wake.close)
 
     def accept(self, *, timeout_s: float) -> AcceptedRank | None:
         """Returns the next rank, or None when none has come in time."""
@@ -84,42 +80,13 @@ class PeerListener:
             return None
 
     def close(self) -> None:
-        """Stops listening, and closes the connections that were not asked for."""
-        self._end()
+        """Stops listening, and closes the connections that `accept` has not returned."""
+        self._wake.close()
         self._thread.join()
         while (arrival := self.accept(timeout_s=0.0)) is not None:
             arrival.connection.close()
 
-
-class _Accepting:
-    """Serves the listener in one thread, until the other end of `woken` is closed."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        woken: socket.socket,
-        *,
-        rank: int,
-        missing: set[int],
-        proof: Proof,
-        refusals: RefusedConnections,
-        accepted: "queue.SimpleQueue[AcceptedRank]",
-    ) -> None:
-        self._woken = woken
-        self._rank = rank
-        self._missing = missing
-        self._proof = proof
-        self._accepted = accepted
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(woken, selectors.EVENT_READ)
-        self._acceptor = Acceptor(
-            listener,
-            self._selector,
-            hello_bytes=_RANK.size + NONCE_BYTES + PROOF_BYTES,
-            refusals=refusals,
-        )
-
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             while self._missing and self._serve():
                 pass
@@ -129,6 +96,7 @@ class _Accepting:
             self._selector.close()
 
     def _serve(self) -> bool:
+        """Waits for the next events. Returns False when the listener is closed."""
         until_s = self._acceptor.until_s
         left_s = None if until_s is None else max(until_s - time.monotonic(), 0.0)
         for key, _ in self._selector.select(left_s):
@@ -141,8 +109,7 @@ class _Accepting:
         return True
 
     def _judge(self, candidate: Unproven) -> None:
-        (rank,) = _RANK.unpack_from(candidate.hello)
-        nonce, proof = _split(candidate.hello[_RANK.size :])
+        rank, nonce, proof = _HELLO.unpack(candidate.hello)
         expected = self._proof(rank, self._rank, nonces=candidate.nonce + nonce)
         if not proves(proof, expected):
             candidate.send(REFUSED)
@@ -170,96 +137,63 @@ def connect_to_peer(
 
     Raises Stranger, TimeoutError, or ConnectionError if nothing listens there or it was cancelled.
     """
+
+    def left_s() -> float:
+        if is_cancelled():
+            raise ConnectionError("joining was cancelled")
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        return left_s
+
     while True:
-        connection = _connected(at, deadline, is_cancelled)
+        connection = _connected(at, left_s)
         try:
-            return _proven(
-                connection,
-                rank=rank,
-                peer=peer,
-                proof=proof,
-                receive=_Receive(connection, deadline, is_cancelled),
-            )
-        except (ConnectionError, TimeoutError) as error:
+            peer_nonce, nonce = _receive(connection, NONCE_BYTES, left_s), new_nonce()
+            own_proof = proof(rank, peer, nonces=peer_nonce + nonce)
+            connection.sendall(_HELLO.pack(rank, nonce, own_proof))
+            answer = _receive(connection, PROOF_BYTES, left_s)
+            if not proves(answer, proof(peer, rank, nonces=nonce + peer_nonce)):
+                raise Stranger
+        except ConnectionError:
             connection.close()
-            if isinstance(error, TimeoutError) or is_cancelled():
-                raise
-            time.sleep(_RETRY_S)
+            time.sleep(min(left_s(), _RETRY_S))
         except BaseException:
             connection.close()
             raise
+        else:
+            return connection
 
 
-def _connected(
-    at: SocketAddress, deadline: float, is_cancelled: Callable[[], bool]
-) -> socket.socket:
+def _connected(at: SocketAddress, left_s: Callable[[], float]) -> socket.socket:
     family, *_, bound = socket.getaddrinfo(*at, type=socket.SOCK_STREAM)[0]
     while True:
-        left_s = _left_s(deadline, is_cancelled)
         connection = socket.socket(family)
-        connection.settimeout(min(left_s, _ATTEMPT_S))
         try:
+            connection.settimeout(min(left_s(), _ATTEMPT_S))
             connection.connect(bound)
-        except TimeoutError:
-            connection.close()
-            continue
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             connection.close()
-            raise ConnectionError(str(error)) from error
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
-
-
-def _proven(
-    connection: socket.socket, *, rank: int, peer: int, proof: Proof, receive: "_Receive"
-) -> socket.socket:
-    peer_nonce, nonce = receive(NONCE_BYTES), new_nonce()
-    own_proof = proof(rank, peer, nonces=peer_nonce + nonce)
-    connection.sendall(_RANK.pack(rank) + nonce + own_proof)
-    if not proves(receive(PROOF_BYTES), proof(peer, rank, nonces=nonce + peer_nonce)):
-        raise Stranger
-    return connection
-
-
-class _Receive:
-    """Receives exactly as many bytes as asked for."""
-
-    def __init__(
-        self, connection: socket.socket, deadline: float, is_cancelled: Callable[[], bool]
-    ) -> None:
-        self._connection = connection
-        self._deadline = deadline
-        self._is_cancelled = is_cancelled
-        self._readable = select.poll()
-        self._readable.register(connection, select.POLLIN)
-
-    def __call__(self, size: int) -> bytes:
-        """Raises ConnectionError or TimeoutError."""
-        received = b""
-        while len(received) < size:
-            left_s = _left_s(self._deadline, self._is_cancelled)
-            if not self._readable.poll(int(min(left_s, _POLL_S) * 1e3) + 1):
-                continue
-            try:
-                chunk = self._connection.recv(size - len(received))
-            except OSError as error:
+            if not isinstance(error, TimeoutError):
                 raise ConnectionError(str(error)) from error
-            if not chunk:
-                raise ConnectionError("the connection was closed by the peer")
-            received += chunk
-        return received
+            left_s()
+        else:
+            return connection
 
 
-def _left_s(deadline: float, is_cancelled: Callable[[], bool]) -> float:
-    """Returns the time until the deadline. Raises ConnectionError or TimeoutError."""
-    if is_cancelled():
-        raise ConnectionError("joining was cancelled")
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("timed out")
-    return left_s
-
-
-def _split(content: bytes) -> tuple[bytes, bytes]:
-    """Returns a nonce and a proof."""
-    return content[:NONCE_BYTES], content[NONCE_BYTES:]
+def _receive(connection: socket.socket, size: int, left_s: Callable[[], float]) -> bytes:
+    """Receives exactly `size` bytes. Raises what `left_s` raises, and ConnectionError."""
+    received = b""
+    while len(received) < size:
+        connection.settimeout(min(left_s(), _POLL_S))
+        try:
+            chunk = connection.recv(size - len(received))
+        except TimeoutError:
+            continue
+        except OSError as error:
+            raise ConnectionError(str(error)) from error
+        if not chunk:
+            raise ConnectionError("the connection was closed by the peer")
+        received += chunk
+    return received

@@ -171,6 +171,12 @@ def test_the_preflight_of_a_cloud_node_asks_for_the_gpus_of_its_type(
     assert done.stdout == f"{gpus}\n"
 
 
+def test_workers_of_a_node_have_the_niceness_of_other_processes(tmp_path: Path) -> None:
+    show = 'echo "$RAY_worker_niceness"'
+    assert _in_node_shell(show, home=tmp_path).stdout == "0\n"
+    assert _in_node_shell(show, home=tmp_path, RAY_worker_niceness="5").stdout == "5\n"
+
+
 def test_a_node_keeps_what_its_environment_says(tmp_path: Path) -> None:
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "eesd_api_key").write_text("from-file")
