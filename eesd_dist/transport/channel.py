@@ -129,7 +129,7 @@ class DistVerifyChannel:
             source=self._to,
             tag=Tag.REPLY,
             operation=operation,
-            timeout_s=deadline - time.monotonic(),
+            timeout_s=max(deadline - time.monotonic(), _GRACE_S),
         )
 
     def _say_goodbye(self) -> None:
@@ -153,6 +153,7 @@ class DistRoundSource:
         self._group = group
         self._from = _only_peer(group)
         self._closed = False
+        self._replying: Transfer | None = None
 
     @property
     def peer(self) -> str:
@@ -169,8 +170,7 @@ class DistRoundSource:
         self._group.doing(prefix.round_id)
         if prefix.kind is wire.Kind.CLOSE:
             self._closed = True
-            message = wire.encode_close(epoch=self._group.epoch)
-            self._answer(message, "closing the channel", is_last=True)
+            self._say_goodbye()
             return None
         operation = f"round {prefix.round_id}"
 
@@ -182,12 +182,30 @@ class DistRoundSource:
     def reply(self, reply: VerifyReply) -> None:
         self._group.check()  # an aborted transfer leaves garbage and raises nothing
         message = wire.encode_reply(reply, epoch=self._group.epoch)
-        self._answer(message, f"the reply to round {reply.round_id}")
+        # The draft end may compute, and read a large reply later: the next round is not to wait.
+        self._finish_reply()
+        self._replying = self._group.send_message(
+            message.buffers,
+            to=self._from,
+            tag=Tag.REPLY,
+            operation=f"the reply to round {reply.round_id}",
+        )
 
-    def _answer(self, message: wire.Message, operation: str, *, is_last: bool = False) -> None:
+    def _say_goodbye(self) -> None:
+        self._finish_reply()
+        message = wire.encode_close(epoch=self._group.epoch)
         self._group.send_message(
-            message.buffers, to=self._from, tag=Tag.REPLY, operation=operation, confirmed=is_last
+            message.buffers,
+            to=self._from,
+            tag=Tag.REPLY,
+            operation="closing the channel",
+            confirmed=True,
         ).finish(timeout_s=self._group.timeout_s)
+
+    def _finish_reply(self) -> None:
+        if self._replying is not None:
+            self._replying.finish(timeout_s=self._group.timeout_s)
+            self._replying = None
 
 
 def share_round(

@@ -45,8 +45,12 @@ _SILENCE_MS = 4000
 """Ends a connection with bytes in transit after so long without an acknowledgement. Linux'
 TCP_USER_TIMEOUT would also end one to a peer that is busy and does not read."""
 _TCP_INFO_BYTES = 60
-_IN_TRANSIT, _ACKNOWLEDGED_MS = 24, 56
-"""Offsets in Linux' struct tcp_info: unacknowledged segments; time since an acknowledgement."""
+_PROBES, _IN_TRANSIT, _ACKNOWLEDGED_MS = 3, 24, 56
+"""Offsets in Linux' struct tcp_info: unanswered probes, of an idle peer or of one without room;
+unacknowledged segments; time since an acknowledgement."""
+_UNANSWERED_PROBES = 3
+_MESSAGE_S = 1.0
+"""Least time for the rest of a message of which some bytes have come."""
 _PEER_CLOSED = "the connection was closed by the peer"
 _MISSED = "a wait on the connection missed its deadline"
 
@@ -141,15 +145,19 @@ class Link:
     ) -> memoryview:
         """Returns the bytes of the next message with this tag: in `into`, which must be as large,
         or in new memory. None waits as long as the connection lives. Raises OSError."""
-        inbox = self._inboxes[tag]
 
         def next_arrival() -> _Arrival | None:
+            inbox = self._inboxes[tag]
             return inbox.popleft() if inbox else None
 
         arrival = self._wait(next_arrival, deadline=_deadline(timeout_s), tag=tag, into=into)
         content = arrival.content
         if into is not None and content is not into:
-            self._expect_size(content.nbytes, into)
+            try:
+                self._expect_size(content.nbytes, into)
+            except ConnectionError as error:
+                self.end(str(error))
+                raise
             into[:] = content
             content = into
         if arrival.confirms is not None:
@@ -226,7 +234,8 @@ class Link:
         in_transit, silent_ms = (
             int.from_bytes(info[at : at + 4], "little") for at in (_IN_TRANSIT, _ACKNOWLEDGED_MS)
         )
-        if in_transit and silent_ms > _SILENCE_MS:
+        is_asked = in_transit > 0 or info[_PROBES] >= _UNANSWERED_PROBES
+        if is_asked and silent_ms > _SILENCE_MS:
             self.end(f"the peer has acknowledged nothing for {silent_ms / 1e3:.1f} s")
 
     def _wait(
@@ -240,28 +249,36 @@ class Link:
         """Returns the result once there is one, which is looked for under the lock. Messages with
         this tag are read `into`."""
         while True:
-            with self._changed:
-                value = result()
-                if value is not None:
-                    return value
-                if self._end_reason is not None:
-                    raise ConnectionError(self._end_reason)
-                is_reader = not self._is_reading
-                left_s = _left_s(deadline)
-                has_missed = not is_reader and left_s is not None and left_s <= 0
-                if is_reader:
-                    self._is_reading = True
-                elif not has_missed:
-                    self._changed.wait(left_s)
-            if has_missed:
-                raise self._late()
-            if is_reader:
+            is_reader = False
+            try:
+                with self._changed:
+                    value = result()
+                    if value is not None:
+                        return value
+                    if self._end_reason is not None:
+                        raise ConnectionError(self._end_reason)
+                    is_reader = not self._is_reading
+                    left_s = _left_s(deadline)
+                    if is_reader:
+                        self._is_reading = True
+                    elif left_s is None or left_s > 0:
+                        self._changed.wait(left_s)
+                        continue
+                if not is_reader:
+                    raise self._late()
                 self._read(deadline, tag=tag, into=into)
+            finally:
+                if is_reader:
+                    with self._changed:
+                        self._is_reading = False
+                        self._changed.notify_all()
 
     def _read(self, deadline: float | None, *, tag: int | None, into: memoryview | None) -> None:
         """Reads one message to where it is waited for. Raises OSError."""
         try:
             self._await_bytes(deadline)
+            if deadline is not None:
+                deadline = max(deadline, time.monotonic() + _MESSAGE_S)
             header = memoryview(bytearray(_HEADER.size))
             self._fill(header, deadline)
             kind, arrived_tag, serial, size = _HEADER.unpack(header)
@@ -280,10 +297,6 @@ class Link:
         except BaseException as error:  # a message may have been read in part
             self.end(_MISSED if isinstance(error, TimeoutError) else "a wait was interrupted")
             raise
-        finally:
-            with self._changed:
-                self._is_reading = False
-                self._changed.notify_all()
 
     def _room_for(self, size: int, into: memoryview | None) -> memoryview:
         if into is not None:
@@ -342,6 +355,8 @@ class Link:
                 break
             except OSError as error:
                 self._stop_sending(str(error))
+                with suppress(OSError):  # what was sent may be half of a message
+                    self._socket.shutdown(socket.SHUT_RDWR)
                 raise ConnectionError(str(error)) from error
             self._sent_bytes += num_bytes
             while num_bytes:

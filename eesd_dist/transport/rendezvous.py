@@ -17,7 +17,7 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from eesd_dist.devices import HOST
-from eesd_dist.errors import ConfigError, PeerLost
+from eesd_dist.errors import ConfigError, EngineError, PeerLost
 from eesd_dist.transport.authentication.acceptor import SocketAddress
 from eesd_dist.transport.authentication.handshake import Address, peer_proof
 from eesd_dist.transport.authentication.key_store import KeysMissing, StoreClient
@@ -175,16 +175,22 @@ def _sum_in_memory(
 def _connect(
     exchange: "_Exchange", *, address: str, device: torch.device, refusals: RefusedConnections
 ) -> LinkPlane:
-    """Connects the CPUs of all ranks. Raises PeerLost, or ConfigError if the ranks' devices are not
-    of one type: NCCL would wait for those that do not call it."""
+    """Connects the CPUs of all ranks. Raises PeerLost, EngineError if this rank cannot listen, or
+    ConfigError if the ranks' devices are not of one type: NCCL would wait for those that do not
+    call it."""
     rank, size = exchange.rank, len(exchange.members)
-    listener = PeerListener(
-        address,
-        rank=rank,
-        peers=range(rank + 1, size),
-        proof=exchange.proof,
-        refusals=refusals,
-    )
+    try:
+        listener = PeerListener(
+            address,
+            rank=rank,
+            peers=range(rank + 1, size),
+            proof=exchange.proof,
+            refusals=refusals,
+        )
+    except OSError as error:
+        raise EngineError(
+            f"{exchange.members[rank]} cannot listen on {address}: {error.strerror or error}"
+        ) from error
     links: dict[int, Link] = {}
     try:
         ends = exchange.ends(_End(address, listener.at, device.type))

@@ -25,17 +25,6 @@ PAGE_BYTES = MAX_CHUNK_BYTES  # one chunk each
 EPOCH = 5
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _no_transfer_outlives_the_tests() -> Iterator[None]:
-    """Gloo may leave a wait of a cut link blocked until its deadline. A thread that returns from
-    one during the interpreter's shutdown crashes the process."""
-    yield
-    deadline = time.monotonic() + 30.0
-    while any(thread.name == "transfers" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 class Store:
     """One layer of a few large pages."""
 

@@ -18,7 +18,7 @@ def test_ranks_sum_gather_and_broadcast_over_nccl(num_gpus: int) -> None:
     run_ranks(exchange, [f"cuda:{rank % num_gpus}" for rank in range(size)])
 
 
-def test_ranks_sum_gather_and_broadcast_tensors_of_the_device_over_gloo(
+def test_ranks_sum_gather_and_broadcast_tensors_of_the_device_over_links(
     device: torch.device,
 ) -> None:
     run_ranks(exchange, [f"cpu<-{device}"] * 2)

@@ -44,7 +44,7 @@ def test_pages_move_between_ranks_over_nccl(num_gpus: int) -> None:
     run_ranks(move_pages, ["cuda:0", f"cuda:{1 % num_gpus}"])
 
 
-def test_pages_of_the_device_move_between_ranks_over_gloo(device: torch.device) -> None:
+def test_pages_of_the_device_move_between_ranks_over_links(device: torch.device) -> None:
     run_ranks(move_pages, [f"cpu<-{device}"] * 2)
 
 

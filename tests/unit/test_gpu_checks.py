@@ -258,7 +258,7 @@ def test_all_checks_of_a_copied_folder_pass(copied: Path) -> None:
         "test_logits_are_close_to_those_of_the_cpu_and_transformers[model-bfloat16]",
         "test_logits_of_the_exit_head_are_close_to_those_of_the_cpu[float32-5e-05]",
         "test_texts_are_those_of_plain_decoding[float32]",
-        "test_ranks_sum_gather_and_broadcast_tensors_of_the_device_over_gloo",
-        "test_pages_of_the_device_move_between_ranks_over_gloo",
+        "test_ranks_sum_gather_and_broadcast_tensors_of_the_device_over_links",
+        "test_pages_of_the_device_move_between_ranks_over_links",
         "test_rounds[8B layers]",
     } <= passed

@@ -2,7 +2,8 @@
 
 The accepting end sends a nonce first; the other end answers with its hello, in which its proof is.
 A connection that stays silent delays nothing: it is cut and counted after `_PROOF_WITHIN_S`, or
-when too many are open.
+when too many are open. So a flood costs its own connections first, but may delay a rank, which
+connects again.
 """
 
 import selectors

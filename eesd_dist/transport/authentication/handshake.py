@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 REFUSED = bytes(PROOF_BYTES)
-"""Sent in place of the host's proof."""
+"""Sent in place of the proof of the accepting end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Connections between the ranks of a group; both ends prove the secret of the epoch.
 
 A rank connects to all lower ranks, at addresses from the rendezvous store, and accepts all higher
-ones. Connections of others are refused and counted; they do not delay the ranks.
+ones. Connections of others are refused and counted.
 """
 
 import queue

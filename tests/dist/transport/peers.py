@@ -199,7 +199,7 @@ def lead_and_tell(
         while (received := source.next_round()) is not None:
             sharing = share_round(stage, *received)
             if received[0].round_id == stop_in_round:
-                # The follower must have it: a small message is copied, and sent by Gloo's thread.
+                # The follower must have all of it: the rest may be sent by a thread.
                 stage.recv(torch.zeros(1), source=1, operation="waiting for the follower")
                 os.kill(os.getpid(), signal.SIGSTOP)
             views = stage.all_reduce(torch.tensor(fingerprint(*received)))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -14,6 +15,7 @@ from eesd_dist.errors import EngineError, PeerLost, WireError
 from eesd_dist.transport.authentication.handshake import Address
 from eesd_dist.transport.authentication.key_store import StoreHost
 from eesd_dist.transport.channel import DistRoundSource, DistVerifyChannel, follow_round
+from eesd_dist.transport.contracts import RowFeatures
 from tests.dist.transport.peers import (
     fingerprint,
     follow,
@@ -26,7 +28,7 @@ from tests.dist.transport.peers import (
     verify,
     verify_nothing,
 )
-from tests.unit.transport.rounds import header, hidden, segment
+from tests.unit.transport.rounds import header, hidden, reply_with, segment
 
 pytestmark = pytest.mark.dist
 
@@ -170,6 +172,30 @@ def test_a_round_of_another_epoch_is_refused_and_its_sender_hears_of_the_loss() 
     with pytest.raises(PeerLost, match=r"lost threads rank 1 on 127\.0\.0\.1 during round 1 "):
         channel.receive()
     channel.close()
+
+
+def test_a_large_reply_does_not_keep_the_verifier_from_the_next_round() -> None:
+    """The draft end reads a reply when it has computed, and may send a round before that."""
+    drafting, verifying = join_threads(2, timeout_s=10.0)
+    source, channel = DistRoundSource(verifying), DistVerifyChannel(drafting)
+    for round_id in (1, 2):
+        channel.send(header(round_id, epoch=1), hidden())
+    large = RowFeatures(
+        hidden=(np.zeros((2, 4 << 20), np.float32),),
+        top_ids=np.zeros((2, 1), np.int32),
+        top_logits=np.zeros((2, 1), np.float32),
+        lse=np.zeros(2, np.float32),
+    )
+    assert source.next_round() is not None
+    source.reply(replace(reply_with([1], round_id=1), features=large))
+    assert source.next_round() is not None
+    replying = threading.Thread(target=source.reply, args=(reply_with([1], round_id=2),))
+    replying.start()
+    for round_id in (1, 2):
+        assert channel.receive().round_id == round_id
+    replying.join(LATE_S)
+    drafting.abort()
+    verifying.abort()
 
 
 def test_a_rank_says_which_round_it_is_in_and_none_while_it_waits_for_the_next() -> None:

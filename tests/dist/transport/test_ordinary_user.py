@@ -14,7 +14,6 @@ _INTRUDERS = Path(__file__).with_name("test_intruders.py")
 
 
 def test_an_ordinary_users_groups_connect_and_compute_the_same_during_a_scan() -> None:
-    """The kernel may deny packet filters to this user: then without any."""
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(_INTRUDERS))
     run = subprocess.run(
         as_ordinary_user(command),

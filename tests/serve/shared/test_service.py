@@ -1,4 +1,4 @@
-"""The service as its users meet it: HTTP in, text out, over actors that talk by Gloo."""
+"""The service as its users meet it: HTTP in, text out, over actors and their links."""
 
 import json
 import random

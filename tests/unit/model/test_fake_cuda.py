@@ -93,7 +93,7 @@ def test_a_span_and_its_logits_stay_on_the_gpu(tmp_path: Path, family: str, dtyp
 
 
 def test_migrated_pages_stay_on_the_gpu(tmp_path: Path) -> None:
-    """Only a group on the CPU, Gloo's, takes them through the host."""
+    """Only a group on the CPU takes them through the host."""
     save_tiny_model(tmp_path, "llama")
     spec = ModelSpec.from_folder(tmp_path)
     with fake_cuda():

@@ -192,10 +192,13 @@ def test_a_send_to_a_peer_that_does_not_read_misses_its_deadline() -> None:
         sending.wait(timeout_s=0.3)
 
 
-def test_a_message_that_is_there_is_received_after_the_deadline_too() -> None:
+@pytest.mark.parametrize("size", [7, 16 * MIB])
+def test_a_message_that_has_begun_is_received_after_the_deadline_too(size: int) -> None:
     left, right = linked()
-    send(left, b"in time")
-    assert received(right, timeout_s=-1.0) == b"in time"
+    content = os.urandom(size)
+    left.send([memoryview(content)], tag=0)
+    time.sleep(0.1)
+    assert received(right, timeout_s=-1.0) == content
 
 
 def test_an_interrupted_wait_ends_the_connection_and_wakes_the_others(
@@ -221,6 +224,17 @@ def test_a_message_of_another_size_than_its_memory_ends_the_connection() -> None
     send(left, b"four")
     with pytest.raises(ConnectionError, match="found a message of 4 bytes, expected 5"):
         right.receive(tag=0, timeout_s=LATE_S, into=memoryview(bytearray(5)))
+    with pytest.raises(ConnectionError):
+        received(left)
+
+
+def test_so_does_one_that_has_waited_in_an_inbox() -> None:
+    left, right = linked()
+    send(left, b"four", tag=1)
+    send(left, b"five", tag=2)
+    assert received(right, tag=2) == b"five"
+    with pytest.raises(ConnectionError, match="found a message of 4 bytes, expected 5"):
+        right.receive(tag=1, timeout_s=LATE_S, into=memoryview(bytearray(5)))
     with pytest.raises(ConnectionError):
         received(left)
 

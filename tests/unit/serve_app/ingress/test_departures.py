@@ -131,7 +131,9 @@ def test_a_client_that_leaves_is_no_error(
     tracing = make_tracing(TracingOptions(folder=str(tmp_path)), process="ingress")
     asyncio.run(_left(point, _DEPARTURES[departure], tracing))
     tracing.close()
-    assert [record.levelname for record in caplog.records if record.levelno > logging.INFO] == []
+    # Leases of toy workers of other tests run down in threads of this process.
+    records = [r for r in caplog.records if not r.name.startswith("eesd_dist.workers")]
+    assert [record.levelname for record in records if record.levelno > logging.INFO] == []
     lines = [record.getMessage() for record in caplog.records if "POST" in record.getMessage()]
     assert len(lines) == 1
     assert "status=499" in lines[0]
