@@ -234,8 +234,8 @@ class Link:
         in_transit, silent_ms = (
             int.from_bytes(info[at : at + 4], "little") for at in (_IN_TRANSIT, _ACKNOWLEDGED_MS)
         )
-        is_asked = in_transit > 0 or info[_PROBES] >= _UNANSWERED_PROBES
-        if is_asked and silent_ms > _SILENCE_MS:
+        needs_answer = in_transit > 0 or info[_PROBES] >= _UNANSWERED_PROBES
+        if needs_answer and silent_ms > _SILENCE_MS:
             self.end(f"the peer has acknowledged nothing for {silent_ms / 1e3:.1f} s")
 
     def _wait(
