@@ -129,7 +129,7 @@ class DistVerifyChannel:
             source=self._to,
             tag=Tag.REPLY,
             operation=operation,
-            timeout_s=max(deadline - time.monotonic(), _GRACE_S),
+            timeout_s=max(deadline - time.monotonic(), _GRACE_S),  # it may be asked for late
         )
 
     def _say_goodbye(self) -> None:

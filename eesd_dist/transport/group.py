@@ -34,11 +34,11 @@ from eesd_dist.transport.counts import (
 )
 from eesd_dist.transport.failures import OWN_FAILURES, own_failure, reason_of
 from eesd_dist.transport.host_sums import HostSums
+from eesd_dist.transport.link import bytes_of
 from eesd_dist.transport.link_plane import LinkPlane
 from eesd_dist.transport.nccl import Cut, NcclPlane
 from eesd_dist.transport.rank_sums import pairwise_sum
 from eesd_dist.transport.transfers import Pending, Tag, Transfer, finish_all
-from eesd_dist.transport.wire import bytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +162,9 @@ class ProcessGroup:
         """Starts sending a message from the host to the host, like `isend`."""
         tally = self._by_tag[tag]
         tally.number += 1
-        tally.sent_bytes += sum(buffer.nbytes for buffer in buffers)
-        with self._on_host(operation, peer=to) as plane:
-            pending = plane.isend(buffers, to=to, tag=tag, confirmed=confirmed)
-        return Transfer(self, pending, buffers, peer=to, operation=operation, tally=tally)
+        return self._start_message(
+            buffers, to=to, tag=tag, operation=operation, tally=tally, confirmed=confirmed
+        )
 
     def receive_message(
         self, *, source: int, tag: Tag, operation: str, timeout_s: float | None
@@ -396,15 +395,29 @@ class ProcessGroup:
         tag: Tag = Tag.COLLECTIVE,
         confirmed: bool = False,
     ) -> Transfer:
+        if x.device == HOST:
+            return self._start_message(
+                [bytes_of(x)], to=to, tag=tag, operation=operation, tally=tally, confirmed=confirmed
+            )
         tally.sent_bytes += x.nbytes
-        pending: Pending | None = None
-        if x.device != HOST:
-            with self._on_device(operation, peer=to) as device_plane:
-                device_plane.isend(x, to=to, operation=operation)
-        else:
-            with self._on_host(operation, peer=to) as plane:
-                pending = plane.isend([bytes_of(x)], to=to, tag=tag, confirmed=confirmed)
-        return Transfer(self, pending, x, peer=to, operation=operation, tally=tally)
+        with self._on_device(operation, peer=to) as device_plane:
+            device_plane.isend(x, to=to, operation=operation)
+        return Transfer(self, None, x, peer=to, operation=operation, tally=tally)
+
+    def _start_message(
+        self,
+        buffers: Sequence[memoryview],
+        *,
+        to: int,
+        tag: Tag,
+        operation: str,
+        tally: Tally,
+        confirmed: bool,
+    ) -> Transfer:
+        tally.sent_bytes += sum(buffer.nbytes for buffer in buffers)
+        with self._on_host(operation, peer=to) as plane:
+            pending = plane.isend(buffers, to=to, tag=tag, confirmed=confirmed)
+        return Transfer(self, pending, buffers, peer=to, operation=operation, tally=tally)
 
     def _start_recv(
         self,

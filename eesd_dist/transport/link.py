@@ -28,6 +28,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from eesd_dist.transport.connection_watch import connection_watch
 
@@ -375,6 +376,11 @@ class Link:
     def _refuse_if_gone(self) -> None:
         if self._gone_reason is not None:
             raise ConnectionError(self._gone_reason)
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor on the CPU, of any type."""
+    return x.view(-1).view(torch.uint8).numpy().data
 
 
 def new_memory(size: int) -> memoryview:

@@ -5,8 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from eesd_dist.transport.link import Link, Sending
-from eesd_dist.transport.wire import bytes_of
+from eesd_dist.transport.link import Link, Sending, bytes_of
 
 
 class Receiving:

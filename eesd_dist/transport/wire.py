@@ -40,6 +40,7 @@ from eesd_dist.transport.contracts import (
     Unsigned,
     VerifyReply,
 )
+from eesd_dist.transport.link import bytes_of, new_memory
 from eesd_dist.trees import first_misplaced
 from eesd_dist.types import Count
 
@@ -132,7 +133,7 @@ class Message:
 
     def joined(self) -> memoryview:
         """Returns a copy of the message as a receiver gets it."""
-        content = torch.empty(self.size_bytes, dtype=torch.uint8).numpy().data
+        content = new_memory(self.size_bytes)
         content[:] = b"".join(self.buffers)
         return content
 
@@ -422,8 +423,3 @@ def _matrix(data: memoryview, shape: TensorShape, *, offset: int) -> Tensor:
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def bytes_of(x: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the CPU, of any type."""
-    return x.view(-1).view(torch.uint8).numpy().data

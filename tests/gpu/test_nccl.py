@@ -1,4 +1,4 @@
-"""Groups of ranks on the device: sums, gathers and broadcasts over NCCL and Gloo, and the deadline
+"""Groups of ranks on the device: sums, gathers and broadcasts over NCCL and links, and the deadline
 of a stuck kernel."""
 
 import pytest
