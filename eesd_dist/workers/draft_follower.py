@@ -19,6 +19,7 @@ from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.loaded_once import PagedOnce
 from eesd_dist.workers.messages import Epoch, LoadedRank
 from eesd_dist.workers.page_moves import PageMoves
+from eesd_dist.workers.process import freeze_heap
 
 
 class ShardFollower:
@@ -72,7 +73,9 @@ class ShardFollower:
 
     def _on_pages(self, weights: DraftWeights, num_pages: int) -> tuple[DraftShard, HeadShelf]:
         heads = head_shelf(self._config, layout_of(self._config), self._handle)
-        return weights.shard(num_pages=num_pages), heads
+        shard = weights.shard(num_pages=num_pages)
+        freeze_heap()
+        return shard, heads
 
     def _page_store(self) -> PageStore:
         shard, _ = self._loaded.present("no pages can be moved")

@@ -51,6 +51,7 @@ from eesd_dist.workers.epochs.epoch_groups import (
 from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.messages import Address, ControlReport, Epoch, HeadReport, LoadedRank
 from eesd_dist.workers.page_moves import PageMoves, PageSharing
+from eesd_dist.workers.process import freeze_heap
 
 
 class Recorder(RecorderSink, Protocol):
@@ -162,6 +163,7 @@ class EngineLeader:
 
     def load_vocabulary(self) -> None:
         self._grammars.load()
+        freeze_heap()
 
     def host_store(self) -> Address:
         return self._groups.host_store()
@@ -201,6 +203,8 @@ class EngineLeader:
             if new_engine or self._running is None:
                 self._running = None
                 self._running = self._build(channel, epoch, draft)
+                if not epoch.is_degraded:  # a fallback serves for seconds, and should soon begin
+                    freeze_heap()
                 self._head = _serving_head(self._config, layout_of(self._config))
             else:
                 if self._running.followers is not None and draft:

@@ -26,6 +26,7 @@ from eesd_dist.workers.load_watch import LoadWatch
 from eesd_dist.workers.loaded_once import PagedOnce
 from eesd_dist.workers.messages import Epoch, LoadedRank
 from eesd_dist.workers.page_moves import PageMoves
+from eesd_dist.workers.process import freeze_heap
 
 
 class StageVerifier:
@@ -93,7 +94,9 @@ class StageVerifier:
 
 
 def _stage_of(weights: VerifyWeights, num_pages: int) -> VerifyStage:
-    return weights.stage(num_pages=num_pages, compiles_in_background=True)
+    stage = weights.stage(num_pages=num_pages, compiles_in_background=True)
+    freeze_heap()
+    return stage
 
 
 class VerifyEpoch:
