@@ -181,6 +181,9 @@ class Request:
     resume_window_s: float = 0.0
     """Seconds for which its emissions are kept after the end of its stream, for a client that
     resumes it."""
+    flush_interval_s: float | None = 0.0
+    """Shortest time between two batches of its tokens, but for the first and the last one; None:
+    the more streams an ingress has, the longer."""
     resumption: int = 0
     """Time when a client resumed its stream, in Unix nanoseconds: the latest one is served; 0:
     never."""

@@ -66,7 +66,7 @@ class LocalClient:
             return Usage(gpu_s=seconds, rounds=self._rounds)
         return Usage(core_s=engine.parallel.num_threads * seconds, rounds=self._rounds)
 
-    async def stream(self, request: Request) -> AsyncIterator[Emission]:
+    async def stream(self, request: Request) -> AsyncIterator[tuple[Emission, ...]]:
         if self._error is not None:
             raise self._error
         request = replace(request, submission=next(self._submissions))
@@ -80,8 +80,7 @@ class LocalClient:
                     is_over = True
                     raise item
                 is_over = item[-1].finish_reason is not None
-                for emission in item:
-                    yield emission
+                yield item
         finally:
             was_open = self._mail.close(request.request_id, request.submission)
             if was_open and not is_over:

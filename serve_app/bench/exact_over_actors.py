@@ -61,8 +61,9 @@ class ActorRunner:
 
         async def one(request: Request) -> Generation:
             generation = Generation(request_id=request.request_id)
-            async for emission in client.stream(request):
-                generation.take(emission)
+            async for emissions in client.stream(request):
+                for emission in emissions:
+                    generation.take(emission)
             return generation
 
         return list(await asyncio.gather(*[one(request) for request in requests]))

@@ -191,6 +191,7 @@ class Ingress:
                 config.engine.model.path, mode=config.engine.model.generation_config
             ),
             pace=_pace_of(config.streams),
+            flush_interval_s=config.streams.flush_interval_s,
             names_answers=False,
             departures=(TaskCancelledError, RequestCancelledError),
         )

@@ -51,7 +51,7 @@ class ServiceClient:
         self._submissions = count(time.time_ns())
         """Unique over all ingresses, and growing in each."""
 
-    async def stream(self, request: Request) -> AsyncIterator[Emission]:
+    async def stream(self, request: Request) -> AsyncIterator[tuple[Emission, ...]]:
         self._load_balancer.start()
         attempts = Attempts(
             request, suspect_after=self._recovery.suspect_after, clock=time.monotonic
@@ -70,8 +70,7 @@ class ServiceClient:
             async with aclosing(self._attempt(attempts, choice)) as batches:
                 try:
                     async for emissions in batches:
-                        for emission in emissions:
-                            yield emission
+                        yield emissions
                         if emissions[-1].finish_reason is not None:
                             return
                     error: EesdError = PeerLost(

@@ -40,6 +40,8 @@ class ApiSettings:
     """Values of the checkpoint."""
     pace: Pace | None = None
     """Pace of streams; None sends the tokens of a round at once."""
+    flush_interval_s: float | None = 0.0
+    """Shortest time between two events of a stream; None: by the load."""
     names_answers: bool = True
     """True if answers get the header X-Request-Id here."""
     departures: tuple[type[Exception], ...] = ()

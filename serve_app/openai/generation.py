@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from msgspec import structs
@@ -29,8 +29,8 @@ _NOTHING = TextDelta(
 class EngineClient(Protocol):
     """An engine in this process, or pipelines in other processes; the tests use a toy."""
 
-    def stream(self, request: Request) -> AsyncIterator[Emission]:
-        """Yields the request's emissions; the last one has a finish reason.
+    def stream(self, request: Request) -> AsyncIterator[tuple[Emission, ...]]:
+        """Yields the request's emissions, one or more at a time; the last one has a finish reason.
 
         Raises an EesdError: before the first emission when the request is refused, later when the
         engine failed and the stream cannot continue.
@@ -118,8 +118,8 @@ async def generate(
     options: TextOptions,
     by_token: bool = False,
 ) -> AsyncGenerator[Delta, None]:
-    """Yields the deltas of one choice, until its text ends: one for each round, or for each
-    token."""
+    """Yields the deltas of one choice, until its text ends: one for the rounds that arrive
+    together, or one for each token."""
     text = TextAssembler(
         codec,
         choice.request.sampling,
@@ -128,26 +128,63 @@ async def generate(
         skip_special_tokens=options.skip_special_tokens,
         shown_special_tokens=options.shown_special_tokens,
     )
-    emissions = engine.stream(choice.request)
+    batches = engine.stream(choice.request)
     ended_itself = False
+
+    def delta_of(fragment: Emission, rounds: tuple[Emission, ...]) -> Delta:
+        arrived_s = time.monotonic()
+        text_delta = _NOTHING if options.drops_tokens else text.take(fragment)
+        ready_s = time.monotonic()
+        return Delta(choice.index, text_delta, rounds, ready_s, text_s=ready_s - arrived_s)
+
     try:
-        async for emission in emissions:
-            _check(emission)
-            ended_itself = emission.finish_reason is not None
-            rounds: tuple[Emission, ...] = (emission,)
-            for fragment in _tokens_of(emission) if by_token else rounds:
-                arrived_s = time.monotonic()
-                text_delta = text.take(fragment)
-                if options.drops_tokens:
-                    text_delta = _NOTHING
-                ready_s = time.monotonic()
-                yield Delta(choice.index, text_delta, rounds, ready_s, text_s=ready_s - arrived_s)
-                if text_delta.finish_reason is not None:
-                    return
-                rounds = ()
+        async for emissions in batches:
+            deltas: list[Delta] = []
+            error: Exception | None = None
+            for emission in emissions:
+                error = _error_of(emission)
+                if error is not None:
+                    break
+                ended_itself = emission.finish_reason is not None
+                rounds: tuple[Emission, ...] = (emission,)
+                for fragment in _tokens_of(emission) if by_token else rounds:
+                    deltas.append(delta_of(fragment, rounds))
+                    rounds = ()
+                    if deltas[-1].text_delta.finish_reason is not None:
+                        break
+                if deltas[-1].text_delta.finish_reason is not None:
+                    break
+            for delta in deltas if by_token or not deltas else (merged_delta(deltas),):
+                yield delta
+            if error is not None:
+                raise error
+            if deltas[-1].text_delta.finish_reason is not None:
+                return
         raise EngineError("the engine ended a stream without a finish reason")
     finally:
-        await _release(engine, choice, emissions, abort=not ended_itself)
+        await _release(engine, choice, batches, abort=not ended_itself)
+
+
+def merged_delta(deltas: Sequence[Delta], *, num_buffered: int = 0) -> Delta:
+    """Returns consecutive deltas of one choice as one."""
+    if len(deltas) == 1:
+        return replace(deltas[0], num_buffered=num_buffered) if num_buffered else deltas[0]
+    text_deltas = [delta.text_delta for delta in deltas]
+    return Delta(
+        index=deltas[0].index,
+        text_delta=TextDelta(
+            text="".join(delta.text for delta in text_deltas),
+            pieces=tuple(token_text for delta in text_deltas for token_text in delta.pieces),
+            tokens=tuple(token for delta in text_deltas for token in delta.tokens),
+            logprobs=tuple(entry for delta in text_deltas for entry in delta.logprobs),
+            finish_reason=text_deltas[-1].finish_reason,
+            stop_reason=text_deltas[-1].stop_reason,
+        ),
+        rounds=tuple(emission for delta in deltas for emission in delta.rounds),
+        at_s=deltas[-1].at_s,
+        text_s=sum(delta.text_s for delta in deltas),
+        num_buffered=num_buffered,
+    )
 
 
 def _tokens_of(emission: Emission) -> Iterator[Emission]:
@@ -216,19 +253,24 @@ async def _pump(
         items.put_nowait(_Ended())
 
 
-def _check(emission: Emission) -> None:
+def _error_of(emission: Emission) -> Exception | None:
     if emission.error is not None:
-        raise EndedByEngine(emission.error)
+        return EndedByEngine(emission.error)
     if emission.finish_reason is FinishReason.ABORT:
-        raise EngineError("the service ended this request before it was finished")
+        return EngineError("the service ended this request before it was finished")
+    return None
 
 
 async def _release(
-    engine: EngineClient, choice: Choice, emissions: AsyncIterator[Emission], *, abort: bool
+    engine: EngineClient,
+    choice: Choice,
+    batches: AsyncIterator[tuple[Emission, ...]],
+    *,
+    abort: bool,
 ) -> None:
     try:
-        if isinstance(emissions, AsyncGenerator):
-            await emissions.aclose()
+        if isinstance(batches, AsyncGenerator):
+            await batches.aclose()
     finally:
         if abort:
             await engine.abort(choice.request.request_id)

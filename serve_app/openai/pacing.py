@@ -12,10 +12,9 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from eesd_dist.text import TextDelta
-from serve_app.openai.generation import Delta
+from serve_app.openai.generation import Delta, merged_delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,26 +111,8 @@ class _Buffer:
         if not self._deltas and not self.is_over:
             self._arrived.clear()
         if batch:
-            return _merged(batch, num_buffered=self.num_tokens)
+            sent = merged_delta(batch, num_buffered=self.num_tokens)
+            return replace(sent, at_s=time.monotonic())
         if self._error is not None:
             raise self._error
         return None
-
-
-def _merged(deltas: list[Delta], *, num_buffered: int) -> Delta:
-    text_deltas = [delta.text_delta for delta in deltas]
-    return Delta(
-        index=deltas[0].index,
-        text_delta=TextDelta(
-            text="".join(delta.text for delta in text_deltas),
-            pieces=tuple(token_text for delta in text_deltas for token_text in delta.pieces),
-            tokens=tuple(token for delta in text_deltas for token in delta.tokens),
-            logprobs=tuple(entry for delta in text_deltas for entry in delta.logprobs),
-            finish_reason=text_deltas[-1].finish_reason,
-            stop_reason=text_deltas[-1].stop_reason,
-        ),
-        rounds=tuple(emission for delta in deltas for emission in delta.rounds),
-        at_s=time.monotonic(),
-        text_s=sum(delta.text_s for delta in deltas),
-        num_buffered=num_buffered,
-    )

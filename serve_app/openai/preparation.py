@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_LISTED_TOKENS = 32_768
 """Most tokens of `/tokenize` and `/detokenize`, unless the model takes more."""
+_WHOLE_S = 1.0
+"""Time for which the tokens of an answer that is sent as a whole may gather."""
 _MAX_WARNINGS = 16
 _LISTED_CHARS = 64
 
@@ -224,6 +226,16 @@ class Preparation:
             return prompt
         return self.codec.decode([TokenId(token) for token in prompt])
 
+    def _flush_interval_s(self, fields: GenerationFields) -> float | None:
+        """Returns how long tokens of a request may gather before they are sent to this process."""
+        if self.settings.pace is not None:
+            return 0.0
+        if fields.stream:
+            interval_s = fields.stream_options.flush_interval_s
+            return self.settings.flush_interval_s if interval_s is None else interval_s
+        # Nothing is sent before the end, but a stop string is looked for here.
+        return None if fields.stop else _WHOLE_S
+
     def _prepared(
         self,
         fields: GenerationFields,
@@ -266,6 +278,7 @@ class Preparation:
                     workload=self._workload(fields, context),
                     traceparent=context.traceparent,
                     resume_window_s=window_s,
+                    flush_interval_s=self._flush_interval_s(fields),
                     resumption=start.resumption,
                     caller="" if caller is ANYONE else caller.name,
                     weight=caller.weight,

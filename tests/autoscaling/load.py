@@ -93,11 +93,11 @@ class Clients:
     async def _run(self, request: Request, text: tuple[TokenId, ...]) -> None:
         loop = asyncio.get_running_loop()
         began_s, got = loop.time(), list[Any]()
-        async for emission in self._client.stream(request):
-            if emission.tokens and not got:
+        async for emissions in self._client.stream(request):
+            if not got:
                 waited_s = loop.time() - began_s
                 self.texts.longest_first_token_s = max(self.texts.longest_first_token_s, waited_s)
-            got += emission.tokens
+            got += [token for emission in emissions for token in emission.tokens]
         if tuple(got) == text:
             self.texts.num_whole += 1
         else:

@@ -75,9 +75,9 @@ class Sending:
         tokens: list[int] = []
         stream = self._client.stream(request)
         assert isinstance(stream, AsyncGenerator)
-        async with aclosing(stream) as emissions:
-            async for emission in emissions:
-                tokens += emission.tokens
+        async with aclosing(stream) as batches:
+            async for emissions in batches:
+                tokens += [token for emission in emissions for token in emission.tokens]
                 self.num_tokens[request.request_id] = len(tokens)
                 if len(tokens) >= self._enough:
                     break

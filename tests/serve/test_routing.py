@@ -128,7 +128,7 @@ class Sending:
         )
 
     async def tokens(self, request: Request) -> list[int]:
-        return [t async for e in self._client.stream(request) for t in e.tokens]
+        return [t async for batch in self._client.stream(request) for e in batch for t in e.tokens]
 
     async def states(self) -> tuple[PipelineState, ...]:
         states = await self._client.states(timeout_s=20.0)

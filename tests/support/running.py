@@ -91,8 +91,8 @@ class Items:
 
     async def _run(self, client: ServiceClient, request: Request) -> None:
         try:
-            async for emission in client.stream(request):
-                self._read.put((emission,))
+            async for emissions in client.stream(request):
+                self._read.put(emissions)
         except EesdError as error:
             self._read.put(error)
         finally:

@@ -45,7 +45,7 @@ class ToyEngine:
     async def abort(self, request_id: RequestId) -> None:
         self.aborted.append(request_id)
 
-    async def stream(self, request: Request) -> AsyncGenerator[Emission, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[tuple[Emission, ...], None]:
         self.requests.append(request)
         if self.refusal is not None:
             raise self.refusal
@@ -53,7 +53,7 @@ class ToyEngine:
         self.max_live = max(self.max_live, self.num_live)
         try:
             async for emission in self._emissions(request):
-                yield emission
+                yield (emission,)
         finally:
             self.num_live -= 1
 

@@ -26,7 +26,7 @@ class ToyClient:
 
     async def stream(self, request: Request) -> AsyncIterator[Any]:
         await self._before_text()
-        yield SimpleNamespace(tokens=TEXT)
+        yield (SimpleNamespace(tokens=TEXT),)
 
 
 def _clients(before_text: Callable[[], Any]) -> Clients:

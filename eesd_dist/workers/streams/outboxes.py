@@ -1,16 +1,20 @@
 """Outbox of each client: what a drafting actor has made and the client has still to read.
 
-A client is an ingress. It reads all its streams with one call at a time, which returns as soon as
-there is something: a round costs one message for each client, however many requests it has. A batch
-is kept until the next call confirms it, so that a reply that is lost is sent again. Used in the
-actor's event loop only.
+A client is an ingress. It reads all its streams with one call at a time, however many requests it
+has. A call returns at once with the first tokens of a stream, and with its end. Other tokens gather
+for the flush interval of their request or client, since each stream of a batch costs the client an
+event. A batch is kept until the next call confirms it, so that a reply that is lost is sent again.
+Used in the actor's event loop only.
 
 Emissions are delivered while the next round is drafted. A request that was evicted and submitted
 again will generate those tokens again, so emissions of an earlier submission are not delivered.
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
@@ -22,43 +26,107 @@ from eesd_dist.workers.streams.kept_streams import KeptStreams
 TAKE_WAIT_S = 2.0
 """Seconds after which a call of a client without anything to read returns empty."""
 
+_AT_ONCE = -math.inf
 _Key = tuple[RequestId, int]
 """A request and its submission."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    client: str
+    request: Request
+    batched_s: float = -math.inf
+    """Time of its last batch, on the monotonic clock."""
+
+    @property
+    def key(self) -> _Key:
+        return self.request.request_id, self.request.submission
+
+    def due_s(self) -> float | None:
+        """Returns when its next token is to be sent; None: at the client's interval."""
+        if self.batched_s == -math.inf:
+            return _AT_ONCE
+        interval_s = self.request.flush_interval_s
+        return None if interval_s is None else self.batched_s + interval_s
+
+
+@dataclass(slots=True)
+class _Unread:
+    """What a stream has to read."""
+
+    emissions: list[Emission] = field(default_factory=list)
+    error: EesdError | None = None
+    """Its end, after the emissions."""
+    due_s: float | None = None
+    """Time from which it is sent; None: with all else that gathers for the client's interval."""
+
+    def items(self) -> tuple[StreamItem, ...]:
+        emissions: tuple[StreamItem, ...] = (tuple(self.emissions),) if self.emissions else ()
+        return emissions if self.error is None else (*emissions, self.error)
 
 
 @dataclass(slots=True)
 class _Outbox:
     """The unread items of one client."""
 
-    emissions: dict[_Key, list[Emission]] = field(default_factory=dict)
-    """Emissions in the order in which streams have something to read."""
-    ends: dict[_Key, EesdError] = field(default_factory=dict)
+    unread: dict[_Key, _Unread] = field(default_factory=dict)
+    """By stream, in the order in which they have something to read."""
     unconfirmed: Delivery | None = None
     number: int = 0
     num_readers: int = 0
     unread_s: float = 0.0
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when something has become due earlier."""
+    gathered_s: float = -math.inf
+    """Time of the last batch with what had gathered for the client's interval."""
     name: str = field(default_factory=lambda: uuid4().hex[:8])
 
-    def put(self, key: _Key, emission: Emission) -> None:
-        self.emissions.setdefault(key, []).append(emission)
-        self.arrived.set()
+    def put(self, key: _Key, emission: Emission, *, due_s: float | None) -> None:
+        self._of(key, due_s).emissions.append(emission)
 
     def end(self, key: _Key, error: EesdError) -> None:
-        self.ends[key] = error
-        self.arrived.set()
+        self._of(key, _AT_ONCE).error = error
 
-    def batch(self) -> Delivery:
-        items: list[tuple[RequestId, int, StreamItem]] = []
-        for (request_id, submission), emissions in self.emissions.items():
-            items.append((request_id, submission, tuple(emissions)))
-        for (request_id, submission), error in self.ends.items():
-            items.append((request_id, submission, error))
-        self.emissions.clear()
-        self.ends.clear()
-        self.arrived.clear()
+    def _of(self, key: _Key, due_s: float | None) -> _Unread:
+        unread = self.unread.get(key)
+        if unread is None:
+            unread = self.unread[key] = _Unread(due_s=due_s)
+            self.arrived.set()
+        elif due_s == _AT_ONCE:
+            unread.due_s = due_s
+            self.arrived.set()
+        return unread
+
+    async def until_due(self, interval_s: float) -> None:
+        """Waits until there is something to send."""
+        while True:
+            self.arrived.clear()
+            gathered_s = self.gathered_s + interval_s
+            times_s = [
+                gathered_s if unread.due_s is None else unread.due_s
+                for unread in self.unread.values()
+            ]
+            wait_s = min(times_s) - time.monotonic() if times_s else None
+            if wait_s is not None and wait_s <= 0:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self.arrived.wait()
+
+    def batch(self, interval_s: float) -> tuple[Delivery, list[_Key]]:
+        """Takes what is due; returns it, and of which streams it is."""
+        now_s = time.monotonic()
+        gathered_s = self.gathered_s + interval_s
+        if gathered_s <= now_s:
+            self.gathered_s = now_s
+        keys = [
+            key
+            for key, unread in self.unread.items()
+            if (gathered_s if unread.due_s is None else unread.due_s) <= now_s
+        ]
         self.number += 1
-        return Delivery(outbox=self.name, number=self.number, items=tuple(items))
+        items = [(*key, item) for key in keys for item in self.unread.pop(key).items()]
+        return Delivery(outbox=self.name, number=self.number, items=tuple(items)), keys
 
 
 class Outboxes:
@@ -67,8 +135,7 @@ class Outboxes:
     def __init__(self) -> None:
         self.kept = KeptStreams()
         self._clients: dict[str, _Outbox] = {}
-        self._open: dict[RequestId, tuple[str, Request]] = {}
-        """Client and request of each open stream."""
+        self._open: dict[RequestId, _Stream] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -82,8 +149,8 @@ class Outboxes:
 
     def request_of(self, request_id: RequestId) -> Request | None:
         """Returns the request with an open stream for this id, or None."""
-        entry = self._open.get(request_id)
-        return None if entry is None else entry[1]
+        stream = self._open.get(request_id)
+        return None if stream is None else stream.request
 
     def open(self, request: Request, *, client: str) -> Request | None:
         """Opens a stream. If it resumes one that is kept, what is kept is to be read first.
@@ -93,10 +160,10 @@ class Outboxes:
         """
         self._check_is_free(request)
         outbox = self._clients.setdefault(client, _Outbox())
-        self._open[request.request_id] = (client, request)
+        stream = self._open[request.request_id] = _Stream(client, request)
         replayed = self.kept.begin(request)
         for emission in replayed:
-            outbox.put((request.request_id, request.submission), emission)
+            outbox.put(stream.key, emission, due_s=_AT_ONCE)
         if replayed and replayed[-1].finish_reason is not None:
             self._close(request.request_id)
             return None
@@ -114,7 +181,7 @@ class Outboxes:
             param="request_id",
         )
 
-    def _close(self, request_id: RequestId) -> tuple[str, Request]:
+    def _close(self, request_id: RequestId) -> _Stream:
         self.kept.end(request_id)
         return self._open.pop(request_id)
 
@@ -129,13 +196,11 @@ class Outboxes:
         With a `submission` only that one's. Returns False when there is none: a later submission
         may have replaced it.
         """
-        entry = self._open.get(request_id)
-        if entry is None or submission not in (None, entry[1].submission):
+        stream = self._open.get(request_id)
+        if stream is None or submission not in (None, stream.request.submission):
             return False
-        client, opened = self._close(request_id)
-        outbox = self._clients[client]
-        outbox.emissions.pop((request_id, opened.submission), None)
-        outbox.ends.pop((request_id, opened.submission), None)
+        self._close(request_id)
+        self._clients[stream.client].unread.pop(stream.key, None)
         return True
 
     def deliver(self, emissions: Iterable[Emission]) -> frozenset[RequestId]:
@@ -144,29 +209,32 @@ class Outboxes:
         stale_ids: set[RequestId] = set()
         for emission in emissions:
             request_id = emission.request_id
-            entry = self._open.get(request_id)
-            if entry is None:
+            stream = self._open.get(request_id)
+            if stream is None:
                 continue
-            client, opened = entry
-            if opened.submission != emission.submission:
+            if stream.request.submission != emission.submission:
                 stale_ids.add(request_id)
                 continue
             self.kept.add(emission)
-            self._clients[client].put((request_id, opened.submission), emission)
-            if emission.finish_reason is not None:
+            is_last = emission.finish_reason is not None
+            due_s = _AT_ONCE if is_last else stream.due_s()
+            self._clients[stream.client].put(stream.key, emission, due_s=due_s)
+            if is_last:
                 self._close(request_id)
         return frozenset(stale_ids)
 
     def fail(self, request_id: RequestId, error: EesdError) -> None:
         """Ends a stream with an error, after what it has not read yet, and frees the id."""
-        client, opened = self._close(request_id)
-        self._clients[client].end((request_id, opened.submission), error)
+        stream = self._close(request_id)
+        self._clients[stream.client].end(stream.key, error)
 
-    async def take(self, client: str, *, last: tuple[str, int], wait_s: float) -> Delivery:
+    async def take(
+        self, client: str, *, last: tuple[str, int], wait_s: float, interval_s: float = 0.0
+    ) -> Delivery:
         """Returns the next batch for a client; an empty one after `wait_s`.
 
         `last` are outbox and number of the last batch that the client has: a later one is sent
-        again.
+        again. `interval_s` is the flush interval of requests without one.
         """
         outbox = self._clients.setdefault(client, _Outbox())
         confirmed = last[1] if last[0] == outbox.name else 0
@@ -177,12 +245,17 @@ class Outboxes:
                 return delivery
             try:
                 async with asyncio.timeout(wait_s):
-                    await outbox.arrived.wait()
+                    await outbox.until_due(interval_s)
             except TimeoutError:
                 return Delivery(outbox=outbox.name, number=confirmed, items=())
             delivery = _unconfirmed(outbox, confirmed)  # another call of this client has taken it
             if delivery is None:
-                delivery = outbox.unconfirmed = outbox.batch()
+                delivery, keys = outbox.batch(interval_s)
+                outbox.unconfirmed = delivery
+                for key in keys:
+                    stream = self._open.get(key[0])
+                    if stream is not None and stream.key == key:
+                        stream.batched_s = time.monotonic()
             return delivery
         finally:
             outbox.num_readers -= 1
@@ -197,7 +270,7 @@ class Outboxes:
         for outbox in self._clients.values():
             outbox.unread_s = 0.0 if outbox.num_readers else outbox.unread_s + passed_s
         gone = {name for name, outbox in self._clients.items() if outbox.unread_s > after_s}
-        left = [request_id for request_id, (client, _) in self._open.items() if client in gone]
+        left = [request_id for request_id, stream in self._open.items() if stream.client in gone]
         for request_id in left:
             self._close(request_id)
         for name in gone:

@@ -86,7 +86,11 @@ def test_no_round_is_lost_and_only_those_that_follow_soon_are_waited_for(
         request = Request(
             request_id=RequestId("x"), prompt=(TokenId(1),), sampling=SamplingParams(max_tokens=5)
         )
-        arrivals = [(e.tokens[0], time.monotonic()) async for e in client.stream(request)]
+        arrivals = [
+            (emission.tokens[0], time.monotonic())
+            async for emissions in client.stream(request)
+            for emission in emissions
+        ]
         await client.aclose()
         return arrivals
 

@@ -45,8 +45,8 @@ class _Connection:
         self.reading = asyncio.ensure_future(self._read(client, request))
 
     async def _read(self, client: ServiceClient, request: Request) -> list[int]:
-        async for emission in client.stream(request):
-            self.tokens += emission.tokens
+        async for emissions in client.stream(request):
+            self.tokens += [token for emission in emissions for token in emission.tokens]
             async with self._arrived:
                 self._arrived.notify_all()
         return self.tokens
@@ -61,7 +61,7 @@ class _Connection:
 
 
 async def _text_of(client: ServiceClient, request: Request) -> list[int]:
-    return [token async for emission in client.stream(request) for token in emission.tokens]
+    return [token async for batch in client.stream(request) for e in batch for token in e.tokens]
 
 
 def _served(service: ToyService) -> dict[str, int]:

@@ -146,7 +146,7 @@ class ToyService:
             await asyncio.sleep(_BEAT_S)
 
     async def tokens(self, request: Request) -> list[int]:
-        return [token async for e in self.client.stream(request) for token in e.tokens]
+        return [t async for batch in self.client.stream(request) for e in batch for t in e.tokens]
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """What rounds have made reaches each client once and in order, though replies are lost."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -26,12 +27,13 @@ MOVED = Migrated(by="p", to=None, reason="test")
 ResultT = TypeVar("ResultT")
 
 
-def _request(name: str, *, submission: int = 1) -> Request:
+def _request(name: str, *, submission: int = 1, flush_interval_s: float | None = None) -> Request:
     return Request(
         request_id=RequestId(name),
         prompt=(TokenId(1),),
         sampling=SamplingParams(),
         submission=submission,
+        flush_interval_s=flush_interval_s,
     )
 
 
@@ -97,6 +99,87 @@ def test_a_client_waits_until_one_of_its_own_streams_has_something() -> None:
         assert not taking.done()
         mail.deliver([_emission("a", 1)])
         assert _read(await taking) == [("a", 1, [1])]
+
+    asyncio.run(run())
+
+
+class _Reader:
+    """Takes the batches of client "c"."""
+
+    def __init__(self, mail: Outboxes) -> None:
+        self._mail = mail
+        self._last = NEW
+
+    async def take(self, interval_s: float) -> tuple[list[tuple[str, int, object]], float]:
+        """Returns the items of the next batch, and the seconds until it came."""
+        started_s = time.monotonic()
+        batch = await self._mail.take("c", last=self._last, wait_s=60.0, interval_s=interval_s)
+        self._last = (batch.outbox, batch.number)
+        return _read(batch), time.monotonic() - started_s
+
+
+def test_tokens_gather_for_the_interval_of_the_client() -> None:
+    async def run() -> None:
+        mail = Outboxes()
+        reader = _Reader(mail)
+        for name in "ab":
+            mail.open(_request(name), client="c")
+            mail.deliver([_emission(name, 1)])
+        assert (await reader.take(0.3))[0] == [("a", 1, [1]), ("b", 1, [1])]
+        mail.deliver([_emission("a", 2)])
+        taking = asyncio.ensure_future(reader.take(0.3))
+        await asyncio.sleep(0.05)
+        mail.deliver([_emission("a", 3), _emission("b", 2)])
+        items, waited_s = await taking
+        assert items == [("a", 1, [2, 3]), ("b", 1, [2])]
+        assert waited_s > 0.2
+        for token in (4, 5):
+            mail.deliver([_emission("a", token)])
+            assert (await reader.take(0.0))[0] == [("a", 1, [token])]
+
+    asyncio.run(run())
+
+
+def test_first_tokens_and_ends_leave_at_once_and_alone() -> None:
+    async def run() -> None:
+        mail = Outboxes()
+        reader = _Reader(mail)
+        for name in "abc":
+            mail.open(_request(name), client="c")
+        mail.deliver([_emission("a", 1), _emission("c", 1)])
+        await reader.take(60.0)
+        mail.deliver([_emission("a", 2), _emission("c", 2)])
+        taking = asyncio.ensure_future(reader.take(60.0))
+        await asyncio.sleep(0.02)
+        assert not taking.done()
+        mail.deliver([_emission("b", 5)])
+        assert (await taking)[0] == [("b", 1, [5])]
+        mail.deliver([_emission("b", 6)])
+        mail.deliver([_emission("b", 7, is_last=True)])
+        assert (await reader.take(60.0))[0] == [("b", 1, [6, 7])]
+        mail.fail(RequestId("a"), MOVED)
+        assert (await reader.take(60.0))[0] == [("a", 1, [2]), ("a", 1, "Migrated")]
+        assert (await reader.take(0.0))[0] == [("c", 1, [2])]
+
+    asyncio.run(run())
+
+
+def test_a_request_has_its_own_interval() -> None:
+    async def run() -> None:
+        mail = Outboxes()
+        reader = _Reader(mail)
+        for name, interval_s in (("fast", 0.0), ("slow", 0.3), ("default", None)):
+            mail.open(_request(name, flush_interval_s=interval_s), client="c")
+            mail.deliver([_emission(name, 1)])
+        await reader.take(60.0)
+        mail.deliver([_emission(name, 2) for name in ("default", "slow", "fast")])
+        assert (await reader.take(60.0))[0] == [("fast", 1, [2])]
+        items, waited_s = await reader.take(60.0)
+        assert items == [("slow", 1, [2])]
+        assert 0.1 < waited_s < 30.0
+        mail.deliver([_emission("slow", 3)])
+        assert (await reader.take(0.0))[0] == [("default", 1, [2])]
+        assert (await reader.take(0.0))[0] == [("slow", 1, [3])]
 
     asyncio.run(run())
 
