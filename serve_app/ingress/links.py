@@ -29,7 +29,7 @@ _FLUSH_S = 0.02
 """Shortest time between two batches; a display shows an image as often."""
 _LONGEST_FLUSH_S = 0.1
 _FLUSH_S_PER_STREAM = 0.1 / 32
-"""With more streams, batches are rarer: each stream of a batch costs an event."""
+"""Added time for each stream: every stream of a batch costs an event."""
 
 
 class Link:

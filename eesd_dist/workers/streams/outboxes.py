@@ -52,11 +52,11 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Unread:
-    """What a stream has to read."""
+    """Items that a stream has to read."""
 
     emissions: list[Emission] = field(default_factory=list)
     error: EesdError | None = None
-    """Its end, after the emissions."""
+    """Error that ends the stream, after the emissions."""
     due_s: float | None = None
     """Time from which it is sent; None: with all else that gathers for the client's interval."""
 
@@ -70,13 +70,13 @@ class _Outbox:
     """The unread items of one client."""
 
     unread: dict[_Key, _Unread] = field(default_factory=dict)
-    """By stream, in the order in which they have something to read."""
+    """Items of each stream, in the order in which streams have something to read."""
     unconfirmed: Delivery | None = None
     number: int = 0
     num_readers: int = 0
     unread_s: float = 0.0
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when something has become due earlier."""
+    """Set when something has become due earlier, or a batch was taken."""
     gathered_s: float = -math.inf
     """Time of the last batch with what had gathered for the client's interval."""
     name: str = field(default_factory=lambda: uuid4().hex[:8])
@@ -98,8 +98,9 @@ class _Outbox:
         return unread
 
     async def until_due(self, interval_s: float) -> None:
-        """Waits until there is something to send."""
-        while True:
+        """Waits until there is something to send, or another call of the client has taken it."""
+        number = self.number
+        while self.number == number:
             self.arrived.clear()
             gathered_s = self.gathered_s + interval_s
             times_s = [
@@ -125,6 +126,7 @@ class _Outbox:
             if (gathered_s if unread.due_s is None else unread.due_s) <= now_s
         ]
         self.number += 1
+        self.arrived.set()
         items = [(*key, item) for key in keys for item in self.unread.pop(key).items()]
         return Delivery(outbox=self.name, number=self.number, items=tuple(items)), keys
 

@@ -150,7 +150,8 @@ class GenerationFields(SamplingFields):
     stream: bool = False
     """Sends the answer as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
-    """Options of streams."""
+    """Options of streams: `include_usage` adds usage and metrics, `flush_interval_s` is the
+    shortest time between two chunks but for the first and the last one."""
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = None
     """Becomes part of the response's id."""
     priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] = 0

@@ -230,7 +230,7 @@ def test_an_id_is_in_use_until_its_stream_ends_and_a_refusal_reaches_its_client(
         assert (len(mail), request_id in mail, mail.names()) == (0, False, ())
         mail.open(_request("a", submission=3), client="c")
         assert (len(mail), request_id in mail, mail.names()) == (1, True, (request_id,))
-        assert _read(await _taken(mail, "c")) == [("a", 1, [1]), ("a", 2, "Migrated")]
+        assert _read(await _taken(mail, "c")) == [("a", 2, "Migrated"), ("a", 1, [1])]
 
     asyncio.run(run())
 
