@@ -111,8 +111,8 @@ class _Buffer:
         if not self._deltas and not self.is_over:
             self._arrived.clear()
         if batch:
-            sent = merged_delta(batch, num_buffered=self.num_tokens)
-            return replace(sent, at_s=time.monotonic())
+            event = merged_delta(batch, num_buffered=self.num_tokens)
+            return replace(event, at_s=time.monotonic())
         if self._error is not None:
             raise self._error
         return None
