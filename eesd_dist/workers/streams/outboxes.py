@@ -116,14 +116,14 @@ class _Outbox:
 
     def batch(self, interval_s: float) -> tuple[Delivery, list[_Key]]:
         """Takes what is due; returns it, and of which streams it is."""
-        now_s = time.monotonic()
+        time_s = time.monotonic()
         gathered_s = self.gathered_s + interval_s
-        if gathered_s <= now_s:
-            self.gathered_s = now_s
+        if gathered_s <= time_s:
+            self.gathered_s = time_s
         keys = [
             key
             for key, unread in self.unread.items()
-            if (gathered_s if unread.due_s is None else unread.due_s) <= now_s
+            if (gathered_s if unread.due_s is None else unread.due_s) <= time_s
         ]
         self.number += 1
         self.arrived.set()
