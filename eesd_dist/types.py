@@ -182,8 +182,8 @@ class Request:
     """Seconds for which its emissions are kept after the end of its stream, for a client that
     resumes it."""
     flush_interval_s: float | None = 0.0
-    """Shortest time between two batches of its tokens, but for the first and the last one; None:
-    the more streams an ingress has, the longer."""
+    """Time for which its tokens gather since its last batch; the first and the last ones are sent
+    at once. None: with those of the client's other requests, for the interval of the client."""
     resumption: int = 0
     """Time when a client resumed its stream, in Unix nanoseconds: the latest one is served; 0:
     never."""

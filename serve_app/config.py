@@ -317,10 +317,11 @@ class StreamsConfig(Section):
     """Tokens of each event but the last, where `interval_s` is set. A stream has at most
     `tokens_per_event` / `interval_s` tokens per second."""
 
-    flush_interval_s: Annotated[NonNegativeFloat, Field(le=10.0)] | None = None
-    """Shortest time between two events of a stream, but for the first and the last one; a request
-    may set its own. 0: an event for each round. None: 20 ms, and with more than six streams of an
-    ingress 3 ms for each, up to 100 ms."""
+    flush_interval_s: Annotated[NonNegativeFloat, Field(le=1.0)] | None = None
+    """Time for which the tokens of a stream gather before they are sent in one event; the first and
+    the last ones are sent at once, and a request may set its own. 0: an event for each round. None:
+    20 ms, and with more than six streams of an ingress at a pipeline 3 ms for each, up to 100 ms;
+    also where a request has stop strings. Without effect where `interval_s` is set."""
 
 
 class RouterConfig(Section):

@@ -201,7 +201,9 @@ class EngineLeader:
         self.sharing.forget()
         with self._changing:
             if new_engine or self._running is None:
-                self._running = None
+                if self._running is not None:
+                    self._running = None
+                    freeze_heap()  # frees the former engine, which refers to itself
                 self._running = self._build(channel, epoch, draft)
                 if not epoch.is_degraded:  # a fallback serves for seconds, and should soon begin
                     freeze_heap()

@@ -1,7 +1,7 @@
 """An ingress's links to drafting actors: requests go out, tokens come back.
 
 A link belongs to one drafting actor and lasts as long as its process. One call at a time reads all
-streams of the link, so a round costs one message, however many requests it has. No Serve replica
+streams of the link, so a round costs one message at most, however many requests it has. No replica
 takes part: while the supervisor of a pipeline is being replaced, its streams go on.
 """
 
@@ -29,7 +29,7 @@ _FLUSH_S = 0.02
 """Shortest time between two batches; a display shows an image as often."""
 _LONGEST_FLUSH_S = 0.1
 _FLUSH_S_PER_STREAM = 0.1 / 32
-"""Added time for each stream: every stream of a batch costs an event."""
+"""Time between two batches for each stream, since every stream of a batch costs an event."""
 
 
 class Link:

@@ -82,7 +82,12 @@ class Attempts:
         """Returns the request for the next attempt."""
         is_suspect = self._request.crashes >= self._suspect_after
         self._was_suspect = is_suspect
-        return replace(self._request, submission=submission, is_suspect=is_suspect)
+        request = replace(self._request, submission=submission, is_suspect=is_suspect)
+        if self._request.crashes or self._lost_with:
+            # What gathers would be lost with the next process too, and the token before the crash
+            # would come nearer by one round only.
+            return replace(request, flush_interval_s=0.0)
+        return request
 
     def received(self, emissions: tuple[Emission, ...]) -> tuple[Emission, ...]:
         """Adds emissions to the request; returns them as the client sees them.

@@ -153,7 +153,7 @@ class _GrowingChoice:
         self._tokens += delta.text_delta.tokens
         if self._origins is not None:
             # Before a resumed stream continues, it makes again what was sent.
-            self._origins.add(delta, is_new=len(self._tokens) > self._num_shown)
+            self._origins.add(delta, num_shown=self._num_shown)
         self._logprobs.add(delta)
         self._finish_reason = delta.text_delta.finish_reason
         self._stop_reason = delta.text_delta.stop_reason
@@ -315,12 +315,12 @@ class _TokenOrigins:
         self._drafts: list[tuple[int, int]] = []
         """Drafted and accepted tokens of the rounds with a draft that were not sent in a chunk."""
 
-    def add(self, delta: Delta, *, is_new: bool) -> None:
-        """Adds the tokens of a delta. `is_new`: the client has not been sent all of them."""
+    def add(self, delta: Delta, *, num_shown: int) -> None:
+        """Adds the tokens of a delta. `num_shown`: tokens that the client has been sent."""
         self._texts += delta.text_delta.pieces
         for emission in delta.rounds:
             self._origins += _origins(emission)
-            if is_new and emission.num_drafted > 0:
+            if len(self._origins) > num_shown and emission.num_drafted > 0:
                 self._drafts.append((emission.num_drafted, emission.num_accepted))
 
     def fields(self, start: int, *, end: int) -> Json:

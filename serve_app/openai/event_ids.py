@@ -196,7 +196,8 @@ class StreamStarts:
 def digest_of(fields: GenerationFields, *, model: str) -> bytes:
     """Returns a digest of a body as it was understood: spaces, the order of keys, nulls and
     defaults that are spelt out do not change it."""
-    content = [fields.kind, model, fields.model_dump(exclude={"prompt"})]
+    exclude = {"prompt": True, "stream_options": {"flush_interval_s"}}  # when, not what
+    content = [fields.kind, model, fields.model_dump(exclude=exclude)]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     # Three times faster than JSON for a long list of token ids.
     digest.update(repr(getattr(fields, "prompt", "")).encode())

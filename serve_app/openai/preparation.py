@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_LISTED_TOKENS = 32_768
 """Most tokens of `/tokenize` and `/detokenize`, unless the model takes more."""
-_WHOLE_S = 1.0
-"""Time for which the tokens of an answer that is sent as a whole may gather."""
 _MAX_WARNINGS = 16
 _LISTED_CHARS = 64
 
@@ -228,13 +226,15 @@ class Preparation:
 
     def _flush_interval_s(self, fields: GenerationFields) -> float | None:
         """Returns how long tokens of a request may gather before they are sent to this process."""
+        if not fields.stream:
+            return None
         if self.settings.pace is not None:
             return 0.0
-        if fields.stream:
-            interval_s = fields.stream_options.flush_interval_s
-            return self.settings.flush_interval_s if interval_s is None else interval_s
-        # Nothing is sent before the end, but a stop string is looked for here.
-        return None if fields.stop else _WHOLE_S
+        interval_s = fields.stream_options.flush_interval_s
+        if interval_s is None:
+            interval_s = self.settings.flush_interval_s
+        # The engine goes on until the text with the stop string has come here.
+        return None if fields.stop and interval_s else interval_s
 
     def _prepared(
         self,

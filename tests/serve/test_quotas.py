@@ -121,7 +121,7 @@ class Stream:
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     metrics = json.loads(line[6:]).get("metrics") or {}
-                    self.queue_s = metrics.get("queue_time_ms", 0.0) / 1000.0
+                    self.queue_s = (metrics.get("queue_time_ms") or 0.0) / 1000.0
                     self.begun.set()
         finally:
             self.begun.set()

@@ -29,6 +29,8 @@ class ToyEngine:
         self.script = script
         self._vocab_size = vocab_size
         self.group = group
+        self.rounds_per_batch = 1
+        """Number of emissions that arrive together."""
         self.delay_s = delay_s
         self.refusal: Exception | None = None
         """Raised before the first token."""
@@ -52,8 +54,20 @@ class ToyEngine:
         self.num_live += 1
         self.max_live = max(self.max_live, self.num_live)
         try:
-            async for emission in self._emissions(request):
-                yield (emission,)
+            batch: list[Emission] = []
+            breakage: Exception | None = None
+            try:
+                async for emission in self._emissions(request):
+                    batch.append(emission)
+                    if len(batch) == self.rounds_per_batch:
+                        yield tuple(batch)
+                        batch.clear()
+            except Exception as error:
+                breakage = error
+            if batch:
+                yield tuple(batch)
+            if breakage is not None:
+                raise breakage
         finally:
             self.num_live -= 1
 

@@ -131,7 +131,7 @@ class SpeculationFields(Fields):
 class StreamOptions(Fields):
     include_usage: bool = False
     """Adds a chunk with usage and metrics before the end."""
-    flush_interval_s: Annotated[float, Field(ge=0.0, le=10.0)] | None = None
+    flush_interval_s: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """Shortest time between two chunks, but for the first and the last one; 0: a chunk for each
     round. The service's default when absent."""
 

@@ -211,6 +211,18 @@ def test_a_request_that_was_alone_anyway_is_refused_after_as_many_crashes_as_mak
     assert caught.value.crashes == 2
 
 
+def test_tokens_do_not_gather_in_the_attempt_after_a_crash() -> None:
+    attempts = Attempts(replace(REQUEST, flush_interval_s=None), suspect_after=2, clock=lambda: 0.0)
+    _fail(attempts, Migrated(by="p", to=None, reason="drained"))
+    assert attempts.next(1).flush_interval_s is None
+    attempts.lost("process", was_admitted=True)
+    assert attempts.next(2).flush_interval_s == 0.0
+    attempts.received(_token(5))
+    assert attempts.next(3).flush_interval_s is None
+    _fail(attempts, CRASHED)
+    assert attempts.next(4).flush_interval_s == 0.0
+
+
 def test_a_token_clears_a_suspect() -> None:
     attempts = _attempts()
     for _ in range(3):

@@ -4,6 +4,9 @@ import asyncio
 import gzip
 import json
 import time
+from functools import reduce
+from operator import add
+from typing import Any
 
 import httpx
 import openai
@@ -261,8 +264,12 @@ def test_an_emoji_cut_off_by_the_limit_is_not_shown_broken(api: Api) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("rounds_per_batch", [1, 50])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_across_tokens_ends_the_text_and_the_work(api: Api, stream: bool) -> None:
+def test_a_stop_string_across_tokens_ends_the_text_and_the_work(
+    api: Api, stream: bool, rounds_per_batch: int
+) -> None:
+    api.engine.rounds_per_batch = rounds_per_batch
     api.says("the cat sat on the mat and much more that nobody needs")
     api.engine.group = 1
     api.engine.delay_s = 0.001
@@ -548,12 +555,42 @@ def test_the_choices_of_one_request_take_turns(api: Api) -> None:
     assert 1 < api.engine.max_live <= 16, "half of max_running is left to other requests"
 
 
-def test_an_error_in_the_middle_of_a_stream_is_its_last_object(api: Api) -> None:
+def test_rounds_that_arrive_together_are_one_chunk(api: Api) -> None:
+    api.says("the cat sat on the mat")
+    api.engine.group = 2
+    body = {"prompt": "x", "max_tokens": 90, "stream": True, "logprobs": 1, "seed": 1}
+    body |= {"return_token_ids": True}
+
+    def chunks() -> list[dict[str, Any]]:
+        events = api.post("/v1/completions", body).text.split("\n\n")
+        return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2]]
+
+    rounds = chunks()
+    api.engine.rounds_per_batch = 3
+    batches = chunks()
+    assert len(batches) == -(-len(rounds) // 3)
+    for name in ("text", "token_ids"):
+        values = [choice[name] for choice in rounds]
+        assert [choice[name] for choice in batches] == [
+            reduce(add, values[at : at + 3]) for at in range(0, len(values), 3)
+        ]
+    logprobs = [value for choice in rounds for value in choice["logprobs"]["token_logprobs"]]
+    assert logprobs == [
+        value for choice in batches for value in choice["logprobs"]["token_logprobs"]
+    ]
+
+
+@pytest.mark.parametrize("rounds_per_batch", [1, 50])
+def test_an_error_in_the_middle_of_a_stream_is_its_last_object(
+    api: Api, rounds_per_batch: int
+) -> None:
+    api.engine.rounds_per_batch = rounds_per_batch
     api.engine.breaks_after = 6
     api.engine.breakage = EngineError("rank 1 is gone")
     body = {"prompt": "x", "max_tokens": 30, "stream": True, "n": 2}
     events = api.post("/v1/completions", body).text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
+    assert len(events) > 3, "tokens before the error"
     error = json.loads(events[-3].removeprefix("data: "))["error"]
     assert error["message"] == "rank 1 is gone"
     assert error["code"] == "engine_error"

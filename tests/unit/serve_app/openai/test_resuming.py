@@ -95,12 +95,41 @@ def test_parts_of_a_stream_cut_at_any_event_are_the_whole(
         api.says(says)
     api.engine.group = group
     whole = _events(api, path, body)
-    api.engine.group = second_group
+    api.engine.group, api.engine.rounds_per_batch = second_group, group
     cuts = [i for i, event in enumerate(whole) if event.id]
     assert cuts
     for cut in cuts:
         suffix = _events(api, path, body, after=whole[cut].id)
         assert folded(whole[: cut + 1] + suffix) == folded(whole), cut
+
+
+@pytest.mark.parametrize("rounds_per_batch", [1, 3, 50])
+def test_a_resumed_stream_repeats_no_draft(api: Api, rounds_per_batch: int) -> None:
+    body = {"prompt": "x", "max_tokens": 20, "return_token_origins": True, "seed": 1}
+
+    def drafts(events: list[SentEvent]) -> list[tuple[int, int]]:
+        choices = [choice for event in events[:-1] for choice in event.chunk["choices"]]
+        return [
+            draft
+            for choice in choices
+            for draft in zip(choice["per_step_drafted"], choice["per_step_accepted"], strict=True)
+        ]
+
+    whole = _events(api, COMPLETION, body)
+    assert len(drafts(whole)) == 7
+    api.engine.rounds_per_batch = rounds_per_batch
+    for cut, event in enumerate(whole[:-1]):
+        suffix = _events(api, COMPLETION, body, after=event.id)
+        assert drafts(whole[: cut + 1] + suffix) == drafts(whole), cut
+
+
+def test_another_flush_interval_resumes_the_stream(api: Api) -> None:
+    body = {"prompt": "x", "max_tokens": 20, "seed": 1}
+    whole = _events(api, COMPLETION, body)
+    other = {**body, "stream_options": {"flush_interval_s": 0.5}}
+    suffix = _events(api, COMPLETION, other, after=whole[0].id)
+    assert folded(whole[:1] + suffix) == folded(whole)
+    assert api.engine.requests[-1].flush_interval_s == 0.5
 
 
 def test_a_resumed_stream_can_be_resumed_at_each_of_its_events(api: Api) -> None:

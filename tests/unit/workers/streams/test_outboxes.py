@@ -125,14 +125,14 @@ def test_tokens_gather_for_the_interval_of_the_client() -> None:
         for name in "ab":
             mail.open(_request(name), client="c")
             mail.deliver([_emission(name, 1)])
-        assert (await reader.take(0.3))[0] == [("a", 1, [1]), ("b", 1, [1])]
+        assert (await reader.take(1.0))[0] == [("a", 1, [1]), ("b", 1, [1])]
+        batched_s = time.monotonic()
         mail.deliver([_emission("a", 2)])
-        taking = asyncio.ensure_future(reader.take(0.3))
+        taking = asyncio.ensure_future(reader.take(1.0))
         await asyncio.sleep(0.05)
         mail.deliver([_emission("a", 3), _emission("b", 2)])
-        items, waited_s = await taking
-        assert items == [("a", 1, [2, 3]), ("b", 1, [2])]
-        assert waited_s > 0.2
+        assert (await taking)[0] == [("a", 1, [2, 3]), ("b", 1, [2])]
+        assert time.monotonic() - batched_s > 0.5
         for token in (4, 5):
             mail.deliver([_emission("a", token)])
             assert (await reader.take(0.0))[0] == [("a", 1, [token])]
@@ -168,7 +168,7 @@ def test_a_request_has_its_own_interval() -> None:
     async def run() -> None:
         mail = Outboxes()
         reader = _Reader(mail)
-        for name, interval_s in (("fast", 0.0), ("slow", 0.3), ("default", None)):
+        for name, interval_s in (("fast", 0.0), ("slow", 1.0), ("default", None)):
             mail.open(_request(name, flush_interval_s=interval_s), client="c")
             mail.deliver([_emission(name, 1)])
         await reader.take(60.0)
@@ -176,7 +176,7 @@ def test_a_request_has_its_own_interval() -> None:
         assert (await reader.take(60.0))[0] == [("fast", 1, [2])]
         items, waited_s = await reader.take(60.0)
         assert items == [("slow", 1, [2])]
-        assert 0.1 < waited_s < 30.0
+        assert waited_s < 30.0
         mail.deliver([_emission("slow", 3)])
         assert (await reader.take(0.0))[0] == [("default", 1, [2])]
         assert (await reader.take(0.0))[0] == [("slow", 1, [3])]
