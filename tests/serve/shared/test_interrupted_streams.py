@@ -110,7 +110,7 @@ def test_a_stream_whose_connection_was_dropped_continues_after_its_last_event(
         "max_tokens": 900,
         "temperature": 0.9,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "flush_interval_s": 0},
         "return_token_ids": True,
         "ignore_eos": True,
         "request_id": "dropped",
