@@ -234,10 +234,9 @@ class DraftActor(WorkerActor):
         return self._streams.mail.kept.num_tokens(request_id)
 
     async def take(self, client: str, last: tuple[str, int], interval_s: float = 0.0) -> Delivery:
-        """Returns what the client's streams have to read, as soon as there is something; without
-        anything urgent not before `interval_s` have passed since the last batch.
+        """Returns what the client's streams have to read, as soon as something is due.
 
-        `last` are outbox and number of the last batch that the client has. The batch is empty after
+        `interval_s` is the flush interval of requests without one. `last` are outbox and number of the last batch that the client has. The batch is empty after
         two seconds without news. Streams of a client that does not read are ended.
         """
         return await self._streams.mail.take(

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from msgspec import structs
@@ -131,44 +131,41 @@ async def generate(
     batches = engine.stream(choice.request)
     ended_itself = False
 
-    def delta_of(fragment: Emission, rounds: tuple[Emission, ...]) -> Delta:
-        arrived_s = time.monotonic()
-        text_delta = _NOTHING if options.drops_tokens else text.take(fragment)
-        ready_s = time.monotonic()
-        return Delta(choice.index, text_delta, rounds, ready_s, text_s=ready_s - arrived_s)
+    def deltas_of(emissions: Sequence[Emission]) -> Iterator[Delta]:
+        for emission in emissions:
+            rounds: tuple[Emission, ...] = (emission,)
+            for fragment in _tokens_of(emission) if by_token else rounds:
+                arrived_s = time.monotonic()
+                text_delta = text.take(fragment)
+                ready_s = time.monotonic()
+                if options.drops_tokens:
+                    text_delta = _NOTHING
+                yield Delta(choice.index, text_delta, rounds, ready_s, text_s=ready_s - arrived_s)
+                if text_delta.finish_reason is not None:
+                    return
+                rounds = ()
 
     try:
         async for emissions in batches:
-            deltas: list[Delta] = []
-            error: Exception | None = None
-            for emission in emissions:
-                error = _error_of(emission)
-                if error is not None:
-                    break
-                ended_itself = emission.finish_reason is not None
-                rounds: tuple[Emission, ...] = (emission,)
-                for fragment in _tokens_of(emission) if by_token else rounds:
-                    deltas.append(delta_of(fragment, rounds))
-                    rounds = ()
-                    if deltas[-1].text_delta.finish_reason is not None:
-                        break
+            error = _error_of(emissions[-1])
+            ended_itself = error is None and emissions[-1].finish_reason is not None
+            deltas = list(deltas_of(emissions if error is None else emissions[:-1]))
+            if deltas:
+                for delta in deltas if by_token else (merged_delta(deltas),):
+                    yield delta
                 if deltas[-1].text_delta.finish_reason is not None:
-                    break
-            for delta in deltas if by_token or not deltas else (merged_delta(deltas),):
-                yield delta
+                    return
             if error is not None:
                 raise error
-            if deltas[-1].text_delta.finish_reason is not None:
-                return
         raise EngineError("the engine ended a stream without a finish reason")
     finally:
         await _release(engine, choice, batches, abort=not ended_itself)
 
 
-def merged_delta(deltas: Sequence[Delta], *, num_buffered: int = 0) -> Delta:
+def merged_delta(deltas: Sequence[Delta]) -> Delta:
     """Returns consecutive deltas of one choice as one."""
     if len(deltas) == 1:
-        return replace(deltas[0], num_buffered=num_buffered) if num_buffered else deltas[0]
+        return deltas[0]
     text_deltas = [delta.text_delta for delta in deltas]
     return Delta(
         index=deltas[0].index,
@@ -183,7 +180,6 @@ def merged_delta(deltas: Sequence[Delta], *, num_buffered: int = 0) -> Delta:
         rounds=tuple(emission for delta in deltas for emission in delta.rounds),
         at_s=deltas[-1].at_s,
         text_s=sum(delta.text_s for delta in deltas),
-        num_buffered=num_buffered,
     )
 
 

@@ -111,8 +111,7 @@ class _Buffer:
         if not self._deltas and not self.is_over:
             self._arrived.clear()
         if batch:
-            event = merged_delta(batch, num_buffered=self.num_tokens)
-            return replace(event, at_s=time.monotonic())
+            return replace(merged_delta(batch), at_s=time.monotonic(), num_buffered=self.num_tokens)
         if self._error is not None:
             raise self._error
         return None

@@ -97,16 +97,19 @@ class _Outbox:
             self.arrived.set()
         return unread
 
+    def _due_times(self, interval_s: float) -> dict[_Key, float]:
+        gathered_s = self.gathered_s + interval_s
+        return {
+            key: gathered_s if unread.due_s is None else unread.due_s
+            for key, unread in self.unread.items()
+        }
+
     async def until_due(self, interval_s: float) -> None:
         """Waits until there is something to send, or another call of the client has taken it."""
         number = self.number
         while self.number == number:
             self.arrived.clear()
-            gathered_s = self.gathered_s + interval_s
-            times_s = [
-                gathered_s if unread.due_s is None else unread.due_s
-                for unread in self.unread.values()
-            ]
+            times_s = self._due_times(interval_s).values()
             wait_s = min(times_s) - time.monotonic() if times_s else None
             if wait_s is not None and wait_s <= 0:
                 return
@@ -117,14 +120,9 @@ class _Outbox:
     def batch(self, interval_s: float) -> tuple[Delivery, list[_Key]]:
         """Takes what is due; returns it, and of which streams it is."""
         time_s = time.monotonic()
-        gathered_s = self.gathered_s + interval_s
-        if gathered_s <= time_s:
+        keys = [key for key, due_s in self._due_times(interval_s).items() if due_s <= time_s]
+        if self.gathered_s + interval_s <= time_s:
             self.gathered_s = time_s
-        keys = [
-            key
-            for key, unread in self.unread.items()
-            if (gathered_s if unread.due_s is None else unread.due_s) <= time_s
-        ]
         self.number += 1
         self.arrived.set()
         items = [(*key, item) for key in keys for item in self.unread.pop(key).items()]
