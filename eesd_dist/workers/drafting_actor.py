@@ -236,8 +236,8 @@ class DraftActor(WorkerActor):
     async def take(self, client: str, last: tuple[str, int], interval_s: float = 0.0) -> Delivery:
         """Returns what the client's streams have to read, as soon as something is due.
 
-        `interval_s` is the flush interval of requests without one. `last` are outbox and number of the last batch that the client has. The batch is empty after
-        two seconds without news. Streams of a client that does not read are ended.
+        `interval_s` is the flush interval of requests without one. `last` are outbox and number of
+        the last batch that the client has. The batch is empty after two seconds without news. Streams of a client that does not read are ended.
         """
         return await self._streams.mail.take(
             client, last=last, wait_s=TAKE_WAIT_S, interval_s=interval_s
