@@ -237,7 +237,8 @@ class DraftActor(WorkerActor):
         """Returns what the client's streams have to read, as soon as something is due.
 
         `interval_s` is the flush interval of requests without one. `last` are outbox and number of
-        the last batch that the client has. The batch is empty after two seconds without news. Streams of a client that does not read are ended.
+        the last batch that the client has: a later one is sent again. The batch is empty after two
+        seconds without news. Streams of a client that does not read are ended.
         """
         return await self._streams.mail.take(
             client, last=last, wait_s=TAKE_WAIT_S, interval_s=interval_s
