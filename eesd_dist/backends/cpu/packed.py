@@ -19,6 +19,7 @@ from eesd_dist.backends.cpu.kernels.tiles import (
     in_blocks,
     multiplies_bfloat16,
 )
+from eesd_dist.model.kv_layout import LANES
 
 _FLOAT_BYTES = 4
 _WAY_BYTES = 512
@@ -126,7 +127,8 @@ def kind_array(kind: np.dtype[np.generic]) -> Kind:
 
 
 def _packed(weight_OI: Tensor, kind: np.dtype[np.generic]) -> Tensor:
-    """Returns [B, S, BLOCK], in pairs [B, S, BLOCK, 2], as bytes."""
+    """Returns [B, S, BLOCK] as bytes; in pairs [B, S, BLOCK, 2]; where bfloat16 numbers are widened,
+    [B, S, LANES, 2], with the channels of both vectors of a block side by side."""
     num_out, num_in = weight_OI.shape
     weight_OI = weight_OI.detach().to(_KINDS[kind])
     per_step = 2 if kind == PAIRS else 1
@@ -136,4 +138,6 @@ def _packed(weight_OI: Tensor, kind: np.dtype[np.generic]) -> Tensor:
     if kind == PAIRS:
         weight_OI = weight_OI.contiguous().view(torch.int32)
     blocks_BOS = weight_OI.contiguous().view(-1, BLOCK, weight_OI.shape[1])
+    if kind == np.uint16:
+        blocks_BOS = blocks_BOS.view(len(blocks_BOS), 2, LANES, -1).transpose(1, 2).flatten(1, 2)
     return blocks_BOS.transpose(1, 2).contiguous().view(-1).view(torch.uint8)

@@ -26,7 +26,7 @@ from eesd_dist.model.kv_layout import LANES
 BLOCK = 2 * LANES
 """Output channels in one block of weights."""
 
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _INTS = ir.VectorType(_I32, LANES)
 _VECTORS = BLOCK // LANES
@@ -181,7 +181,7 @@ def _emit_sums(
     chains = [[builder.phi(_FLOATS) for _ in vectors] for _ in rows]
     weight_at = builder.mul(at, weight_bytes)
     input_at = builder.mul(at, ir.Constant(_I64, _FLOAT_BYTES))
-    loaded = [step.load(builder, _offset(builder, vector, weight_at)) for vector in vectors]
+    loaded = step.load(builder, [_offset(builder, vector, weight_at) for vector in vectors])
     totals = []
     for row, chain in enumerate(chains):
         x = step.broadcast(builder, _offset(builder, rows[row], input_at))
@@ -233,13 +233,13 @@ def _offset(builder: Any, pointer: Any, offset: Any) -> Any:
 
 
 class _Step:
-    """Operations on one vector of weights: float32 numbers."""
+    """Operations on the vectors of weights of one step: float32 numbers."""
 
     weight_bytes = 4
     """Bytes of the weights of one output channel and one step."""
 
-    def load(self, builder: Any, pointer: Any) -> Any:
-        return _loaded(builder, pointer, _FLOATS, align=4)
+    def load(self, builder: Any, pointers: Sequence[Any]) -> Sequence[Any]:
+        return [_loaded(builder, pointer, _FLOATS, align=4) for pointer in pointers]
 
     def broadcast(self, builder: Any, pointer: Any) -> Any:
         x = builder.load(builder.bitcast(pointer, ir.FloatType().as_pointer()))
@@ -254,24 +254,30 @@ class _Step:
 class _Half(_Step):
     weight_bytes = 2
 
-    def load(self, builder: Any, pointer: Any) -> Any:
+    def load(self, builder: Any, pointers: Sequence[Any]) -> Sequence[Any]:
         kind = ir.VectorType(ir.HalfType(), LANES)
-        return builder.fpext(_loaded(builder, pointer, kind, align=2), _FLOATS)
+        halves = [_loaded(builder, pointer, kind, align=2) for pointer in pointers]
+        return [builder.fpext(half, _FLOATS) for half in halves]
 
 
 class _Widened(_Step):
+    """Words of two bfloat16 numbers: the low half belongs to the first vector, the high half to the
+    second one. So a word is widened by a shift and a mask, which cost less than the unpacking of
+    numbers side by side."""
+
     weight_bytes = 2
 
-    def load(self, builder: Any, pointer: Any) -> Any:
-        kind = ir.VectorType(_I16, LANES)
-        wide = builder.zext(_loaded(builder, pointer, kind, align=2), _INTS)
-        shifted = builder.shl(wide, ir.Constant(_INTS, [16] * LANES))
-        return builder.bitcast(shifted, _FLOATS)
+    def load(self, builder: Any, pointers: Sequence[Any]) -> Sequence[Any]:
+        words = _loaded(builder, pointers[0], _INTS, align=4)
+        low = builder.shl(words, ir.Constant(_INTS, [16] * LANES))
+        high = builder.and_(words, ir.Constant(_INTS, [0xFFFF0000] * LANES))
+        return [builder.bitcast(half, _FLOATS) for half in (low, high)]
 
 
 class _Pairs(_Step):
-    def load(self, builder: Any, pointer: Any) -> Any:
-        return builder.bitcast(_loaded(builder, pointer, _INTS, align=4), _PAIRS)
+    def load(self, builder: Any, pointers: Sequence[Any]) -> Sequence[Any]:
+        words = [_loaded(builder, pointer, _INTS, align=4) for pointer in pointers]
+        return [builder.bitcast(word, _PAIRS) for word in words]
 
     def broadcast(self, builder: Any, pointer: Any) -> Any:
         pair = builder.load(builder.bitcast(pointer, _I32.as_pointer()))
