@@ -19,6 +19,9 @@ PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 """Environment variable of nodes with an HTTP proxy: a function that each proxy calls when it starts
 and that returns middlewares. They run before Serve reads the headers."""
 
+HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+"""Environment variable of all nodes: "1" puts HAProxy in the place of Serve's own HTTP proxies."""
+
 
 @cache
 def actor_class(of: type[Any]) -> Any:

@@ -6,11 +6,17 @@ calls this before anything else does.
 
 import os
 import secrets
+import socket
+from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 
-from cluster.ray_compat import PROXY_CALLBACK
+from cluster.ray_compat import HAPROXY, PROXY_CALLBACK
 
 TOKEN = "RAY_AUTH_TOKEN"
+_DRAINING_S = "2"
+"""Serve gives HAProxies on other nodes half a minute to forget an ingress that ends; this one needs
+a tenth of a second."""
 _ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Makes Ray take 127.0.0.1 for the address of its node and listen there, on Linux too; drivers look
 for their node by this address."""
@@ -46,6 +52,42 @@ def prepare_for_local_ray(*, shows_logs: bool = False) -> None:
     # Serve replaces a proxy after three failed checks, and checks every ten seconds: without the
     # only proxy no request is served for half a minute.
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "0.2")
+
+
+def prepare_for_haproxy(folder: Path) -> None:
+    """Where Serve uses HAProxy, gives its files and ports to this service alone: by default all
+    services of a machine share them. Call it before Ray starts; `folder` must be private, since
+    every user may write to the socket that administers HAProxy.
+    """
+    if not uses_haproxy():
+        return
+    os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", _DRAINING_S)
+    # An hour by default. It bounds the pauses of heads, bodies and readers, not those of answers.
+    os.environ.setdefault("RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S", "60")
+    files = {
+        "CONFIG_FILE_LOC": "haproxy.cfg",
+        "SOCKET_PATH": "admin.sock",
+        "SERVER_STATE_BASE": "",
+        "SERVER_STATE_FILE": "state",
+        "METRICS_SOCKET_PATH": "metrics.sock",
+    }
+    os.environ.update(
+        {f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()}
+    )
+    for name, port in zip(("STATS_PORT", "METRICS_PORT"), _free_ports(2), strict=True):
+        os.environ.setdefault(f"RAY_SERVE_HAPROXY_{name}", str(port))
+
+
+def uses_haproxy() -> bool:
+    return os.environ.get(HAPROXY) == "1"
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def prepare_for_cluster(*, token: str | None = None, shows_logs: bool = False) -> None:

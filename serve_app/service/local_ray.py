@@ -25,8 +25,9 @@ from eesd_dist.user_folders import user_folder
 from eesd_dist.workers.crash_report import require_room
 from serve_app.config import ServiceConfig
 from serve_app.service.connection_file import connection_file_for, is_silent
+from serve_app.service.environment import prepare_for_haproxy, uses_haproxy
 from serve_app.service.ray_failures import reason_of
-from serve_app.service.watchdog import RAY_LOGS, Watchdog, logs_of, ray_folder
+from serve_app.service.watchdog import RAY_LOGS, Watchdog, haproxy_folder, logs_of, ray_folder
 
 _OBJECT_STORE_BYTES = 100 * 2**20
 _LEAST_MIB = 32
@@ -34,6 +35,8 @@ _LEAST_MIB = 32
 _LONGEST_FOLDER = 27
 """Bytes. The path of a socket has at most 107, and Ray's are up to 64 longer than the path of its
 folder, which is 16 longer than this one."""
+_LONGEST_WITH_HAPROXY = 11
+"""As above: HAProxy's sockets are up to 80 longer than the path of their folder."""
 
 
 @contextmanager
@@ -51,6 +54,7 @@ def local_ray(
     with watched_folder(parent, logs=logs) as (folder, watchdog):
         if logs is not None:
             (logs / RAY_LOGS).symlink_to(logs_of(folder))
+        prepare_for_haproxy(haproxy_folder(folder))
         num_cpus = max(_num_cpus(config), min_cpus)
         _start(ray_folder(folder), num_cpus=num_cpus, shows_logs=shows_logs)
         yield watchdog
@@ -180,7 +184,8 @@ def _short_folder() -> str:
             "no folder for temporary files can be written: make room in /tmp, or name a folder of "
             "yours in TMPDIR"
         ) from error
-    return folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp"
+    longest = _LONGEST_WITH_HAPROXY if uses_haproxy() else _LONGEST_FOLDER
+    return folder if len(os.fsencode(folder)) <= longest else "/tmp"
 
 
 def _num_cpus(config: ServiceConfig) -> int:

@@ -1,0 +1,175 @@
+"""The service behind HAProxy, which Serve starts in the place of its own HTTP proxies."""
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from psutil import Process
+
+from cluster.ray_compat import HAPROXY
+from eesd_dist.bench.load_client import Listener, Streamed, stream
+from tests.support.running import descendants, free_port, until
+from tests.support.served import command, wait_for_line
+
+pytestmark = pytest.mark.timeout(400)
+
+_PAUSE_S = 3
+"""Longest pause of a client, in seconds."""
+_BODY = {
+    "prompt": "the log",
+    "seed": 6,
+    "temperature": 0.9,
+    "max_tokens": 300,
+    "stream": True,
+    "return_token_ids": True,
+    "ignore_eos": True,
+    "stream_options": {"flush_interval_s": 0},
+}
+_WEBSOCKET = (
+    b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Service:
+    url: str
+    port: int
+    process_id: int
+
+    def haproxy(self) -> Process:
+        (process,) = until(self._haproxies, timeout_s=30)
+        return process
+
+    def _haproxies(self) -> list[Process]:
+        return [each for each in descendants(self.process_id) if each.name() == "haproxy"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A short name of a folder for Ray's files."""
+    name = Path(f"/tmp/h{free_port()}")
+    name.mkdir()
+    yield name
+    name.rmdir()
+
+
+@pytest.fixture(scope="module")
+def service(tiny_service: Path, folder: Path) -> Iterator[_Service]:
+    port = free_port()
+    env = {HAPROXY: "1", "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(_PAUSE_S)}
+    words = ("serve", "--model", str(tiny_service), "--port", str(port))
+    words = (*words, "--set", "limits.max_body_bytes=4096")
+    with command(*words, env={**env, "TMPDIR": str(folder)}) as (process, lines):
+        wait_for_line(lines, "Ctrl-C stops", process)
+        yield _Service(url=f"http://127.0.0.1:{port}", port=port, process_id=process.pid)
+        family = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, "".join(lines)
+    assert [each for each in family if each.is_running()] == []
+    assert not list(folder.iterdir())
+
+
+def _streamed(service: _Service, *, meanwhile: Callable[[], object] = lambda: None) -> Streamed:
+    async def read() -> Streamed:
+        listener = Listener("stream")
+        async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
+            reading = asyncio.ensure_future(stream(client, listener, _BODY, max_attempts=200))
+            while len(listener.heard().tokens) < 20 and not reading.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            meanwhile()
+            await reading
+        return listener.heard()
+
+    streamed = asyncio.run(read())
+    assert streamed.is_complete, streamed.error
+    return streamed
+
+
+def _answer(service: _Service, data: bytes) -> bytes:
+    """Returns what is answered, to the end of the connection or of an error."""
+    with socket.create_connection(("127.0.0.1", service.port), timeout=30) as connection:
+        connection.sendall(data)
+        answer = b""
+        while not answer.endswith(b"}}") and (received := connection.recv(65536)):
+            answer += received
+    return answer
+
+
+def test_haproxy_listens_and_its_files_are_in_the_private_folder(
+    service: _Service, folder: Path
+) -> None:
+    haproxy = service.haproxy()
+    listening = {each.laddr.port for each in haproxy.net_connections() if each.status == "LISTEN"}
+    assert service.port in listening
+    (config,) = folder.glob("*/h/*/haproxy.cfg")
+    assert str(config) in haproxy.cmdline()
+    assert config.parents[2].stat().st_mode & 0o077 == 0
+
+
+def test_a_killed_haproxy_is_replaced_and_its_stream_continues(service: _Service) -> None:
+    undisturbed = _streamed(service)
+    assert undisturbed.num_resumed == 0
+    streamed = _streamed(service, meanwhile=service.haproxy().kill)
+    assert streamed.tokens == undisturbed.tokens
+    assert streamed.num_resumed == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "reason"),
+    [
+        (b"Content-Encoding: gzip", 415, b"gzip"),
+        (b"X-Request-Id: \xff", 400, b"not UTF-8"),
+        (b"X-Request-Id: a b", 400, b"x-request-id: expected 1 to 128 printable"),
+        (_WEBSOCKET, 400, b"WebSockets are not served"),
+        (b"Content-Length: 5000", 413, b"4096"),
+    ],
+    ids=["coding", "no text", "request id", "websocket", "long body"],
+)
+def test_heads_are_refused_by_the_ingress(
+    service: _Service, line: bytes, status: int, reason: bytes
+) -> None:
+    begin = b"GET" if line == _WEBSOCKET else b"POST"
+    head = begin + b" /v1/completions HTTP/1.1\r\nHost: x\r\n" + line
+    head += b"" if line == _WEBSOCKET else b"\r\nConnection: close"
+    answer = _answer(service, head + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert b'{"error":{"message":' in answer
+    assert reason in answer
+
+
+def test_headers_that_serve_acts_on_do_not_reach_it(service: _Service) -> None:
+    headers = {"X-Request-Timeout-Seconds": "0.000001", "X-Request-Disconnect-Disabled": "?1"}
+    assert httpx.get(f"{service.url}/ping", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"GET /ping HT", b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"],
+    ids=["head", "body"],
+)
+def test_a_request_that_pauses_is_ended(service: _Service, data: bytes) -> None:
+    began_s = time.monotonic()
+    assert _answer(service, data).startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 400 "))
+    assert time.monotonic() - began_s < _PAUSE_S + 5
+
+
+def test_the_end_of_a_client_ends_its_request(service: _Service) -> None:
+    def has_left() -> bool:
+        lines = httpx.get(f"{service.url}/metrics").text.splitlines()
+        labels = ("http_requests_total", 'path="/v1/chat/completions"', 'status="499"')
+        return any(all(label in line for label in labels) for line in lines)
+
+    assert not has_left()
+    messages = [{"role": "user", "content": "the log"}]
+    body = {"messages": messages, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    url = f"{service.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        next(answer.iter_bytes())
+    until(has_left, timeout_s=20)
