@@ -233,16 +233,14 @@ class DraftActor(WorkerActor):
         not known here."""
         return self._streams.mail.kept.num_tokens(request_id)
 
-    async def take(self, client: str, last: tuple[str, int], interval_s: float = 0.0) -> Delivery:
+    async def take(self, client: str, last: tuple[str, int]) -> Delivery:
         """Returns what the client's streams have to read, as soon as something is due.
 
-        `interval_s` is the flush interval of requests without one. `last` are outbox and number of
-        the last batch that the client has: a later one is sent again. The batch is empty after two
-        seconds without news. Streams of a client that does not read are ended.
+        `last` are outbox and number of the last batch that the client has: a later one is sent
+        again. The batch is empty after two seconds without news. Streams of a client that does not
+        read are ended.
         """
-        return await self._streams.mail.take(
-            client, last=last, wait_s=TAKE_WAIT_S, interval_s=interval_s
-        )
+        return await self._streams.mail.take(client, last=last, wait_s=TAKE_WAIT_S)
 
     async def cancel(self, request_id: RequestId, submission: int) -> None:
         """Ends this submission of the request and frees its resources. If it is not here, it has

@@ -25,11 +25,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RETRY_S = 0.2
-_FLUSH_S = 0.02
-"""Shortest time between two batches; a display shows an image as often."""
-_LONGEST_FLUSH_S = 0.1
-_FLUSH_S_PER_STREAM = 0.1 / 32
-"""Time between two batches for each stream, since every stream of a batch costs an event."""
 
 
 class Link:
@@ -119,9 +114,7 @@ class Link:
         while self._lost is None:
             try:
                 async with asyncio.timeout(self._silence_s):
-                    delivery: Delivery = await self._address.take.remote(
-                        self._client, self._last, self._interval_s()
-                    )
+                    delivery: Delivery = await self._address.take.remote(self._client, self._last)
             except (TimeoutError, ActorUnavailableError) as error:
                 if loop.time() - last_answer_s > self._silence_s:
                     self.fail(f"no answer within {self._silence_s:g} s: {error!r}")
@@ -135,11 +128,6 @@ class Link:
             else:
                 last_answer_s = loop.time()
                 self._take(delivery)
-
-    def _interval_s(self) -> float:
-        """Returns the flush interval of requests without one."""
-        by_load_s = _FLUSH_S_PER_STREAM * len(self._mail)
-        return min(max(by_load_s, _FLUSH_S), _LONGEST_FLUSH_S)
 
     def _take(self, delivery: Delivery) -> None:
         if self._last[0] not in ("", delivery.outbox):

@@ -2,7 +2,7 @@
 
 A client is an ingress. It reads all its streams with one call at a time, however many requests it
 has. A call returns at once with the first tokens of a stream, and with its end. Other tokens gather
-for the flush interval of their request or client, since each stream of a batch costs the client an
+for the flush interval of their request or of all, since each stream of a batch costs the client an
 event. A batch is kept until the next call confirms it, so that a reply that is lost is sent again.
 Used in the actor's event loop only.
 
@@ -13,7 +13,7 @@ again will generate those tokens again, so emissions of an earlier submission ar
 import asyncio
 import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
@@ -25,6 +25,11 @@ from eesd_dist.workers.streams.kept_streams import KeptStreams
 
 TAKE_WAIT_S = 2.0
 """Seconds after which a call of a client without anything to read returns empty."""
+
+_FLUSH_S = 0.02
+"""A display shows an image as often."""
+_LONGEST_FLUSH_S = 0.1
+_FLUSH_S_PER_STREAM = 0.1 / 32
 
 _AT_ONCE = -math.inf
 _Key = tuple[RequestId, int]
@@ -43,7 +48,7 @@ class _Stream:
         return self.request.request_id, self.request.submission
 
     def due_s(self) -> float | None:
-        """Returns when its next token is to be sent; None: at the client's interval."""
+        """Returns when its next token is to be sent; None: at the interval of all."""
         if self.batched_s == -math.inf:
             return _AT_ONCE
         interval_s = self.request.flush_interval_s
@@ -58,7 +63,8 @@ class _Unread:
     error: EesdError | None = None
     """Error that ends the stream, after the emissions."""
     due_s: float | None = None
-    """Time from which it is sent; None: with all else that gathers for the client's interval."""
+    """Time from which it is sent; None: with all else of the client that gathers for the interval of
+    all."""
 
     def items(self) -> tuple[StreamItem, ...]:
         emissions: tuple[StreamItem, ...] = (tuple(self.emissions),) if self.emissions else ()
@@ -78,7 +84,7 @@ class _Outbox:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when something has become due earlier, or a batch was taken."""
     gathered_s: float = -math.inf
-    """Time of the last batch with what had gathered for the client's interval."""
+    """Time of the last batch with what had gathered for the interval of all."""
     name: str = field(default_factory=lambda: uuid4().hex[:8])
 
     def put(self, key: _Key, emission: Emission, *, due_s: float | None) -> None:
@@ -129,11 +135,20 @@ class _Outbox:
         return Delivery(outbox=self.name, number=self.number, items=tuple(items)), keys
 
 
+def flush_interval_s(num_streams: int) -> float:
+    """Returns the flush interval in seconds of a drafting actor with so many streams. Every stream
+    of a batch costs its client an event, and clients may share a machine."""
+    return min(max(_FLUSH_S_PER_STREAM * num_streams, _FLUSH_S), _LONGEST_FLUSH_S)
+
+
 class Outboxes:
     """The open streams of one actor, and an outbox for each client."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, interval_s: Callable[[int], float] | None = None) -> None:
+        """`interval_s`: number of open streams -> flush interval of requests without one; None: by
+        load, `flush_interval_s`."""
         self.kept = KeptStreams()
+        self._interval_s = interval_s or flush_interval_s
         self._clients: dict[str, _Outbox] = {}
         self._open: dict[RequestId, _Stream] = {}
 
@@ -228,14 +243,13 @@ class Outboxes:
         stream = self._close(request_id)
         self._clients[stream.client].end(stream.key, error)
 
-    async def take(
-        self, client: str, *, last: tuple[str, int], wait_s: float, interval_s: float = 0.0
-    ) -> Delivery:
+    async def take(self, client: str, *, last: tuple[str, int], wait_s: float) -> Delivery:
         """Returns the next batch for a client; an empty one after `wait_s`.
 
         `last` are outbox and number of the last batch that the client has: a later one is sent
-        again. `interval_s` is the flush interval of requests without one.
+        again.
         """
+        interval_s = self._interval_s(len(self._open))
         outbox = self._clients.setdefault(client, _Outbox())
         confirmed = last[1] if last[0] == outbox.name else 0
         outbox.num_readers += 1

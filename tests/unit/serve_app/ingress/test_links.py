@@ -73,22 +73,6 @@ def test_one_call_reads_the_rounds_of_all_streams() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("num_streams", "expected_s"), [(1, 0.02), (16, 0.05), (50, 0.1)])
-def test_tokens_of_more_streams_gather_for_longer(num_streams: int, expected_s: float) -> None:
-    async def run() -> None:
-        async with _linked() as (handle, link):
-            intervals_s: list[float] = []
-            handle.fault = lambda method: (
-                intervals_s.append(link._interval_s()) if method == "take" else None
-            )
-            requests = [_request(f"{at}") for at in range(num_streams)]
-            read = await asyncio.gather(*[_read(link, request) for request in requests])
-            assert read == [(_text(request), None) for request in requests]
-            assert max(intervals_s) == pytest.approx(expected_s)
-
-    asyncio.run(run())
-
-
 def test_no_call_is_one_of_the_request_that_ray_cancels_when_its_client_leaves() -> None:
     of_request: ContextVar[bool] = ContextVar("of_request", default=False)
     calls: dict[str, bool] = {}

@@ -1,9 +1,14 @@
 """The environment that is set before Ray is imported has the intended effect on Ray."""
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
+
+from cluster.ray_compat import HAPROXY
 
 _DEATH = """
 import os
@@ -28,3 +33,50 @@ def test_stdout_is_ours_unless_logs_are_wanted(shows_logs: bool) -> None:
     )
     assert ("A worker died" in done.stdout) is shows_logs
     assert shows_logs or done.stdout == ""
+
+
+_HAPROXY = """
+import os, sys
+from pathlib import Path
+from serve_app.service.environment import prepare_for_haproxy
+prepare_for_haproxy(Path(sys.argv[1]))
+from ray.serve._private import constants
+for name in ("CONFIG_FILE_LOC", "SOCKET_PATH", "SERVER_STATE_BASE", "SERVER_STATE_FILE",
+             "METRICS_SOCKET_PATH", "STATS_PORT", "METRICS_PORT", "TIMEOUT_CLIENT_S"):
+    print(getattr(constants, "RAY_SERVE_HAPROXY_" + name))
+print(constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S)
+"""
+
+
+def _haproxy(folder: Path, environment: Mapping[str, str]) -> list[str]:
+    """Returns where Serve's HAProxy of a service has its files, its ports and its limits."""
+    done = subprocess.run(
+        [sys.executable, "-c", _HAPROXY, str(folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    return done.stdout.split()
+
+
+def test_a_haproxy_has_files_and_ports_of_its_own(tmp_path: Path) -> None:
+    *files, statistics, metrics, pause_s, draining_s = _haproxy(tmp_path, {HAPROXY: "1"})
+    assert all(Path(file).is_relative_to(tmp_path) for file in files)
+    assert len({statistics, metrics, "8404", "9101"}) == 4
+    assert (pause_s, draining_s) == ("60", "2.0")
+
+
+def test_what_the_environment_says_of_a_haproxy_is_kept(tmp_path: Path) -> None:
+    chosen = {"STATS_PORT": "8500", "METRICS_PORT": "8501", "TIMEOUT_CLIENT_S": "7"}
+    environment = {f"RAY_SERVE_HAPROXY_{name}": value for name, value in chosen.items()}
+    environment["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "30"
+    shown = _haproxy(tmp_path, {HAPROXY: "1", **environment})
+    assert shown[5:] == ["8500", "8501", "7", "30.0"]
+
+
+def test_without_haproxy_nothing_is_set(tmp_path: Path) -> None:
+    *files, statistics, metrics, pause_s, draining_s = _haproxy(tmp_path, {HAPROXY: "0"})
+    assert not any(Path(file).is_relative_to(tmp_path) for file in files)
+    assert (statistics, metrics, pause_s, draining_s) == ("8404", "9101", "3600", "30.0")

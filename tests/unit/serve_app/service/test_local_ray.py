@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
+from cluster.ray_compat import HAPROXY
 from eesd_dist.errors import ConfigError, EngineError
 from serve_app.service.local_ray import (
+    _LONGEST_WITH_HAPROXY,
     _short_folder,
     _start,
     new_log_folder,
@@ -17,6 +19,7 @@ from serve_app.service.local_ray import (
     watched_folder,
 )
 from serve_app.service.ray_failures import ray_errors_in_a_line, reason_of
+from serve_app.service.watchdog import haproxy_folder
 
 
 def test_a_ray_that_does_not_start_is_a_line_with_the_place_of_its_files(tmp_path: Path) -> None:
@@ -52,6 +55,18 @@ def test_without_a_folder_for_temporary_files_the_fix_is_named(
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
     with pytest.raises(ConfigError, match="name a folder of yours in TMPDIR"):
         _short_folder()
+
+
+def test_the_sockets_of_a_haproxy_have_names_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/a/" + "b" * 20)
+    assert _short_folder() == tempfile.tempdir
+    monkeypatch.setenv(HAPROXY, "1")
+    assert _short_folder() == "/tmp"
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "b" * (_LONGEST_WITH_HAPROXY - 1))
+    folder = Path(_short_folder()) / "eesd-12345678"
+    node = "e" * 56
+    # HAProxy gives a socket another name until it has taken over its listeners.
+    assert len(str(haproxy_folder(folder) / node / "admin.sock.4194304.tmp")) <= 107
 
 
 def _failed_task(cause: Exception) -> RayTaskError:

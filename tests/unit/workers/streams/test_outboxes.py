@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from eesd_dist.errors import EesdError, Migrated, RequestError
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.messages import Delivery
-from eesd_dist.workers.streams.outboxes import Outboxes
+from eesd_dist.workers.streams.outboxes import Outboxes, flush_interval_s
 
 NEW = ("", 0)
 MOVED = Migrated(by="p", to=None, reason="test")
@@ -106,22 +106,35 @@ def test_a_client_waits_until_one_of_its_own_streams_has_something() -> None:
 class _Reader:
     """Takes the batches of client "c"."""
 
-    def __init__(self, mail: Outboxes) -> None:
-        self._mail = mail
+    def __init__(self) -> None:
+        self.mail = Outboxes(interval_s=lambda num_streams: self._interval_s)
+        self._interval_s = 0.0
         self._last = NEW
 
     async def take(self, interval_s: float) -> tuple[list[tuple[str, int, object]], float]:
         """Returns the items of the next batch, and the seconds until it came."""
         started_s = time.monotonic()
-        batch = await self._mail.take("c", last=self._last, wait_s=60.0, interval_s=interval_s)
+        self._interval_s = interval_s
+        batch = await self.mail.take("c", last=self._last, wait_s=60.0)
         self._last = (batch.outbox, batch.number)
         return _read(batch), time.monotonic() - started_s
 
 
-def test_tokens_gather_for_the_interval_of_the_client() -> None:
+def test_tokens_of_more_streams_gather_for_longer() -> None:
+    assert [flush_interval_s(count) for count in (0, 1, 6, 16, 32, 50)] == [
+        0.02,
+        0.02,
+        0.02,
+        0.05,
+        0.1,
+        0.1,
+    ]
+
+
+def test_tokens_gather_for_the_interval_of_all() -> None:
     async def run() -> None:
-        mail = Outboxes()
-        reader = _Reader(mail)
+        reader = _Reader()
+        mail = reader.mail
         for name in "ab":
             mail.open(_request(name), client="c")
             mail.deliver([_emission(name, 1)])
@@ -142,8 +155,8 @@ def test_tokens_gather_for_the_interval_of_the_client() -> None:
 
 def test_first_tokens_and_ends_leave_at_once_and_alone() -> None:
     async def run() -> None:
-        mail = Outboxes()
-        reader = _Reader(mail)
+        reader = _Reader()
+        mail = reader.mail
         for name in "abc":
             mail.open(_request(name), client="c")
         mail.deliver([_emission("a", 1), _emission("c", 1)])
@@ -166,8 +179,8 @@ def test_first_tokens_and_ends_leave_at_once_and_alone() -> None:
 
 def test_a_request_has_its_own_interval() -> None:
     async def run() -> None:
-        mail = Outboxes()
-        reader = _Reader(mail)
+        reader = _Reader()
+        mail = reader.mail
         for name, interval_s in (("fast", 0.0), ("slow", 1.0), ("default", None)):
             mail.open(_request(name, flush_interval_s=interval_s), client="c")
             mail.deliver([_emission(name, 1)])
@@ -186,7 +199,7 @@ def test_a_request_has_its_own_interval() -> None:
 
 def test_a_batch_is_sent_again_until_it_is_confirmed_and_then_never() -> None:
     async def run() -> None:
-        mail = Outboxes()
+        mail = Outboxes(interval_s=lambda num_streams: 0.0)
         mail.open(_request("a"), client="c")
         mail.deliver([_emission("a", 1)])
         first = await _taken(mail, "c")
