@@ -78,16 +78,24 @@ def multiply(
     """
     num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
     tile_rows = (num_rows + num_tiles - 1) // num_tiles
+    # Tiles after the first find the block in a cache; meanwhile the next block comes from memory.
+    step_bytes = block_bytes // num_steps // num_tiles
+    if num_rows < MOST_ROWS:
+        step_bytes = 0
     for block in range(first_block, end_block):
+        block_at = weights + block * block_bytes
+        ahead = block_at + block_bytes if block + 1 < end_block else block_at
         for row in range(0, num_rows, tile_rows):
             tile(
                 kind,
-                weights + block * block_bytes,
+                block_at,
                 inputs + row * input_bytes,
                 input_bytes,
                 num_steps,
                 sums + (row * sum_bytes + block * _BLOCK_BYTES),
                 sum_bytes,
+                ahead + row // tile_rows * num_steps * step_bytes,
+                step_bytes,
                 min(tile_rows, num_rows - row),
             )
     if bias != 0:

@@ -11,6 +11,7 @@ LLVM instructions made here, because Numba's own loops keep no more than a few s
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -69,16 +70,29 @@ of an instruction's latency, but reading several blocks at once is slower than t
 
 
 @intrinsic
-def tile(typing, kind, weights, inputs, input_bytes, num_steps, sums, sum_bytes, rows):  # type: ignore[no-untyped-def]
+def tile(  # type: ignore[no-untyped-def]
+    typing,
+    kind,
+    weights,
+    inputs,
+    input_bytes,
+    num_steps,
+    sums,
+    sum_bytes,
+    prefetch_at,
+    prefetch_bytes,
+    rows,
+):
     """sums = inputs @ weights for `rows` rows (1 to MOST_ROWS) and one block.
 
     All but `kind` are whole numbers: addresses, the distance between rows in bytes, and the number
-    of inputs (of pairs) of a row.
+    of inputs (of pairs) of a row. Every step begins to read as much memory as it has weights,
+    `prefetch_bytes` after that of the step before.
     """
     step = _STEPS[kind.dtype]
 
     def emit(builder: Any, num_rows: int, args: Sequence[Any]) -> None:
-        weights, inputs, input_bytes, num_steps, sums, sum_bytes = args
+        weights, inputs, input_bytes, num_steps, sums, sum_bytes, ahead, ahead_bytes = args
         vector_bytes = LANES * step.weight_bytes
         vectors = [
             _offset(builder, _pointer(builder, weights), ir.Constant(_I64, vector_bytes * vector))
@@ -86,12 +100,17 @@ def tile(typing, kind, weights, inputs, input_bytes, num_steps, sums, sum_bytes,
         ]
         weight_step = ir.Constant(_I64, BLOCK * step.weight_bytes)
         rows = _rows(builder, inputs, input_bytes, num_rows)
-        totals = _emit_sums(builder, step, rows, vectors, weight_step, num_steps, None)
+        prefetch = _Prefetch(
+            _pointer(builder, ahead),
+            ahead_bytes,
+            num_lines=BLOCK * step.weight_bytes // _LINE_BYTES,
+        )
+        totals = _emit_sums(builder, step, rows, vectors, weight_step, num_steps, None, prefetch)
         for target, chain in zip(_rows(builder, sums, sum_bytes, num_rows), totals, strict=True):
             for vector, total in enumerate(chain):
                 _store(builder, total, target, LANES * _FLOAT_BYTES * vector)
 
-    return types.none(kind, *(types.int64,) * 7), _for_row_counts(emit, skipped=1)
+    return types.none(kind, *(types.int64,) * 9), _for_row_counts(emit, skipped=1)
 
 
 @intrinsic
@@ -127,9 +146,9 @@ def add_tile(  # type: ignore[no-untyped-def]
         ]
         vectors = [_pointer(builder, b0), _pointer(builder, b1)]
         rows = _rows(builder, a, a_bytes, num_rows)
-        totals = _emit_sums(
-            builder, step, rows, vectors, b_bytes, length, starts, _pointer(builder, prefetch_at)
-        )
+        two_lines = ir.Constant(_I64, 2 * _LINE_BYTES)
+        prefetch = _Prefetch(_pointer(builder, prefetch_at), two_lines, num_lines=2)
+        totals = _emit_sums(builder, step, rows, vectors, b_bytes, length, starts, prefetch)
         for pair, chain in zip(targets, totals, strict=True):
             for target, total in zip(pair, chain, strict=True):
                 _store(builder, total, target, 0)
@@ -159,6 +178,17 @@ def _for_row_counts(
     return generate
 
 
+@dataclass(frozen=True)
+class _Prefetch:
+    """Memory that a loop begins to read for what comes after it."""
+
+    pointer: Any
+    step_bytes: Any
+    """Distance of the lines of two steps."""
+    num_lines: int
+    """Lines of one step."""
+
+
 def _emit_sums(
     builder: Any,
     step: "_Step",
@@ -167,7 +197,7 @@ def _emit_sums(
     weight_bytes: Any,
     num_steps: Any,
     starts: Sequence[Sequence[Any]] | None,
-    prefetch_at: Any = None,
+    prefetch: _Prefetch,
 ) -> Sequence[Sequence[Any]]:
     """Emits the loop over the inputs; returns the sums of each row and vector. `rows`, `vectors`:
     pointers to the first inputs and weights; there is at least one step."""
@@ -192,12 +222,10 @@ def _emit_sums(
             first = starts[row][vector] if starts else ir.Constant(_FLOATS, [0.0] * LANES)
             link.add_incoming(first, before)
             link.add_incoming(totals[-1][vector], loop)
-    if prefetch_at is not None:
-        for line in (0, _LINE_BYTES):
-            offset = builder.add(
-                builder.mul(at, ir.Constant(_I64, 2 * _LINE_BYTES)), ir.Constant(_I64, line)
-            )
-            _prefetch(builder, _offset(builder, prefetch_at, offset))
+    ahead = builder.mul(at, prefetch.step_bytes)
+    for line in range(prefetch.num_lines):
+        offset = builder.add(ahead, ir.Constant(_I64, line * _LINE_BYTES))
+        _emit_prefetch(builder, _offset(builder, prefetch.pointer, offset))
     following = builder.add(at, unit)
     at.add_incoming(following, loop)
     builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, after)
@@ -205,7 +233,7 @@ def _emit_sums(
     return totals
 
 
-def _prefetch(builder: Any, pointer: Any) -> None:
+def _emit_prefetch(builder: Any, pointer: Any) -> None:
     kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
     function = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     builder.call(function, [pointer, *(ir.Constant(_I32, hint) for hint in (0, 2, 1))])
