@@ -29,6 +29,11 @@ Kind = npt.NDArray[np.generic]
 
 _BLOCK_BYTES = 4 * BLOCK
 """Bytes of a block of sums."""
+_STEP_INPUT_BYTES = 4
+"""Bytes of a row's inputs of one step: a number, or a pair of them."""
+_CHUNK_STEPS = 256
+"""Steps of which all rows are computed before the next ones: their weights fit the first-level
+cache."""
 
 
 @inner
@@ -78,26 +83,32 @@ def multiply(
     """
     num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
     tile_rows = (num_rows + num_tiles - 1) // num_tiles
-    # Tiles after the first find the block in a cache; meanwhile the next block comes from memory.
-    step_bytes = block_bytes // num_steps // num_tiles
-    if num_rows < MOST_ROWS:
-        step_bytes = 0
+    # Tiles after the first find their weights in the first-level cache; meanwhile the next ones
+    # come from memory.
+    step_bytes = block_bytes // num_steps
+    chunk = num_steps if num_tiles == 1 else _CHUNK_STEPS
+    ahead_bytes = step_bytes // num_tiles if num_rows >= MOST_ROWS else 0
     for block in range(first_block, end_block):
-        block_at = weights + block * block_bytes
-        ahead = block_at + block_bytes if block + 1 < end_block else block_at
-        for row in range(0, num_rows, tile_rows):
-            tile(
-                kind,
-                block_at,
-                inputs + row * input_bytes,
-                input_bytes,
-                num_steps,
-                sums + (row * sum_bytes + block * _BLOCK_BYTES),
-                sum_bytes,
-                ahead + row // tile_rows * num_steps * step_bytes,
-                step_bytes,
-                min(tile_rows, num_rows - row),
-            )
+        for step in range(0, num_steps, chunk):
+            count = min(chunk, num_steps - step)
+            weights_at = weights + block * block_bytes + step * step_bytes
+            ahead = weights_at + count * step_bytes
+            if step + count == num_steps and block + 1 == end_block:
+                ahead = weights_at
+            for row in range(0, num_rows, tile_rows):
+                tile(
+                    kind,
+                    weights_at,
+                    inputs + row * input_bytes + step * _STEP_INPUT_BYTES,
+                    input_bytes,
+                    count,
+                    sums + (row * sum_bytes + block * _BLOCK_BYTES),
+                    sum_bytes,
+                    int(step == 0),
+                    ahead + row // tile_rows * count * ahead_bytes,
+                    ahead_bytes,
+                    min(tile_rows, num_rows - row),
+                )
     if bias != 0:
         skipped = first_block * _BLOCK_BYTES
         for row in range(num_rows):

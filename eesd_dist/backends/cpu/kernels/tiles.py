@@ -63,7 +63,7 @@ def multiplies_bfloat16() -> bool:
     return bool(host_features().get("avx512bf16"))
 
 
-MOST_ROWS = 10 if host_features().get("avx512f") else 3
+MOST_ROWS = 8 if host_features().get("avx512f") else 3
 """Rows of one tile: as many sums as the registers hold with what is added to them (of 12 rows, LLVM
 keeps some in memory, and 24 rows take a fifth longer). Fewer rows with more blocks would hide more
 of an instruction's latency, but reading several blocks at once is slower than that."""
@@ -79,11 +79,13 @@ def tile(  # type: ignore[no-untyped-def]
     num_steps,
     sums,
     sum_bytes,
+    begins,
     prefetch_at,
     prefetch_bytes,
     rows,
 ):
-    """sums = inputs @ weights for `rows` rows (1 to MOST_ROWS) and one block.
+    """sums += inputs @ weights for `rows` rows (1 to MOST_ROWS) and one block; `begins` is 1 to
+    overwrite the sums, else 0.
 
     All but `kind` are whole numbers: addresses, the distance between rows in bytes, and the number
     of inputs (of pairs) of a row. Every step begins to read as much memory as it has weights,
@@ -92,10 +94,10 @@ def tile(  # type: ignore[no-untyped-def]
     step = _STEPS[kind.dtype]
 
     def emit(builder: Any, num_rows: int, args: Sequence[Any]) -> None:
-        weights, inputs, input_bytes, num_steps, sums, sum_bytes, ahead, ahead_bytes = args
-        vector_bytes = LANES * step.weight_bytes
+        weights, inputs, input_bytes, num_steps, sums, sum_bytes, begins, ahead, ahead_bytes = args
+        first = _pointer(builder, weights)
         vectors = [
-            _offset(builder, _pointer(builder, weights), ir.Constant(_I64, vector_bytes * vector))
+            _offset(builder, first, ir.Constant(_I64, LANES * step.weight_bytes * vector))
             for vector in range(_VECTORS)
         ]
         weight_step = ir.Constant(_I64, BLOCK * step.weight_bytes)
@@ -105,12 +107,16 @@ def tile(  # type: ignore[no-untyped-def]
             ahead_bytes,
             num_lines=BLOCK * step.weight_bytes // _LINE_BYTES,
         )
-        totals = _emit_sums(builder, step, rows, vectors, weight_step, num_steps, None, prefetch)
-        for target, chain in zip(_rows(builder, sums, sum_bytes, num_rows), totals, strict=True):
-            for vector, total in enumerate(chain):
-                _store(builder, total, target, LANES * _FLOAT_BYTES * vector)
+        vector_bytes = LANES * _FLOAT_BYTES
+        targets = [
+            [_offset(builder, row, ir.Constant(_I64, vector_bytes * at)) for at in range(_VECTORS)]
+            for row in _rows(builder, sums, sum_bytes, num_rows)
+        ]
+        _emit_added(
+            builder, step, rows, vectors, weight_step, num_steps, targets, begins, prefetch
+        )
 
-    return types.none(kind, *(types.int64,) * 9), _for_row_counts(emit, skipped=1)
+    return types.none(kind, *(types.int64,) * 10), _for_row_counts(emit, skipped=1)
 
 
 @intrinsic
@@ -136,22 +142,11 @@ def add_tile(  # type: ignore[no-untyped-def]
                 strict=True,
             )
         ]
-        zero, is_new = ir.Constant(_FLOATS, [0.0] * LANES), builder.trunc(begins, ir.IntType(1))
-        starts = [
-            [
-                builder.select(is_new, zero, _loaded(builder, target, _FLOATS, align=4))
-                for target in pair
-            ]
-            for pair in targets
-        ]
-        vectors = [_pointer(builder, b0), _pointer(builder, b1)]
-        rows = _rows(builder, a, a_bytes, num_rows)
         two_lines = ir.Constant(_I64, 2 * _LINE_BYTES)
         prefetch = _Prefetch(_pointer(builder, prefetch_at), two_lines, num_lines=2)
-        totals = _emit_sums(builder, step, rows, vectors, b_bytes, length, starts, prefetch)
-        for pair, chain in zip(targets, totals, strict=True):
-            for target, total in zip(pair, chain, strict=True):
-                _store(builder, total, target, 0)
+        vectors = [_pointer(builder, b0), _pointer(builder, b1)]
+        rows = _rows(builder, a, a_bytes, num_rows)
+        _emit_added(builder, step, rows, vectors, b_bytes, length, targets, begins, prefetch)
 
     return types.none(*(types.int64,) * 12), _for_row_counts(emit)
 
@@ -189,6 +184,30 @@ class _Prefetch:
     """Lines of one step."""
 
 
+def _emit_added(
+    builder: Any,
+    step: "_Step",
+    rows: Sequence[Any],
+    vectors: Sequence[Any],
+    weight_bytes: Any,
+    num_steps: Any,
+    targets: Sequence[Sequence[Any]],
+    begins: Any,
+    prefetch: _Prefetch,
+) -> None:
+    """Emits sums that begin with what is at `targets`, pointers by row and vector, or with 0, and
+    their stores there."""
+    zero, is_new = ir.Constant(_FLOATS, [0.0] * LANES), builder.trunc(begins, ir.IntType(1))
+    starts = [
+        [builder.select(is_new, zero, _loaded(builder, to, _FLOATS, align=4)) for to in targets_V]
+        for targets_V in targets
+    ]
+    totals = _emit_sums(builder, step, rows, vectors, weight_bytes, num_steps, starts, prefetch)
+    for targets_V, chain in zip(targets, totals, strict=True):
+        for target, total in zip(targets_V, chain, strict=True):
+            _store(builder, total, target)
+
+
 def _emit_sums(
     builder: Any,
     step: "_Step",
@@ -196,7 +215,7 @@ def _emit_sums(
     vectors: Sequence[Any],
     weight_bytes: Any,
     num_steps: Any,
-    starts: Sequence[Sequence[Any]] | None,
+    starts: Sequence[Sequence[Any]],
     prefetch: _Prefetch,
 ) -> Sequence[Sequence[Any]]:
     """Emits the loop over the inputs; returns the sums of each row and vector. `rows`, `vectors`:
@@ -219,8 +238,7 @@ def _emit_sums(
             [step.add(builder, link, x, w) for link, w in zip(chain, loaded, strict=True)]
         )
         for vector, link in enumerate(chain):
-            first = starts[row][vector] if starts else ir.Constant(_FLOATS, [0.0] * LANES)
-            link.add_incoming(first, before)
+            link.add_incoming(starts[row][vector], before)
             link.add_incoming(totals[-1][vector], loop)
     ahead = builder.mul(at, prefetch.step_bytes)
     for line in range(prefetch.num_lines):
@@ -251,9 +269,8 @@ def _rows(builder: Any, address: Any, distance: Any, num_rows: int) -> Sequence[
     ]
 
 
-def _store(builder: Any, vector: Any, pointer: Any, offset: int) -> None:
-    address = _offset(builder, pointer, ir.Constant(_I64, offset))
-    builder.store(vector, builder.bitcast(address, _FLOATS.as_pointer())).align = _FLOAT_BYTES
+def _store(builder: Any, vector: Any, pointer: Any) -> None:
+    builder.store(vector, builder.bitcast(pointer, _FLOATS.as_pointer())).align = _FLOAT_BYTES
 
 
 def _offset(builder: Any, pointer: Any, offset: Any) -> Any:
