@@ -38,7 +38,7 @@ def as_inputs(x_MI: torch.Tensor, kind: np.dtype[np.generic]) -> torch.Tensor:
     kind=st.sampled_from(KINDS),
     num_rows=st.integers(1, 40),
     num_out=st.integers(1, 130),
-    num_in=st.integers(1, 150),
+    num_in=st.integers(1, 150) | st.integers(250, 800),
     bias=st.booleans(),
     seed=st.integers(0, 10**6),
 )
