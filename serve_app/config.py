@@ -320,7 +320,8 @@ class StreamsConfig(Section):
     flush_interval_s: Annotated[NonNegativeFloat, Field(le=1.0)] | None = None
     """Time for which the tokens of a stream gather before they are sent in one event; the first and
     the last ones are sent at once, and a request may set its own. 0: an event for each round. None:
-    20 ms, and with more than six streams of a pipeline 3 ms for each, up to 100 ms; also where a request has stop strings. Without effect where `interval_s` is set."""
+    20 ms, and with more than six streams of a pipeline 3 ms for each, up to 100 ms; also where a
+    request has stop strings. Without effect where `interval_s` is set."""
 
 
 class RouterConfig(Section):

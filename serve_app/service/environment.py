@@ -55,9 +55,9 @@ def prepare_for_local_ray(*, shows_logs: bool = False) -> None:
 
 
 def prepare_for_haproxy(folder: Path) -> None:
-    """Where Serve uses HAProxy, gives its files and ports to this service alone: by default all
-    services of a machine share them. Call it before Ray starts; `folder` must be private, since
-    every user may write to the socket that administers HAProxy.
+    """Gives a HAProxy of Serve, if it is to run, files and ports that are this service's alone: by
+    default all services of a machine share them. Call it before Ray starts; `folder` must be
+    private, since every user may write to the socket that administers HAProxy.
     """
     if not uses_haproxy():
         return

@@ -36,7 +36,8 @@ _LONGEST_FOLDER = 27
 """Bytes. The path of a socket has at most 107, and Ray's are up to 64 longer than the path of its
 folder, which is 16 longer than this one."""
 _LONGEST_WITH_HAPROXY = 11
-"""As above: HAProxy's sockets are up to 80 longer than the path of their folder."""
+"""Bytes. The paths of HAProxy's sockets are up to 82 longer than that of the service's folder,
+which is 14 longer than this one."""
 
 
 @contextmanager

@@ -1,10 +1,9 @@
 """The service behind HAProxy, which Serve starts in the place of its own HTTP proxies."""
 
-import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import pytest
 from psutil import Process
 
 from cluster.ray_compat import HAPROXY
-from eesd_dist.bench.load_client import Listener, Streamed, stream
+from serve_app.service.watchdog import running_after
+from tests.support.http_streams import streamed
 from tests.support.running import descendants, free_port, until
 from tests.support.served import command, wait_for_line
 
@@ -21,16 +21,6 @@ pytestmark = pytest.mark.timeout(400)
 
 _PAUSE_S = 3
 """Longest pause of a client, in seconds."""
-_BODY = {
-    "prompt": "the log",
-    "seed": 6,
-    "temperature": 0.9,
-    "max_tokens": 300,
-    "stream": True,
-    "return_token_ids": True,
-    "ignore_eos": True,
-    "stream_options": {"flush_interval_s": 0},
-}
 _WEBSOCKET = (
     b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
@@ -48,11 +38,12 @@ class _Service:
         return process
 
     def _haproxies(self) -> list[Process]:
-        return [each for each in descendants(self.process_id) if each.name() == "haproxy"]
+        processes = descendants(self.process_id)
+        return [process for process in processes if process.name() == "haproxy"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder() -> Iterator[Path]:
     """A short name of a folder for Ray's files."""
     name = Path(f"/tmp/h{free_port()}")
     name.mkdir()
@@ -72,24 +63,8 @@ def service(tiny_service: Path, folder: Path) -> Iterator[_Service]:
         family = descendants(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0, "".join(lines)
-    assert [each for each in family if each.is_running()] == []
+    assert not running_after(family, wait_s=1.0)
     assert not list(folder.iterdir())
-
-
-def _streamed(service: _Service, *, meanwhile: Callable[[], object] = lambda: None) -> Streamed:
-    async def read() -> Streamed:
-        listener = Listener("stream")
-        async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
-            reading = asyncio.ensure_future(stream(client, listener, _BODY, max_attempts=200))
-            while len(listener.heard().tokens) < 20 and not reading.done():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-            meanwhile()
-            await reading
-        return listener.heard()
-
-    streamed = asyncio.run(read())
-    assert streamed.is_complete, streamed.error
-    return streamed
 
 
 def _answer(service: _Service, data: bytes) -> bytes:
@@ -106,19 +81,19 @@ def test_haproxy_listens_and_its_files_are_in_the_private_folder(
     service: _Service, folder: Path
 ) -> None:
     haproxy = service.haproxy()
-    listening = {each.laddr.port for each in haproxy.net_connections() if each.status == "LISTEN"}
-    assert service.port in listening
+    sockets = haproxy.net_connections()
+    assert service.port in {socket.laddr.port for socket in sockets if socket.status == "LISTEN"}
     (config,) = folder.glob("*/h/*/haproxy.cfg")
     assert str(config) in haproxy.cmdline()
     assert config.parents[2].stat().st_mode & 0o077 == 0
 
 
 def test_a_killed_haproxy_is_replaced_and_its_stream_continues(service: _Service) -> None:
-    undisturbed = _streamed(service)
+    undisturbed = streamed(service.url)
     assert undisturbed.num_resumed == 0
-    streamed = _streamed(service, meanwhile=service.haproxy().kill)
-    assert streamed.tokens == undisturbed.tokens
-    assert streamed.num_resumed == 1
+    disturbed = streamed(service.url, meanwhile=service.haproxy().kill)
+    assert disturbed.tokens == undisturbed.tokens
+    assert disturbed.num_resumed == 1
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,51 @@
-"""Reads completions from a running service, each in a thread, so that a test can inject faults."""
+"""Reads completions from a running service, so that a test can inject faults."""
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import httpx
 
+from eesd_dist.bench.load_client import Listener, Streamed, stream
+
 _SILENCE_S = 150.0
+_NUM_BEFORE = 20
+"""Tokens that are read before a fault."""
+_BODY = {
+    "prompt": "the log",
+    "seed": 6,
+    "temperature": 0.9,
+    "max_tokens": 300,
+    "stream": True,
+    "return_token_ids": True,
+    "ignore_eos": True,
+    "stream_options": {"flush_interval_s": 0},
+}
+
+
+def streamed(url: str, *, meanwhile: Callable[[], object] = lambda: None) -> Streamed:
+    """Reads a stream as a client that goes on when its connection breaks; `meanwhile` is called
+    after the first tokens."""
+
+    async def read() -> Streamed:
+        listener = Listener("stream")
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            reading = asyncio.ensure_future(stream(client, listener, _BODY, max_attempts=200))
+            while len(listener.heard().tokens) < _NUM_BEFORE and not reading.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            meanwhile()
+            await reading
+        return listener.heard()
+
+    result = asyncio.run(read())
+    assert result.is_complete, result.error
+    return result
 
 
 class HttpStream:
-    """One streamed completion: collects its token ids, until the last one or an error."""
+    """One streamed completion, read by a thread until its last token or an error."""
 
     def __init__(self, url: str, body: Mapping[str, object]) -> None:
         self.tokens: list[int] = []

@@ -127,8 +127,8 @@ def kind_array(kind: np.dtype[np.generic]) -> Kind:
 
 
 def _packed(weight_OI: Tensor, kind: np.dtype[np.generic]) -> Tensor:
-    """Returns [B, S, BLOCK] as bytes; in pairs [B, S, BLOCK, 2]; where bfloat16 numbers are widened,
-    [B, S, LANES, 2], with the channels of both vectors of a block side by side."""
+    """Returns [B, S, BLOCK] as bytes; in pairs [B, S, BLOCK, 2]; for bfloat16 numbers that are
+    widened [B, S, LANES, 2], with the channels of both vectors of a block side by side."""
     num_out, num_in = weight_OI.shape
     weight_OI = weight_OI.detach().to(_KINDS[kind])
     per_step = 2 if kind == PAIRS else 1

@@ -63,7 +63,7 @@ class _Unread:
     error: EesdError | None = None
     """Error that ends the stream, after the emissions."""
     due_s: float | None = None
-    """Time from which it is sent; None: with all else of the client that gathers for the interval of
+    """Time from which it is sent; None: with all else of the client that waits for the interval of
     all."""
 
     def items(self) -> tuple[StreamItem, ...]:

@@ -83,18 +83,18 @@ def multiply(
     """
     num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
     tile_rows = (num_rows + num_tiles - 1) // num_tiles
-    # Tiles after the first find their weights in the first-level cache; meanwhile the next ones
-    # come from memory.
+    # Tiles after the first find their weights in the first-level cache, and begin to read the next
+    # ones from memory.
     step_bytes = block_bytes // num_steps
     chunk = num_steps if num_tiles == 1 else _CHUNK_STEPS
-    ahead_bytes = step_bytes // num_tiles if num_rows >= MOST_ROWS else 0
+    prefetch_bytes = step_bytes // num_tiles if num_rows >= MOST_ROWS else 0
     for block in range(first_block, end_block):
         for step in range(0, num_steps, chunk):
             count = min(chunk, num_steps - step)
             weights_at = weights + block * block_bytes + step * step_bytes
-            ahead = weights_at + count * step_bytes
+            prefetch_at = weights_at + count * step_bytes
             if step + count == num_steps and block + 1 == end_block:
-                ahead = weights_at
+                prefetch_at = weights_at
             for row in range(0, num_rows, tile_rows):
                 tile(
                     kind,
@@ -105,8 +105,8 @@ def multiply(
                     sums + (row * sum_bytes + block * _BLOCK_BYTES),
                     sum_bytes,
                     int(step == 0),
-                    ahead + row // tile_rows * count * ahead_bytes,
-                    ahead_bytes,
+                    prefetch_at + row // tile_rows * count * prefetch_bytes,
+                    prefetch_bytes,
                     min(tile_rows, num_rows - row),
                 )
     if bias != 0:

@@ -94,7 +94,7 @@ def tile(  # type: ignore[no-untyped-def]
     step = _STEPS[kind.dtype]
 
     def emit(builder: Any, num_rows: int, args: Sequence[Any]) -> None:
-        weights, inputs, input_bytes, num_steps, sums, sum_bytes, begins, ahead, ahead_bytes = args
+        weights, inputs, input_bytes, num_steps, sums, sum_bytes, begins, *prefetch = args
         first = _pointer(builder, weights)
         vectors = [
             _offset(builder, first, ir.Constant(_I64, LANES * step.weight_bytes * vector))
@@ -102,19 +102,14 @@ def tile(  # type: ignore[no-untyped-def]
         ]
         weight_step = ir.Constant(_I64, BLOCK * step.weight_bytes)
         rows = _rows(builder, inputs, input_bytes, num_rows)
-        prefetch = _Prefetch(
-            _pointer(builder, ahead),
-            ahead_bytes,
-            num_lines=BLOCK * step.weight_bytes // _LINE_BYTES,
-        )
+        num_lines = BLOCK * step.weight_bytes // _LINE_BYTES
+        lines = _Prefetch(_pointer(builder, prefetch[0]), prefetch[1], num_lines)
         vector_bytes = LANES * _FLOAT_BYTES
         targets = [
             [_offset(builder, row, ir.Constant(_I64, vector_bytes * at)) for at in range(_VECTORS)]
             for row in _rows(builder, sums, sum_bytes, num_rows)
         ]
-        _emit_added(
-            builder, step, rows, vectors, weight_step, num_steps, targets, begins, prefetch
-        )
+        _emit_added(builder, step, rows, vectors, weight_step, num_steps, targets, begins, lines)
 
     return types.none(kind, *(types.int64,) * 10), _for_row_counts(emit, skipped=1)
 
@@ -142,8 +137,8 @@ def add_tile(  # type: ignore[no-untyped-def]
                 strict=True,
             )
         ]
-        two_lines = ir.Constant(_I64, 2 * _LINE_BYTES)
-        prefetch = _Prefetch(_pointer(builder, prefetch_at), two_lines, num_lines=2)
+        step_bytes = ir.Constant(_I64, 2 * _LINE_BYTES)
+        prefetch = _Prefetch(_pointer(builder, prefetch_at), step_bytes, num_lines=2)
         vectors = [_pointer(builder, b0), _pointer(builder, b1)]
         rows = _rows(builder, a, a_bytes, num_rows)
         _emit_added(builder, step, rows, vectors, b_bytes, length, targets, begins, prefetch)
@@ -240,9 +235,9 @@ def _emit_sums(
         for vector, link in enumerate(chain):
             link.add_incoming(starts[row][vector], before)
             link.add_incoming(totals[-1][vector], loop)
-    ahead = builder.mul(at, prefetch.step_bytes)
+    prefetch_at = builder.mul(at, prefetch.step_bytes)
     for line in range(prefetch.num_lines):
-        offset = builder.add(ahead, ir.Constant(_I64, line * _LINE_BYTES))
+        offset = builder.add(prefetch_at, ir.Constant(_I64, line * _LINE_BYTES))
         _emit_prefetch(builder, _offset(builder, prefetch.pointer, offset))
     following = builder.add(at, unit)
     at.add_incoming(following, loop)
