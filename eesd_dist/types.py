@@ -183,7 +183,7 @@ class Request:
     resumes it."""
     flush_interval_s: float | None = 0.0
     """Time for which its tokens gather since its last batch; the first and the last ones are sent
-    at once. None: with those of the client's other requests, for the interval of the client."""
+    at once. None: with those of the client's other requests, for an interval by load."""
     resumption: int = 0
     """Time when a client resumed its stream, in Unix nanoseconds: the latest one is served; 0:
     never."""
