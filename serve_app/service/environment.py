@@ -5,9 +5,10 @@ calls this before anything else does.
 """
 
 import os
+import random
 import secrets
 import socket
-from contextlib import ExitStack
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,15 @@ TOKEN = "RAY_AUTH_TOKEN"
 _DRAINING_S = "2"
 """Serve gives HAProxies on other nodes half a minute to forget an ingress that ends; this one needs
 a tenth of a second."""
+_PORTS = (
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+)
+"""Ports of a service with HAProxy in addition to its own and those of its ingresses. The fallback
+answers where there is no ingress: one port of two services would mix their requests."""
+_PORT_RANGE = range(20_000, 30_000)
+_chosen_ports: dict[str, str] = {}
 _ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Makes Ray take 127.0.0.1 for the address of its node and listen there, on Linux too; drivers look
 for their node by this address."""
@@ -74,20 +84,27 @@ def prepare_for_haproxy(folder: Path) -> None:
     os.environ.update(
         {f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()}
     )
-    for name, port in zip(("STATS_PORT", "METRICS_PORT"), _free_ports(2), strict=True):
-        os.environ.setdefault(f"RAY_SERVE_HAPROXY_{name}", str(port))
+    # An earlier Ray of this process had other ports, which may be in use now.
+    names = [name for name in _PORTS if os.environ.get(name) == _chosen_ports.get(name)]
+    _chosen_ports.update(zip(names, _free_ports(len(names)), strict=True))
+    os.environ.update({name: _chosen_ports[name] for name in names})
 
 
 def uses_haproxy() -> bool:
     return os.environ.get(HAPROXY) == "1"
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("", 0))
-        return [probe.getsockname()[1] for probe in probes]
+def _free_ports(count: int) -> list[str]:
+    """Returns ports that nothing listens on, and that the system gives to no connection: some time
+    passes before they are used."""
+    ports: list[str] = []
+    for port in random.sample(_PORT_RANGE, len(_PORT_RANGE)):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            ports.append(str(port))
+        if len(ports) >= count:
+            break
+    return ports[:count]
 
 
 def prepare_for_cluster(*, token: str | None = None, shows_logs: bool = False) -> None:

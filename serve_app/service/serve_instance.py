@@ -12,18 +12,25 @@ from ray.exceptions import RayTaskError
 from ray.serve.config import ProxyLocation
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
-from cluster.ray_compat import ServeStatus, is_serve_running, serve_status
+from cluster.ray_compat import HAPROXY, ServeStatus, is_serve_running, serve_status
 from eesd_dist.errors import ConfigError, EesdError, EngineError
 from serve_app.config import RouterConfig, ServiceConfig
+from serve_app.service.environment import uses_haproxy
 from serve_app.service.ray_failures import reason_of
 
 _QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 _POLL_S = 0.25
+_HAPROXY_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")
 _OURS = re.compile(r"eesd_dist\.errors\.(\w+): (.*)")
 
 
 def require_free(config: ServiceConfig) -> None:
     """Raises ConfigError if this machine cannot listen there."""
+    if uses_haproxy() and config.host not in _HAPROXY_HOSTS:
+        raise ConfigError(
+            f"host: found {config.host} with {HAPROXY}=1, expected one of "
+            f"{', '.join(_HAPROXY_HOSTS)}: HAProxy reaches the ingresses of its own node there"
+        )
     # As in Serve, which looks up names in IPv4 only.
     family = socket.AF_INET6 if _is_ipv6(config.host) else socket.AF_INET
     try:

@@ -94,26 +94,34 @@ class Watchdog:
 
 def processes_of(folder: Path) -> set[Process]:
     """Returns the processes that write Ray's logs: all that Ray has started, and their children,
-    which inherit standard output, but HAProxy, which writes to its own folder. Drivers have other
-    files: they are the watched process, and commands that were connected to it.
+    which inherit standard output. Drivers have other files: they are the watched process, and
+    commands that were connected to it. A HAProxy writes to files of its own, which its successor
+    removes; its command line names its configuration.
 
     Other marks get lost: a killed parent leaves no tree of processes, and Ray's processes overwrite
     their command line, and a part of their environment with it.
     """
-    logs, haproxy = logs_of(folder).resolve(), haproxy_folder(folder).resolve()
-    return {process for process in process_iter() if _writes_in(logs, haproxy, process)}
+    logs, haproxy = logs_of(folder).resolve(), f"{haproxy_folder(folder)}/"
+    return {
+        process
+        for process in process_iter()
+        if _writes_in(logs, process) or _is_started_with(haproxy, process)
+    }
 
 
-def _writes_in(logs: Path, haproxy: Path, process: Process) -> bool:
+def _writes_in(logs: Path, process: Process) -> bool:
     try:
         written = [Path(file.path) for file in process.open_files() if file.mode != "r"]
     except PsutilError:  # it is another user's, or has ended
         return False
-    return any(
-        (path.parent == logs and not path.name.startswith(_DRIVER_LOG))
-        or path.is_relative_to(haproxy)
-        for path in written
-    )
+    return any(path.parent == logs and not path.name.startswith(_DRIVER_LOG) for path in written)
+
+
+def _is_started_with(folder: str, process: Process) -> bool:
+    try:
+        return any(word.startswith(folder) for word in process.cmdline())
+    except PsutilError:
+        return False
 
 
 def end_session(folder: Path, *, logs: Path | None, connection_files: list[Path]) -> None:

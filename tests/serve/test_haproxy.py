@@ -1,15 +1,17 @@
 """The service behind HAProxy, which Serve starts in the place of its own HTTP proxies."""
 
+import shutil
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
-from psutil import Process
+from psutil import NoSuchProcess, Process
 
 from cluster.ray_compat import HAPROXY
 from serve_app.service.watchdog import running_after
@@ -34,12 +36,19 @@ class _Service:
     process_id: int
 
     def haproxy(self) -> Process:
-        (process,) = until(self._haproxies, timeout_s=30)
+        """Waits while a new process takes over from the one before."""
+        (process,) = until(self._only_haproxy, timeout_s=30)
         return process
 
-    def _haproxies(self) -> list[Process]:
-        processes = descendants(self.process_id)
-        return [process for process in processes if process.name() == "haproxy"]
+    def _only_haproxy(self) -> list[Process]:
+        haproxies = [process for process in descendants(self.process_id) if _is_haproxy(process)]
+        return haproxies if len(haproxies) == 1 else []
+
+
+def _is_haproxy(process: Process) -> bool:
+    with suppress(NoSuchProcess):
+        return bool(process.name() == "haproxy")
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +57,7 @@ def folder() -> Iterator[Path]:
     name = Path(f"/tmp/h{free_port()}")
     name.mkdir()
     yield name
-    name.rmdir()
+    shutil.rmtree(name, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +103,29 @@ def test_a_killed_haproxy_is_replaced_and_its_stream_continues(service: _Service
     disturbed = streamed(service.url, meanwhile=service.haproxy().kill)
     assert disturbed.tokens == undisturbed.tokens
     assert disturbed.num_resumed == 1
+
+
+def test_a_killed_manager_of_haproxy_is_replaced_with_it(service: _Service) -> None:
+    before = service.haproxy()
+    manager = before.parent()
+    assert manager is not None
+    assert "HAProxyManager" in " ".join(manager.cmdline())
+    manager.kill()
+
+    def is_replaced() -> bool:
+        with suppress(httpx.HTTPError):
+            is_served = httpx.get(f"{service.url}/ping").status_code == 200
+            return is_served and not before.is_running() and bool(service._only_haproxy())
+        return False
+
+    until(is_replaced, timeout_s=60)
+
+
+def test_a_host_that_haproxy_would_not_reach_is_refused(tiny_service: Path) -> None:
+    words = ("serve", "--model", str(tiny_service), "--host", "::1")
+    with command(*words, env={HAPROXY: "1"}) as (process, lines):
+        assert process.wait(60) == 2
+    assert "expected one of 127.0.0.1, localhost, 0.0.0.0" in lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ _BODY = {
     "prompt": "the log",
     "seed": 6,
     "temperature": 0.9,
-    "max_tokens": 300,
+    "max_tokens": 600,
     "stream": True,
     "return_token_ids": True,
     "ignore_eos": True,

@@ -2,9 +2,9 @@
 
 A client is an ingress. It reads all its streams with one call at a time, however many requests it
 has. A call returns at once with the first tokens of a stream, and with its end. Other tokens gather
-for the flush interval of their request or of all, since each stream of a batch costs the client an
-event. A batch is kept until the next call confirms it, so that a reply that is lost is sent again.
-Used in the actor's event loop only.
+for the flush interval of their request or of the pipeline, since each stream of a batch costs the
+client an event. A batch is kept until the next call confirms it, so that a reply that is lost is
+sent again. Used in the actor's event loop only.
 
 Emissions are delivered while the next round is drafted. A request that was evicted and submitted
 again will generate those tokens again, so emissions of an earlier submission are not delivered.
@@ -48,7 +48,7 @@ class _Stream:
         return self.request.request_id, self.request.submission
 
     def due_s(self) -> float | None:
-        """Returns when its next token is to be sent; None: at the interval of all."""
+        """Returns when its next token is to be sent; None: at the pipeline's interval."""
         if self.batched_s == -math.inf:
             return _AT_ONCE
         interval_s = self.request.flush_interval_s
@@ -63,8 +63,8 @@ class _Unread:
     error: EesdError | None = None
     """Error that ends the stream, after the emissions."""
     due_s: float | None = None
-    """Time from which it is sent; None: with all else of the client that waits for the interval of
-    all."""
+    """Time from which it is sent; None: with all else of the client that waits for the pipeline's
+    interval."""
 
     def items(self) -> tuple[StreamItem, ...]:
         emissions: tuple[StreamItem, ...] = (tuple(self.emissions),) if self.emissions else ()
@@ -84,7 +84,7 @@ class _Outbox:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when something has become due earlier, or a batch was taken."""
     gathered_s: float = -math.inf
-    """Time of the last batch with what had gathered for the interval of all."""
+    """Time of the last batch with what had gathered for the pipeline's interval."""
     name: str = field(default_factory=lambda: uuid4().hex[:8])
 
     def put(self, key: _Key, emission: Emission, *, due_s: float | None) -> None:
@@ -135,7 +135,7 @@ class _Outbox:
         return Delivery(outbox=self.name, number=self.number, items=tuple(items)), keys
 
 
-def flush_interval_s(num_streams: int) -> float:
+def interval_by_load_s(num_streams: int) -> float:
     """Returns the flush interval in seconds of a drafting actor with so many streams. Every stream
     of a batch costs its client an event, and clients may share a machine."""
     return min(max(_FLUSH_S_PER_STREAM * num_streams, _FLUSH_S), _LONGEST_FLUSH_S)
@@ -146,9 +146,9 @@ class Outboxes:
 
     def __init__(self, *, interval_s: Callable[[int], float] | None = None) -> None:
         """`interval_s`: number of open streams -> flush interval of requests without one; None: by
-        load, `flush_interval_s`."""
+        load, `interval_by_load_s`."""
         self.kept = KeptStreams()
-        self._interval_s = interval_s or flush_interval_s
+        self._interval_s = interval_s or interval_by_load_s
         self._clients: dict[str, _Outbox] = {}
         self._open: dict[RequestId, _Stream] = {}
 

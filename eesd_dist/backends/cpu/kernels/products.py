@@ -31,9 +31,9 @@ _BLOCK_BYTES = 4 * BLOCK
 """Bytes of a block of sums."""
 _STEP_INPUT_BYTES = 4
 """Bytes of a row's inputs of one step: a number, or a pair of them."""
-_CHUNK_STEPS = 256
-"""Steps of which all rows are computed before the next ones: their weights fit the first-level
-cache."""
+_CHUNK_BYTES = 1 << 14
+"""Bytes of the weights of a block with which all rows are computed before the next ones: half of a
+first-level cache."""
 
 
 @inner
@@ -86,7 +86,7 @@ def multiply(
     # Tiles after the first find their weights in the first-level cache, and begin to read the next
     # ones from memory.
     step_bytes = block_bytes // num_steps
-    chunk = num_steps if num_tiles == 1 else _CHUNK_STEPS
+    chunk = num_steps if num_tiles == 1 else _CHUNK_BYTES // step_bytes
     prefetch_bytes = step_bytes // num_tiles if num_rows >= MOST_ROWS else 0
     for block in range(first_block, end_block):
         for step in range(0, num_steps, chunk):

@@ -64,9 +64,10 @@ def multiplies_bfloat16() -> bool:
 
 
 MOST_ROWS = 8 if host_features().get("avx512f") else 3
-"""Rows of one tile: as many sums as the registers hold with what is added to them (of 12 rows, LLVM
-keeps some in memory, and 24 rows take a fifth longer). Fewer rows with more blocks would hide more
-of an instruction's latency, but reading several blocks at once is slower than that."""
+"""Rows of one tile. With short vectors as many sums as the registers hold with what is added to
+them; with AVX-512 as many rows as have their addresses in registers, too (ten take twice as long a
+row). Fewer rows with more blocks would hide more of an instruction's latency, but reading several
+blocks at once is slower than that."""
 
 
 @intrinsic

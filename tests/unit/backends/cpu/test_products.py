@@ -58,14 +58,27 @@ def test_a_product_is_the_sum_and_a_row_the_same_alone(
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, kind: np.dtype[np.generic]) -> None:
-    multiply, _, _ = product(200, 96, kind, bias=True)
-    x_MI = torch.randn(50, 96)
+    multiply, _, _ = product(200, 600, kind, bias=True)
+    x_MI = torch.randn(50, 600)
     expected_MO = multiply(x_MI)
     monkeypatch.setattr(calls, "_WORTH_A_THREAD", 1)
     for num_threads in (2, 3, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
         for rows in (1, 2, 50):
             assert torch.equal(multiply(x_MI[:rows]), expected_MO[:rows])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_was_in_memory_before_is_in_no_sum(kind: np.dtype[np.generic]) -> None:
+    multiply, _, _ = product(200, 600, kind)
+    x_MI = torch.randn(20, 600)
+    expected_MO = multiply(x_MI)
+    torch.use_deterministic_algorithms(True)  # fills new memory with what is no number
+    try:
+        assert torch.empty(4).isnan().all()
+        assert torch.equal(multiply(x_MI), expected_MO)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

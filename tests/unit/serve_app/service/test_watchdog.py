@@ -13,6 +13,8 @@ from psutil import Process
 from serve_app.service.watchdog import (
     Watchdog,
     end,
+    end_session,
+    haproxy_folder,
     logs_of,
     processes_of,
     ray_folder,
@@ -45,6 +47,21 @@ def folder(tmp_path: Path) -> Path:
     (session / "logs").mkdir(parents=True)
     (ray_folder(folder) / "session_latest").symlink_to(session)
     return folder
+
+
+def test_a_haproxy_that_writes_no_log_of_ray_ends_too(folder: Path) -> None:
+    configuration = haproxy_folder(folder) / "node" / "haproxy.cfg"
+    command = [sys.executable, "-c", _SLEEPS, "-f", str(configuration)]
+    other = [sys.executable, "-c", _SLEEPS, "-f", f"{haproxy_folder(folder)}-other/haproxy.cfg"]
+    with subprocess.Popen(command) as haproxy, subprocess.Popen(other) as foreign:
+        try:
+            assert processes_of(folder) == {Process(haproxy.pid)}
+            end_session(folder, logs=None, connection_files=[])
+            assert haproxy.wait(5) == -signal.SIGKILL
+            assert foreign.poll() is None
+        finally:
+            haproxy.kill()
+            foreign.kill()
 
 
 @pytest.fixture

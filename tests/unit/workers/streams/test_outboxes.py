@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from eesd_dist.errors import EesdError, Migrated, RequestError
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, SamplingParams, TokenId
 from eesd_dist.workers.messages import Delivery
-from eesd_dist.workers.streams.outboxes import Outboxes, flush_interval_s
+from eesd_dist.workers.streams.outboxes import Outboxes, interval_by_load_s
 
 NEW = ("", 0)
 MOVED = Migrated(by="p", to=None, reason="test")
@@ -121,7 +121,7 @@ class _Reader:
 
 
 def test_tokens_of_more_streams_gather_for_longer() -> None:
-    assert [flush_interval_s(count) for count in (0, 1, 6, 16, 32, 50)] == [
+    assert [interval_by_load_s(count) for count in (0, 1, 6, 16, 32, 50)] == [
         0.02,
         0.02,
         0.02,
@@ -131,7 +131,22 @@ def test_tokens_of_more_streams_gather_for_longer() -> None:
     ]
 
 
-def test_tokens_gather_for_the_interval_of_all() -> None:
+def test_the_streams_of_all_clients_count() -> None:
+    async def run() -> None:
+        counts: list[int] = []
+        mail = Outboxes(interval_s=lambda num_streams: counts.append(num_streams) or 0.0)
+        for name, client in (("a", "c"), ("b", "other"), ("x", "other")):
+            mail.open(_request(name), client=client)
+        mail.deliver([_emission("a", 1)])
+        assert _read(await mail.take("c", last=NEW, wait_s=60.0)) == [("a", 1, [1])]
+        mail.close(RequestId("x"))
+        await mail.take("c", last=NEW, wait_s=0.0)
+        assert counts == [3, 2]
+
+    asyncio.run(run())
+
+
+def test_tokens_gather_for_the_interval_of_the_pipeline() -> None:
     async def run() -> None:
         reader = _Reader()
         mail = reader.mail
@@ -338,7 +353,7 @@ class _Deliveries(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.mail = Outboxes()
+        self.mail = Outboxes(interval_s=lambda num_streams: 0.0)
         self.clients = {name: _Client() for name in "xy"}
         self.streams: dict[_Key, _Stream] = {}
         self.num_tokens = 0
