@@ -1,26 +1,31 @@
 """`eesd bench batch`: tokens per second of many requests at once, in one process.
 
 Requests of one batch start together and end after the same number of tokens. Plain decoding,
-speculation, prompt lookup alone and transformers' batched generation take turns on the same weights
-and prompts.
+speculation, prompt lookup alone, transformers' batched generation and a running service take turns
+on the same weights and prompts.
 """
 
+import asyncio
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
+from uuid import uuid4
 
+import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
 from eesd_dist.bench.best_fixed import PromptTimes, over_other
+from eesd_dist.bench.load_client import ask_all
 from eesd_dist.bench.options import BatchedOptions
 from eesd_dist.bench.output import print_report, say_unless
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from eesd_dist.engine.layout import device_named
 from eesd_dist.engine.local import LocalEngine
+from eesd_dist.errors import EngineError
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
@@ -29,6 +34,8 @@ Generate = Callable[[Sequence[Prompt]], list[list[int]]]
 """Prompts -> the new tokens of each."""
 
 _PAGE_SIZE = 32
+_SERVED = {"service plain": "plain", "service speculation": "speculation"}
+"""Variants of a service, and those of the engine in this process that they are compared with."""
 
 
 def main(options: BatchedOptions) -> None:
@@ -38,7 +45,7 @@ def main(options: BatchedOptions) -> None:
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     variants = _variants(options, longest=max(len(prompt.tokens) for prompt in prompts))
     by_batch: dict[str, dict[str, dict[str, object]]] = {}
-    say(f"{'requests':>9}" + "".join(f"{name:>16}" for name in variants) + "   tokens/s")
+    say(f"{'requests':>9}" + "".join(f"{name:>20}" for name in variants) + "   tokens/s")
     for batch in options.batches:
         _run(variants, prompts, batch=batch, first=0)  # compiles, and captures graphs
         runs = [
@@ -46,11 +53,16 @@ def main(options: BatchedOptions) -> None:
             for repeat in range(options.repeats)
         ]
         by_batch[str(batch)] = {
-            name: _row([run[name] for run in runs], [run["plain"] for run in runs], options)
+            name: _row(
+                [run[name] for run in runs],
+                [run["plain"] for run in runs],
+                [run[_SERVED[name]] for run in runs] if name in _SERVED else None,
+                options,
+            )
             for name in variants
         }
         rates = (by_batch[str(batch)][name]["tokens_per_s"] for name in variants)
-        say(f"{batch:>9}" + "".join(f"{rate:>16.1f}" for rate in rates))
+        say(f"{batch:>9}" + "".join(f"{rate:>20.1f}" for rate in rates))
     print_report({"batches": by_batch})
 
 
@@ -68,23 +80,32 @@ def _run(
 
 
 def _row(
-    runs: "Sequence[_Run]", plain: "Sequence[_Run]", options: BatchedOptions
+    runs: "Sequence[_Run]",
+    plain: "Sequence[_Run]",
+    engine: "Sequence[_Run] | None",
+    options: BatchedOptions,
 ) -> dict[str, object]:
+    """`engine`: runs of the engine in this process, of a service's variant."""
     num_tokens = len(runs[0].texts) * options.max_tokens
     return {
         "tokens_per_s": round(num_tokens / statistics.median(run.seconds for run in runs), 1),
-        "over_plain": over_other(
-            [
-                PromptTimes(ours_s=own.seconds, other_s=other.seconds)
-                for own, other in zip(runs, plain, strict=True)
-            ]
-        ).as_json(),
+        "over_plain": _over(runs, plain),
+        **({} if engine is None else {"over_engine": _over(runs, engine)}),
         "texts_unlike_plain": sum(
             text != plain_text
             for own, other in zip(runs, plain, strict=True)
             for text, plain_text in zip(own.texts, other.texts, strict=True)
         ),
     }
+
+
+def _over(runs: "Sequence[_Run]", others: "Sequence[_Run]") -> object:
+    return over_other(
+        [
+            PromptTimes(ours_s=own.seconds, other_s=other.seconds)
+            for own, other in zip(runs, others, strict=True)
+        ]
+    ).as_json()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +136,11 @@ def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate
         "speculation": partial(ours, SpeculationParams()),
         "ngram": partial(ours, SpeculationParams(controller="ngram")),
     }
+    if options.url is not None:
+        model = httpx.get(f"{options.url}/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "max_tokens": options.max_tokens}
+        for name, mode in zip(_SERVED, ("off", "auto"), strict=True):
+            variants[name] = partial(_service, options.url, body | {"speculation": {"mode": mode}})
     if not options.skip_transformers:
         variants["transformers"] = _transformers(options)
     return variants
@@ -133,6 +159,23 @@ def _ours(
         for number, prompt in enumerate(prompts)
     ]
     return [list(generation.tokens) for generation in engine.generate(requests)]
+
+
+def _service(url: str, body: Mapping[str, object], prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Generates with a service, which does not know these prompts from another run."""
+    options = {
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "cache_salt": uuid4().hex,
+    }
+    bodies = [{**body, **options, "prompt": list(prompt.tokens)} for prompt in prompts]
+    streams = asyncio.run(ask_all(url, bodies, concurrency=len(bodies)))
+    for stream in streams:
+        if not stream.is_complete:
+            raise EngineError(stream.error or "the stream ended before its text")
+    return [list(stream.tokens) for stream in streams]
 
 
 def _transformers(options: BatchedOptions) -> Generate:

@@ -110,10 +110,12 @@ class BatchedOptions:
 
     Requests of a batch start together and have the same number of tokens. Plain decoding,
     speculation, prompt lookup alone and transformers' batched generation take turns, greedy, on
-    the same weights. Every run has the prompts that follow those of the run before.
+    the same weights. Every run has the prompts that follow those of the run before. With --url a
+    running service takes its turns, too, as its clients see it.
     """
 
     model: Model = BUNDLED_MODEL
+    url: Annotated[str | None, "a running service of the same model"] = None
     prompts: Prompts = SHIPPED_PROMPTS
     batches: Annotated[tuple[int, ...], "requests at once"] = (1, 8, 32, 64)
     dtype: Annotated[DTypeSetting, "type of the weights, of transformers too"] = "auto"

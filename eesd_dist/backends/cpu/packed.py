@@ -139,7 +139,7 @@ def _packed(weight_OI: Tensor, kind: np.dtype[np.generic]) -> Tensor:
         weight_OI = weight_OI.contiguous().view(torch.int32)
     blocks_BOS = weight_OI.contiguous().view(-1, BLOCK, weight_OI.shape[1])
     if kind == np.uint16:
-        packed = blocks_BOS.unflatten(1, (2, LANES)).permute(0, 3, 2, 1)
+        packed = blocks_BOS.view(len(blocks_BOS), 2, LANES, -1).permute(0, 3, 2, 1)
     else:
         packed = blocks_BOS.transpose(1, 2)
     return packed.contiguous().view(-1).view(torch.uint8)

@@ -435,6 +435,20 @@ def _learnt(router: Any) -> Any:
     return beliefs if workload and workload["num_rounds"] else None
 
 
+def test_bench_batch_compares_the_service_with_its_engine(
+    service: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = service.config.engine.model
+    where = ("--model", str(model.path), "--dtype", "float32", "--url", service.url)
+    size = ("--batches", "3", "--repeats", "2", "--max-tokens", "16", "--skip-transformers")
+    assert main(["bench", "batch", *where, *size, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["batches"]["3"]
+    assert list(rows) == ["plain", "speculation", "ngram", "service plain", "service speculation"]
+    assert {name: row["texts_unlike_plain"] for name, row in rows.items()} == dict.fromkeys(rows, 0)
+    for name, row in rows.items():
+        assert ("over_engine" in row) == name.startswith("service")
+
+
 def test_bench_online_reports_every_load_with_speculation_off_and_on(
     service: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
