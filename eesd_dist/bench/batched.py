@@ -14,12 +14,11 @@ from functools import partial
 from itertools import cycle, islice
 from uuid import uuid4
 
-import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
 from eesd_dist.bench.best_fixed import PromptTimes, over_other
-from eesd_dist.bench.load_client import ask_all
+from eesd_dist.bench.load_client import ask_all, model_served_at
 from eesd_dist.bench.options import BatchedOptions
 from eesd_dist.bench.output import print_report, say_unless
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -137,8 +136,7 @@ def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate
         "ngram": partial(ours, SpeculationParams(controller="ngram")),
     }
     if options.url is not None:
-        model = httpx.get(f"{options.url}/v1/models").json()["data"][0]["id"]
-        body = {"model": model, "max_tokens": options.max_tokens}
+        body = {"model": model_served_at(options.url), "max_tokens": options.max_tokens}
         for name, mode in zip(_SERVED, ("off", "auto"), strict=True):
             variants[name] = partial(_service, options.url, body | {"speculation": {"mode": mode}})
     if not options.skip_transformers:

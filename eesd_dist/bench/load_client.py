@@ -183,6 +183,15 @@ def client_of(url: str, *, concurrency: int | None = None) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, limits=limits, timeout=httpx.Timeout(_TIMEOUT_S))
 
 
+def model_served_at(url: str) -> str:
+    """Returns the name of a service's model. Raises ConfigError where none answers with it."""
+    try:
+        answer = httpx.get(f"{url}/v1/models", timeout=_TIMEOUT_S)
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError) as error:
+        raise ConfigError(f"--url {url}: found no service with a model: {error}") from error
+
+
 def route_of(body: Mapping[str, object]) -> str:
     """Returns the path that takes the request."""
     return "/v1/chat/completions" if "messages" in body else "/v1/completions"

@@ -15,7 +15,14 @@ from typing import Any
 import httpx
 import msgspec
 
-from eesd_dist.bench.load_client import Streamed, ask, client_of, offer, read_bodies
+from eesd_dist.bench.load_client import (
+    Streamed,
+    ask,
+    client_of,
+    model_served_at,
+    offer,
+    read_bodies,
+)
 from eesd_dist.bench.options import OnlineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.bench.round_breakdown import ms_per_round
@@ -90,9 +97,8 @@ async def run(
     say: Say,
 ) -> dict[str, Any]:
     async with client_of(url) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
         options = {
-            "model": model,
+            "model": await asyncio.to_thread(model_served_at, url),
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,

@@ -64,10 +64,11 @@ def prepare_for_local_ray(*, shows_logs: bool = False) -> None:
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "0.2")
 
 
-def prepare_for_haproxy(folder: Path) -> None:
+def prepare_for_haproxy(folder: Path, *, port: int) -> None:
     """Gives a HAProxy of Serve, if it is to run, files and ports that are this service's alone: by
     default all services of a machine share them. Call it before Ray starts; `folder` must be
-    private, since every user may write to the socket that administers HAProxy.
+    private, since every user may write to the socket that administers HAProxy. `port`: of the
+    service.
     """
     if not uses_haproxy():
         return
@@ -86,7 +87,7 @@ def prepare_for_haproxy(folder: Path) -> None:
     )
     # An earlier Ray of this process had other ports, which may be in use now.
     names = [name for name in _PORTS if os.environ.get(name) == _chosen_ports.get(name)]
-    _chosen_ports.update(zip(names, _free_ports(len(names)), strict=True))
+    _chosen_ports.update(zip(names, _free_ports(len(names), but=port), strict=True))
     os.environ.update({name: _chosen_ports[name] for name in names})
 
 
@@ -94,11 +95,13 @@ def uses_haproxy() -> bool:
     return os.environ.get(HAPROXY) == "1"
 
 
-def _free_ports(count: int) -> list[str]:
+def _free_ports(count: int, *, but: int) -> list[str]:
     """Returns ports that nothing listens on, and that the system gives to no connection: some time
     passes before they are used."""
     ports: list[str] = []
     for port in random.sample(_PORT_RANGE, len(_PORT_RANGE)):
+        if port == but:
+            continue
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             ports.append(str(port))

@@ -55,7 +55,7 @@ def local_ray(
     with watched_folder(parent, logs=logs) as (folder, watchdog):
         if logs is not None:
             (logs / RAY_LOGS).symlink_to(logs_of(folder))
-        prepare_for_haproxy(haproxy_folder(folder))
+        prepare_for_haproxy(haproxy_folder(folder), port=config.port)
         num_cpus = max(_num_cpus(config), min_cpus)
         _start(ray_folder(folder), num_cpus=num_cpus, shows_logs=shows_logs)
         yield watchdog

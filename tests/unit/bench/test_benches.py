@@ -15,6 +15,7 @@ from eesd_dist.text.prompts import load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import Request, TokenId
 from serve_app.cli.main import main
+from tests.support.running import free_port
 from tests.support.tiny_service import write_tiny_service
 
 
@@ -79,6 +80,16 @@ def test_a_batch_is_timed_on_every_variant_with_an_interval(
     for row in rows.values():
         assert row["texts_unlike_plain"] == 0
         assert 0 < row["over_plain"]["low"] <= row["over_plain"]["value"]
+
+
+@pytest.mark.parametrize("name", ["batch", "online"])
+def test_a_url_without_a_service_is_an_error_in_a_line(
+    name: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [name, "--url", f"http://127.0.0.1:{free_port()}"]
+    words += ["--model", str(model), "--dtype", "float32"] if name == "batch" else []
+    assert main(["bench", *words]) == 2
+    assert "found no service with a model" in capsys.readouterr().err
 
 
 class Forgetful:

@@ -95,7 +95,8 @@ def tile(  # type: ignore[no-untyped-def]
     step = _STEPS[kind.dtype]
 
     def emit(builder: Any, num_rows: int, args: Sequence[Any]) -> None:
-        weights, inputs, input_bytes, num_steps, sums, sum_bytes, begins, *prefetch = args
+        weights, inputs, input_bytes, num_steps, sums, sum_bytes, *others = args
+        begins, prefetch_at, prefetch_bytes = others
         first = _pointer(builder, weights)
         vectors = [
             _offset(builder, first, ir.Constant(_I64, LANES * step.weight_bytes * vector))
@@ -104,13 +105,13 @@ def tile(  # type: ignore[no-untyped-def]
         weight_step = ir.Constant(_I64, BLOCK * step.weight_bytes)
         rows = _rows(builder, inputs, input_bytes, num_rows)
         num_lines = BLOCK * step.weight_bytes // _LINE_BYTES
-        lines = _Prefetch(_pointer(builder, prefetch[0]), prefetch[1], num_lines)
+        lines = _Prefetch(_pointer(builder, prefetch_at), prefetch_bytes, num_lines)
         vector_bytes = LANES * _FLOAT_BYTES
         targets = [
             [_offset(builder, row, ir.Constant(_I64, vector_bytes * at)) for at in range(_VECTORS)]
             for row in _rows(builder, sums, sum_bytes, num_rows)
         ]
-        _emit_added(builder, step, rows, vectors, weight_step, num_steps, targets, begins, lines)
+        _emit_sums(builder, step, rows, vectors, weight_step, num_steps, targets, begins, lines)
 
     return types.none(kind, *(types.int64,) * 10), _for_row_counts(emit, skipped=1)
 
@@ -142,7 +143,7 @@ def add_tile(  # type: ignore[no-untyped-def]
         prefetch = _Prefetch(_pointer(builder, prefetch_at), step_bytes, num_lines=2)
         vectors = [_pointer(builder, b0), _pointer(builder, b1)]
         rows = _rows(builder, a, a_bytes, num_rows)
-        _emit_added(builder, step, rows, vectors, b_bytes, length, targets, begins, prefetch)
+        _emit_sums(builder, step, rows, vectors, b_bytes, length, targets, begins, prefetch)
 
     return types.none(*(types.int64,) * 12), _for_row_counts(emit)
 
@@ -180,7 +181,7 @@ class _Prefetch:
     """Lines of one step."""
 
 
-def _emit_added(
+def _emit_sums(
     builder: Any,
     step: "_Step",
     rows: Sequence[Any],
@@ -191,31 +192,17 @@ def _emit_added(
     begins: Any,
     prefetch: _Prefetch,
 ) -> None:
-    """Emits sums that begin with what is at `targets`, pointers by row and vector, or with 0, and
-    their stores there."""
-    zero, is_new = ir.Constant(_FLOATS, [0.0] * LANES), builder.trunc(begins, ir.IntType(1))
+    """Emits the loop over the inputs, and the stores of its sums at `targets`, pointers by row and
+    vector. The sums begin with what is there, or with 0. `rows`, `vectors`: pointers to the first
+    inputs and weights; there is at least one step."""
+    nothing, is_new = ir.Constant(_FLOATS, [0.0] * LANES), builder.trunc(begins, ir.IntType(1))
     starts = [
-        [builder.select(is_new, zero, _loaded(builder, to, _FLOATS, align=4)) for to in targets_V]
+        [
+            builder.select(is_new, nothing, _loaded(builder, to, _FLOATS, align=4))
+            for to in targets_V
+        ]
         for targets_V in targets
     ]
-    totals = _emit_sums(builder, step, rows, vectors, weight_bytes, num_steps, starts, prefetch)
-    for targets_V, chain in zip(targets, totals, strict=True):
-        for target, total in zip(targets_V, chain, strict=True):
-            _store(builder, total, target)
-
-
-def _emit_sums(
-    builder: Any,
-    step: "_Step",
-    rows: Sequence[Any],
-    vectors: Sequence[Any],
-    weight_bytes: Any,
-    num_steps: Any,
-    starts: Sequence[Sequence[Any]],
-    prefetch: _Prefetch,
-) -> Sequence[Sequence[Any]]:
-    """Emits the loop over the inputs; returns the sums of each row and vector. `rows`, `vectors`:
-    pointers to the first inputs and weights; there is at least one step."""
     zero, unit = ir.Constant(_I64, 0), ir.Constant(_I64, 1)
     before, loop = builder.block, builder.append_basic_block("inputs")
     after = builder.append_basic_block("sums")
@@ -244,7 +231,9 @@ def _emit_sums(
     at.add_incoming(following, loop)
     builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, after)
     builder.position_at_end(after)
-    return totals
+    for targets_V, chain in zip(targets, totals, strict=True):
+        for target, total in zip(targets_V, chain, strict=True):
+            _store(builder, total, target)
 
 
 def _emit_prefetch(builder: Any, pointer: Any) -> None:

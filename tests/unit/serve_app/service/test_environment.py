@@ -40,7 +40,7 @@ _HAPROXY = """
 import os, sys
 from pathlib import Path
 from serve_app.service.environment import prepare_for_haproxy
-prepare_for_haproxy(Path(sys.argv[1]))
+prepare_for_haproxy(Path(sys.argv[1]), port=8000)
 from ray.serve._private import constants
 for name in ("CONFIG_FILE_LOC", "SOCKET_PATH", "SERVER_STATE_BASE", "SERVER_STATE_FILE",
              "METRICS_SOCKET_PATH", "STATS_PORT", "METRICS_PORT", "TIMEOUT_CLIENT_S"):
@@ -85,7 +85,7 @@ def test_another_ray_of_the_process_has_other_ports(
     monkeypatch.setattr(os, "environ", {**os.environ, HAPROXY: "1"})
     ports: list[set[str]] = []
     for name in ("first", "second"):
-        prepare_for_haproxy(tmp_path / name)
+        prepare_for_haproxy(tmp_path / name, port=8000)
         ports.append({os.environ[variable] for variable in _PORTS})
     assert len(ports[0] | ports[1]) == 2 * len(_PORTS)
     assert Path(os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"]).is_relative_to(tmp_path / "second")
