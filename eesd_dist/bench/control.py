@@ -9,6 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from eesd_dist.bench.contexts import (
+    cells_of,
+    config_for,
+    race_contexts,
+    summary_of_contexts,
+)
 from eesd_dist.bench.control_report import (
     CONTENDERS,
     LiveRaces,
@@ -248,6 +254,9 @@ def main(options: ControlOptions) -> None:
     say = say_unless(options.json)
     if options.traces is not None and options.record is not None:
         raise ConfigError("--traces replays a recording and --record makes one: use one of them")
+    if options.only == "contexts":
+        _compare_contexts(options, say)
+        return
     bench = _bench(options, QUICK if options.quick else FULL)
     if bench.cost is None:
         bench = replace(bench, cost=bench.learn_cost())
@@ -282,6 +291,41 @@ def main(options: ControlOptions) -> None:
         "settings": _settings(options, bench, traces),
     }
     print_report(report, seed=options.seed)
+
+
+def _compare_contexts(options: ControlOptions, say: Say) -> None:
+    """Prints the table of contexts. Raises ConfigError if none fits the model."""
+    prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
+    max_tokens = options.max_tokens or FULL.max_tokens
+    config = _config(options, prompts, max_tokens)
+    longest = layout_of(config).max_model_len - max_tokens
+    cells = cells_of(options.temperatures, options.contexts, options.loads, longest=longest)
+    if not cells:
+        raise ConfigError(
+            f"contexts {list(options.contexts)} with {max_tokens} tokens more: the model has "
+            f"{longest + max_tokens} positions; use shorter --contexts"
+        )
+    rows = list(
+        race_contexts(
+            config_for(config, cells, max_tokens=max_tokens),
+            prompts,
+            cells,
+            max_tokens=max_tokens,
+            seed=options.seed,
+            clock=_CLOCKS[options.clock],
+            say=say,
+        )
+    )
+    summary = summary_of_contexts(rows)
+    settings = {
+        "temperatures": options.temperatures,
+        "max_tokens": max_tokens,
+        "max_draft_tokens": options.max_draft_tokens,
+        "dtype": layout_of(config).dtype,
+        "threads": options.threads,
+        "clock": options.clock,
+    }
+    print_report({"summary": summary, "settings": settings}, seed=options.seed)
 
 
 def _traces(options: ControlOptions, bench: Bench, say: Say) -> TraceSet:

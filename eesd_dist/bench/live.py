@@ -68,8 +68,8 @@ class Race:
             _rate([block[label]]) / _rate([block[over]]) for block in self.blocks
         )
 
-    def interval(self, label: str, over: str) -> Interval:
-        """Returns a bootstrap interval of 90 % over blocks."""
+    def interval(self, label: str, over: str, *, share: float = 0.9) -> Interval:
+        """Returns a bootstrap interval over blocks."""
         passes = [[block[name] for block in self.blocks] for name in (label, over)]
         tokens, other_tokens = (np.array([run.tokens for run in runs]) for runs in passes)
         seconds, other_seconds = (np.array([run.seconds for run in runs]) for runs in passes)
@@ -80,7 +80,7 @@ class Race:
             other_rate = other_tokens[rows].sum(axis=-1) / other_seconds[rows].sum(axis=-1)
             return np.asarray(rate / other_rate)
 
-        return bootstrap(ratio, [len(self.blocks)], share=0.9)
+        return bootstrap(ratio, [len(self.blocks)], share=share)
 
     @property
     def fixed(self) -> tuple[str, ...]:

@@ -149,7 +149,12 @@ class ControlOptions:
         Literal["wall", "cpu"], "cpu: seconds of this process, for a busy machine; on the CPU only"
     ] = "wall"
     seed: Annotated[int, "seed of requests and noise"] = 0
-    only: Annotated[Literal["replay", "live"] | None, "one section instead of both"] = None
+    only: Annotated[
+        Literal["replay", "live", "contexts"] | None,
+        "one section; contexts: drafting over plain decoding, by context and load",
+    ] = None
+    contexts: Annotated[tuple[int, ...], "tokens of context"] = (128, 512, 2048, 8192)
+    loads: Annotated[tuple[int, ...], "requests at a time, by context"] = (1, 4, 16, 64)
     record: Annotated[Path | None, "write the recorded traces to this file"] = None
     traces: Annotated[Path | None, "replay the traces of this file"] = None
     cost: Annotated[Path | None, "cost model, JSON; measured if not given"] = None

@@ -177,12 +177,7 @@ class PageLeases:
             num_pages = len(missing) if limit is None else max(0, limit - len(arriving))
             left.update(missing[num_pages:])
             missing = missing[:num_pages]
-            fresh = self._fresh(
-                len(missing),
-                after=table[-1] if table else None,
-                num_reserved=num_reserved,
-                untouchable=untouchable,
-            )
+            fresh = self._fresh(len(missing), num_reserved=num_reserved, untouchable=untouchable)
             arriving.update(zip(missing, fresh, strict=False))
             rejected.update(missing[len(fresh) :])
             tables.append(_Table(tokens=request.tokens, pages=[*table, *fresh], salt=salt))
@@ -246,12 +241,10 @@ class PageLeases:
             for table in tables:
                 yield from table.pages
 
-    def _fresh(
-        self, count: int, *, after: PageId | None, num_reserved: int, untouchable: Set[int]
-    ) -> list[PageId]:
+    def _fresh(self, count: int, *, num_reserved: int, untouchable: Set[int]) -> list[PageId]:
         """Allocates up to `count` pages, as far as there is room and before an untouchable one."""
         count = max(0, min(count, self._pages.num_free - num_reserved))
-        pages = self._pages.allocate(count, after=after) or []
+        pages = self._pages.allocate(count) or []
         usable = list(takewhile(lambda page: page not in untouchable, pages))
         self._pages.release(pages[len(usable) :])
         return usable

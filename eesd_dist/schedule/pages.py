@@ -7,20 +7,16 @@ exactly one of
     cached    without an owner, but findable by the tokens it was computed from
     owned     in the page table of one request, or of several that share a prefix
 
-Stages read consecutive pages without copying, so pages are allocated in runs as long as possible.
+Cached pages are evicted only when no page is free, the least recently used first.
 This module deals with page numbers and token ids, not with requests, rounds or tensors.
 """
 
-import re
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
 
 from eesd_dist.types import PageId
-
-_FREE = 1
-_HOLE = re.compile(b"\x01+")
 
 
 class PageAllocator:
@@ -30,8 +26,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_caching = prefix_caching
-        self._is_free = bytearray([_FREE]) * num_pages
-        self._num_unused = num_pages
+        self._free = deque(map(PageId, range(num_pages)))
         self._num_owners = [0] * num_pages
         # Least recently used first; only pages without an owner.
         self._cached: OrderedDict[PageId, None] = OrderedDict()
@@ -42,7 +37,7 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Pages that can be allocated now: free ones, and cached ones that would be evicted."""
-        return self._num_unused + len(self._cached)
+        return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
@@ -56,23 +51,14 @@ class PageAllocator:
         """Returns the number of pages for so many positions."""
         return -(-num_positions // self.page_size)
 
-    def allocate(
-        self, count: int, *, after: PageId | None, expected: int = 0
-    ) -> list[PageId] | None:
-        """Returns `count` pages with one owner each, or None when there are not enough.
-
-        They continue after page `after` as far as the pages there have no owner. Otherwise a new
-        run starts where `expected` pages (these and those the request is likely to need later)
-        have room.
-        """
+    def allocate(self, count: int) -> list[PageId] | None:
+        """Returns `count` pages with one owner each, or None when there are not enough."""
         if count > self.num_free:
             return None
-        pages = [] if after is None else self._continue_run(PageId(after + 1), count)
-        self._evict(count - len(pages) - self._num_unused)
-        while len(pages) < count:
-            missing = count - len(pages)
-            start = self._start_of_run(max(missing, expected - len(pages)), min_room=missing)
-            pages += self._take_run(start, missing)
+        self._evict(count - len(self._free))
+        pages = [self._free.popleft() for _ in range(count)]
+        for page in pages:
+            self._num_owners[page] = 1
         return pages
 
     def retain(self, pages: Sequence[PageId]) -> None:
@@ -133,79 +119,35 @@ class PageAllocator:
 
     def check(self) -> None:
         """Raises AssertionError that names a broken invariant, if there is one."""
+        free = set(self._free)
         for page in map(PageId, range(self.num_pages)):
             states = {
-                "free": bool(self._is_free[page]),
+                "free": page in free,
                 "cached": page in self._cached,
                 "owned": self._num_owners[page] > 0,
             }
             names = [name for name, holds in states.items() if holds]
             assert len(names) == 1, f"page {page} is {names}, expected one of {list(states)}"
             assert not (states["free"] and page in self._digest_of), f"free page {page} is known"
-        unused = self._is_free.count(_FREE)
-        assert unused == self._num_unused, f"{unused} pages are free, counted {self._num_unused}"
+        assert len(free) == len(self._free), "a page is free twice"
         for digest, page in self._page_of.items():
             assert self._digest_of.get(page) == digest, f"page {page} is found by other tokens"
         for page in self._cached:
             assert self._is_findable(page), f"page {page} is cached and not findable"
-
-    def _continue_run(self, start: PageId, limit: int) -> list[PageId]:
-        """Like `_take_run`, but evicts cached pages in the way: cheaper than a second run."""
-        for page in map(PageId, range(start, min(start + limit, self.num_pages))):
-            if page in self._cached:
-                self._evict_page(page)
-            elif not self._is_free[page]:
-                break
-        return self._take_run(start, limit)
-
-    def _take_run(self, start: int, limit: int) -> list[PageId]:
-        """Takes at most `limit` consecutive free pages from `start` on."""
-        stop = start
-        while stop < self.num_pages and stop - start < limit and self._is_free[stop]:
-            self._is_free[stop] = 0
-            self._num_owners[stop] = 1
-            stop += 1
-        self._num_unused -= stop - start
-        return [PageId(page) for page in range(start, stop)]
-
-    def _start_of_run(self, room: int, *, min_room: int) -> int:
-        """Returns the best start for a run that may grow to `room` pages."""
-        start, stop = self._largest_hole()
-        if stop - start < room and self._cached:
-            # The request reads the run in every round: worth evicting as many of the oldest pages.
-            self._evict(room)
-            start, stop = self._largest_hole()
-        if start > 0 and self._num_owners[start - 1] > 0:
-            # The run before this hole may still grow: leave it half of the spare pages.
-            size = stop - start
-            start += max(0, size - (room if room <= size else min_room)) // 2
-        return start
-
-    def _largest_hole(self) -> tuple[int, int]:
-        """Returns the first of the longest runs of free pages; (0, 0) when none is free."""
-        spans = (match.span() for match in _HOLE.finditer(self._is_free))
-        return max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
 
     def _abandon(self, page: PageId) -> None:
         if self._is_findable(page):
             self._cached[page] = None
         else:
             self._digest_of.pop(page, None)
-            self._free(page)
+            self._free.append(page)
 
     def _evict(self, count: int) -> None:
         """Frees the `count` least recently used cached pages, or all when there are fewer."""
         for _ in range(min(count, len(self._cached))):
-            self._evict_page(next(iter(self._cached)))
-
-    def _evict_page(self, page: PageId) -> None:
-        del self._cached[page]
-        del self._page_of[self._digest_of.pop(page)]
-        self._free(page)
-
-    def _free(self, page: PageId) -> None:
-        self._is_free[page] = _FREE
-        self._num_unused += 1
+            page, _ = self._cached.popitem(last=False)
+            del self._page_of[self._digest_of.pop(page)]
+            self._free.append(page)
 
     def _is_findable(self, page: PageId) -> bool:
         digest = self._digest_of.get(page)

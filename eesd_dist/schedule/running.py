@@ -19,7 +19,6 @@ class RunningRequests:
     def __init__(self, pages: PageAllocator, *, max_running: int) -> None:
         self.pages = pages
         self._lives: dict[RequestId, LiveRequest] = {}
-        # A page table's fair share: the room reserved for a new run to grow.
         self._fair_share = pages.num_pages // max_running
 
     def __len__(self) -> int:
@@ -65,11 +64,7 @@ class RunningRequests:
 
     def grow(self, live: LiveRequest, count: int) -> bool:
         """Appends `count` pages to its table if there are so many; returns whether it did."""
-        pages = self.pages.allocate(
-            count,
-            after=live.pages[-1] if live.pages else None,
-            expected=self._fair_need(live) - len(live.pages),
-        )
+        pages = self.pages.allocate(count)
         live.add_pages(pages or ())
         return pages is not None
 

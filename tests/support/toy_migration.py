@@ -102,7 +102,7 @@ class ToyPipeline:
     def begin(self, name: str, *, num_pages: int, topic: int = 0) -> None:
         """Adds a stream with so many full pages; streams of one topic share their prefix."""
         tokens = tuple(TokenId(1000 * topic + i) for i in range(num_pages * PAGE))
-        pages = self.pages.allocate(num_pages, after=None)
+        pages = self.pages.allocate(num_pages)
         assert pages is not None, "the toy has too few pages"
         request_id = RequestId(name)
         self.streams[request_id] = LeasedPages(

@@ -1,4 +1,4 @@
-"""Pages: conservation, runs, owners, prefixes and eviction."""
+"""Pages: conservation, owners, prefixes and eviction."""
 
 import pytest
 from hypothesis import given, settings
@@ -9,12 +9,8 @@ from eesd_dist.types import PageId
 from tests.unit.schedule.hash_stages import make_pages
 
 
-def _take(
-    pages: PageAllocator, count: int, after: int | None = None, expected: int = 0
-) -> list[PageId]:
-    allocated = pages.allocate(
-        count, after=None if after is None else PageId(after), expected=expected
-    )
+def _take(pages: PageAllocator, count: int) -> list[PageId]:
+    allocated = pages.allocate(count)
     assert allocated is not None
     return allocated
 
@@ -22,52 +18,16 @@ def _take(
 def _serve(pages: PageAllocator, tokens: list[int], *, salt: str = "exit") -> list[PageId]:
     """Runs a request that computes all its tokens and ends; returns its page table."""
     table = pages.match_prefix(tokens, salt=salt)
-    missing = pages.pages_for(len(tokens)) - len(table)
-    table += _take(pages, missing, after=table[-1] if table else None)
+    table += _take(pages, pages.pages_for(len(tokens)) - len(table))
     pages.register(tokens, table, num_computed=len(tokens), salt=salt)
     pages.release(table)
     return table
 
 
-def test_pages_come_in_one_run() -> None:
-    pages = make_pages(16)
-    assert _take(pages, 5) == [0, 1, 2, 3, 4]
-    assert _take(pages, 2, after=4) == [5, 6]
-
-
-def test_two_runs_leave_each_other_room_to_grow() -> None:
-    pages = make_pages(32)
-    first = _take(pages, 2, expected=8)
-    second = _take(pages, 2, expected=8)
-    for _ in range(6):
-        first += _take(pages, 1, after=first[-1], expected=8 - len(first))
-        second += _take(pages, 1, after=second[-1], expected=8 - len(second))
-    for run in (first, second):
-        assert run == list(range(run[0], run[0] + 8))
-
-
-def test_sixteen_growing_requests_each_stay_in_one_run() -> None:
-    pages = make_pages(512)
-    runs = [_take(pages, 3, expected=16) for _ in range(16)]
-    for _ in range(13):
-        for run in runs:
-            run += _take(pages, 1, after=run[-1], expected=16 - len(run))
-    assert all(run == list(range(run[0], run[0] + 16)) for run in runs)
-
-
-def test_a_run_that_meets_another_goes_on_in_the_largest_hole() -> None:
-    pages = make_pages(12)
-    everything = _take(pages, 12)
-    pages.release(everything[2:4])
-    pages.release(everything[6:10])
-    assert _take(pages, 3, after=1) == [2, 3, 7]
-    pages.check()
-
-
 def test_too_few_pages_take_nothing() -> None:
     pages = make_pages(4)
     _take(pages, 3)
-    assert pages.allocate(2, after=None) is None
+    assert pages.allocate(2) is None
     assert pages.num_free == 1
     pages.check()
 
@@ -151,23 +111,15 @@ def test_the_prefix_used_longest_ago_is_evicted_first_and_from_its_end() -> None
     assert len(pages.match_prefix([*young, 0], salt="exit")) == 4
 
 
-def test_a_new_run_takes_the_place_of_cold_pages_rather_than_scattered_free_ones() -> None:
+def test_nothing_is_evicted_while_a_page_is_free() -> None:
     pages = make_pages(16, page_size=4)
-    _serve(pages, list(range(32)))
-    others = _take(pages, 8)
-    pages.release(others[::2])
-    run = _take(pages, 4)
-    assert run == list(range(run[0], run[0] + 4))
-    pages.check()
-
-
-def test_a_growing_run_evicts_the_cached_page_in_its_way() -> None:
-    pages = make_pages(8, page_size=4)
-    table = _take(pages, 2)
-    cached = _serve(pages, list(range(8)))
-    assert cached == [4, 5]
-    assert _take(pages, 4, after=table[-1]) == [2, 3, 4, 5]
-    assert pages.match_prefix([*range(8), 9], salt="exit") == []
+    text = list(range(32))
+    table = _serve(pages, text)
+    for _ in range(3):
+        others = [_take(pages, 1) for _ in range(8)]  # eight requests that grow by turns
+        for other in reversed(others):
+            pages.release(other)
+    assert pages.match_prefix([*text, 0], salt="exit") == table
     pages.check()
 
 
@@ -186,7 +138,7 @@ def test_after_a_store_is_lost_nothing_is_findable() -> None:
 def test_the_law_that_broke_is_named() -> None:
     pages = make_pages(4)
     _take(pages, 1)
-    pages._is_free[0] = 1
+    pages._free.append(PageId(0))
     with pytest.raises(AssertionError, match=r"page 0 is \['free', 'owned'\]"):
         pages.check()
 
@@ -205,11 +157,7 @@ def test_pages_are_conserved_whatever_happens(data: st.DataObject) -> None:
         else:
             tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
             table = pages.match_prefix(tokens, salt="exit")
-            allocated = pages.allocate(
-                pages.pages_for(len(tokens)) - len(table),
-                after=table[-1] if table else None,
-                expected=data.draw(st.integers(0, 8)),
-            )
+            allocated = pages.allocate(pages.pages_for(len(tokens)) - len(table))
             if allocated is None:
                 pages.release(table)
             else:

@@ -558,7 +558,7 @@ def test_two_salts_are_two_roots_whatever_they_contain() -> None:
     for salt in roots:
         table = pages.match_prefix([1] * 9, salt=salt)
         assert table == []
-        table = pages.allocate(2, after=None) or []
+        table = pages.allocate(2) or []
         pages.register([1] * 8, table, num_computed=8, salt=salt)
         assert pages.match_prefix([1] * 9, salt=salt) == table
 
