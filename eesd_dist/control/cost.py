@@ -6,7 +6,7 @@ for a batch. Does not depend on how the figures were measured or how acceptance 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from eesd_dist.errors import ConfigError
 Points = tuple[tuple[int, float], ...]
 """(count, seconds), counts ascending; seconds are interpolated between two counts, and extrapolated
 with the last slope beyond the last one."""
+
+
+_LEAST_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,14 @@ class CostModel:
     """`round_s` by number of requests."""
     start_s: float = 0.0
     """Seconds of a round with drafts in addition to its tokens, whatever their number."""
+    context: int = 0
+    """Stored positions of each request at which the figures above apply; `at` converts them."""
+    context_s: float = 0.0
+    """A verify pass, by stored position of each request: reading its keys and values."""
+    row_context_s: float = 0.0
+    """The same by row in addition, for attending the row."""
+    draft_context_s: float = 0.0
+    """A row of a request through layers [0, N), by stored position."""
 
     def __post_init__(self) -> None:
         if not self.verify_s or min(self.verify_s) <= 0 or self.draft_step_s < 0:
@@ -47,6 +58,29 @@ class CostModel:
                 f"cost model: found draft_step_s={self.draft_step_s}, verify_s={self.verify_s}, "
                 "expected at least one positive verify time: run the start-up profile again"
             )
+
+    def at(self, context: int) -> "CostModel":
+        """Returns the figures that apply with so many stored positions of each request."""
+        more = context - self.context
+        if not more or not (self.context_s or self.row_context_s or self.draft_context_s):
+            return self
+        request_s, row_s, step_s = (
+            more * seconds for seconds in (self.context_s, self.row_context_s, self.draft_context_s)
+        )
+        return replace(
+            self,
+            context=context,
+            draft_step_s=max(self.draft_step_s + step_s, 0.0),
+            verify_s=tuple(
+                max(seconds + request_s + row_s * rows, _LEAST_S)
+                for rows, seconds in enumerate(self.verify_s, start=1)
+            ),
+            round_s=max(self.round_s + step_s, 0.0),
+            request_s=max(self.request_s + request_s, 0.0),
+            verify_rows_s=_changed(self.verify_rows_s, request_s, row_s),
+            draft_rows_s=_changed(self.draft_rows_s, 0.0, step_s),
+            known_rows_s=_changed(self.known_rows_s, 0.0, step_s),
+        )
 
     def verify(self, num_drafted: int) -> float:
         """Returns v(k), the seconds to verify a draft of k tokens."""
@@ -143,11 +177,15 @@ class CostModel:
             "draft_rows_s": [list(point) for point in self.draft_rows_s],
             "known_rows_s": [list(point) for point in self.known_rows_s],
             "start_s": self.start_s,
+            "context": self.context,
+            "context_s": self.context_s,
+            "row_context_s": self.row_context_s,
+            "draft_context_s": self.draft_context_s,
         }
 
     @staticmethod
     def from_json(data: Mapping[str, object]) -> "CostModel":
-        """Parses a cost model; the costs of batches may be left out."""
+        """Parses a cost model; the costs of batches and of context may be left out."""
         verify_s = data.get("verify_s")
         if not isinstance(verify_s, Sequence):
             raise ConfigError(f"cost model: found verify_s={verify_s!r}, expected seconds")
@@ -161,6 +199,10 @@ class CostModel:
             draft_rows_s=_points(data.get("draft_rows_s", [])),
             known_rows_s=_points(data.get("known_rows_s", [])),
             start_s=_seconds(data.get("start_s", 0.0)),
+            context=_count(data.get("context", 0)),
+            context_s=_seconds(data.get("context_s", 0.0)),
+            row_context_s=_seconds(data.get("row_context_s", 0.0)),
+            draft_context_s=_seconds(data.get("draft_context_s", 0.0)),
         )
 
     def save(self, file: Path) -> None:
@@ -198,6 +240,11 @@ def interpolated(points: Sequence[tuple[int, float]], count: int) -> float:
     return low_s + max(high_s - low_s, 0.0) * (count - low) / (high - low)
 
 
+def _changed(points: Points, once_s: float, row_s: float) -> Points:
+    """Returns points with seconds added, once and for each one counted."""
+    return tuple((count, max(s + once_s + row_s * count, 0.0)) for count, s in points)
+
+
 def _points(value: object) -> Points:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ConfigError(f"cost model: found {value!r}, expected pairs of a count and seconds")
@@ -210,6 +257,12 @@ def _points(value: object) -> Points:
     if counts != sorted(set(counts)) or min(counts, default=1) < 1:
         raise ConfigError(f"cost model: found counts {counts}, expected ascending counts from 1")
     return tuple(points)
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ConfigError(f"cost model: found {value!r}, expected stored positions")
+    return value
 
 
 def _seconds(value: object) -> float:

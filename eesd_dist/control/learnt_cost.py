@@ -7,8 +7,9 @@ by a Kalman filter with a drifting state (a random walk); a time far from the fo
 at the edge, so that a disturbance moves little and is forgotten. Independent of clocks and
 requests.
 
-Batches of other sizes have lines of their own: what drafting adds to a round of 64 requests says
-little about a round of 8. The part of a round that does not draft is learnt from rounds without
+Batches of other sizes and contexts have lines of their own: what drafting adds to a round of 64
+requests says little about a round of 8. At a new context they start from those of the nearest one.
+The part of a round that does not draft is learnt from rounds without
 drafts alone: rounds that all draft do not tell how long a plain one takes, and if that is taken for
 long, drafts look cheap. `wants_plain` asks for such rounds.
 """
@@ -32,7 +33,9 @@ _FEW_ROUNDS, _ONE_IN = 64, 4
 """Number of rounds, plain or drafted, after which only some are learnt from: one in four."""
 _NEIGHBOURS = 1.3
 """Batches of sizes that differ by less than this factor have the same lines."""
-_MAX_SIZES = 32
+_SAME_CONTEXT = 0.1
+"""Contexts have the same lines if a plain round takes as long within this share."""
+_MAX_SIZES = 64
 _FIRST_PLAIN, _PLAIN_EVERY = (2, 6, 14), 200
 """Number of drafted rounds after which a plain one is wanted: at first, and later."""
 _PATIENCE = 32
@@ -51,6 +54,8 @@ class RoundCost:
     """Tokens guessed at each depth, drafted or not."""
     num_rows: int
     num_requests: int
+    context: int | None = None
+    """Mean number of stored positions of its requests; None: as in the profile."""
     verify_s: float
     other_s: float
     """The rest of the round: drafting, planning, transfer, commit."""
@@ -66,6 +71,12 @@ class Line:
         self._widest = (_RATIO_STD**2, (_EXTRA_STD * round_s) ** 2)
         self._var_ratio, self._var_extra = self._widest
         self._covariance = 0.0
+
+    def restarted(self, *, round_s: float) -> "Line":
+        """Returns the same line, as uncertain as a new one."""
+        line = Line(round_s=round_s)
+        line.ratio, line.extra = self.ratio, self.extra
+        return line
 
     def at(self, profile_s: float) -> float:
         return self.ratio * profile_s + self.extra
@@ -96,47 +107,61 @@ class Line:
 
 
 class LearntCost:
-    """The cost model of one engine, for batches of the size of the latest round."""
+    """The cost model of one engine, for batches of the size and context of the latest round."""
 
     def __init__(self, profile: CostModel) -> None:
         self._profile = profile
-        self._sizes: dict[int, _SizeCost] = {}
-        """The costs by batch size."""
+        self._sizes: dict[tuple[int, int], _SizeCost] = {}
+        """The costs by number of requests and context."""
         self._size = _SizeCost(profile, 1)
-        self.model = profile
+
+    @property
+    def model(self) -> CostModel:
         """The costs as learnt, renewed when a round's time has changed noticeably."""
+        return self._size.model
 
-    def observe(self, cost: RoundCost) -> bool:
-        """Learns from a round without prefill; returns whether `model` is a new one."""
-        self._size = self._size_of(cost.num_requests)
+    def observe(self, cost: RoundCost) -> None:
+        """Learns from a round without prefill."""
+        self.select(cost.num_requests, cost.context)
         self._size.observe(cost)
-        if self.model is self._size.model:
-            return False
-        self.model = self._size.model
-        return True
 
-    def wants_plain(self, num_requests: int) -> bool:
-        """Returns whether a round without drafts is due, for what it tells about their price."""
-        return self._size.fits(num_requests) and self._size.wants_plain
+    def select(self, num_requests: int, context: int | None) -> CostModel:
+        """Returns the model for rounds of this size; `context` as in `RoundCost`."""
+        context = self._profile.context if context is None else context
+        if not self._sizes or not self._size.fits(num_requests, context):
+            self._size = self._size_of(num_requests, context)
+        return self.model
 
-    def _size_of(self, num_requests: int) -> "_SizeCost":
-        if self._sizes and self._size.fits(num_requests):
-            return self._size
+    @property
+    def wants_plain(self) -> bool:
+        """True if a round without drafts is due, for what it tells about their price."""
+        return self._size.wants_plain
+
+    def _size_of(self, num_requests: int, context: int) -> "_SizeCost":
         for size in self._sizes.values():
-            if size.fits(num_requests):
+            if size.fits(num_requests, context):
                 return size
         if len(self._sizes) >= _MAX_SIZES:
             self._sizes.pop(next(iter(self._sizes)))
-        self._sizes[num_requests] = size = _SizeCost(self._profile, num_requests)
+        size = _SizeCost(self._profile.at(context), num_requests)
+        similar = [other for other in self._sizes.values() if other.has_size(num_requests)]
+        if similar:
+            size.start_from(min(similar, key=lambda other: abs(other.context - context)))
+        self._sizes[num_requests, context] = size
         return size
 
 
 class _SizeCost:
-    """The costs of batches of about one size."""
+    """The costs of batches of about one size and context."""
 
     def __init__(self, profile: CostModel, num_requests: int) -> None:
         self._profile, self._num_requests = profile, num_requests
-        plain_s = profile.batch_seconds([0] * num_requests)
+        self.context = profile.context
+        lengths = [0] * num_requests
+        self._plain_s = plain_s = profile.batch_seconds(lengths)
+        position_s = profile.at(self.context + 1).batch_seconds(lengths) - plain_s
+        self._reach = _SAME_CONTEXT * plain_s / position_s if position_s > 0.0 else math.inf
+        """Difference of contexts that have the same lines."""
         self._input = Line(round_s=plain_s)
         """The rest of a round, as the extra of a line."""
         self._drafting = Line(round_s=plain_s)
@@ -147,9 +172,21 @@ class _SizeCost:
         """Drafted rounds since the latest plain one."""
         self.model = profile
 
-    def fits(self, num_requests: int) -> bool:
+    def start_from(self, other: "_SizeCost") -> None:
+        """Takes over the lines of another context, and most of its plain rounds."""
+        self._input, self._drafting, self._verifying = (
+            line.restarted(round_s=self._plain_s)
+            for line in (other._input, other._drafting, other._verifying)
+        )
+        self._num_plain = min(other._num_plain, len(_FIRST_PLAIN) - 1)
+        self.model = self._learnt()
+
+    def has_size(self, num_requests: int) -> bool:
         low, high = sorted((self._num_requests, num_requests))
         return high < _NEIGHBOURS * low or low == high
+
+    def fits(self, num_requests: int, context: int) -> bool:
+        return self.has_size(num_requests) and abs(context - self.context) <= self._reach
 
     @property
     def wants_plain(self) -> bool:

@@ -52,8 +52,10 @@ class DraftPolicy:
         self._setup = ControlSetup(
             speculation=speculation, cost=cost, calibrator=calibrator, trees=trees
         )
-        learns = speculation.learn and speculation.learn_costs and speculation.cost_file is None
-        self._learnt = LearntCost(cost) if cost is not None and learns else None
+        self._learnt = LearntCost(cost) if cost is not None else None
+        self._learns_cost = (
+            speculation.learn and speculation.learn_costs and speculation.cost_file is None
+        )
         self._groups: dict[str, BatchController] = {}
         """Built when a request first names them, and kept with their state. Replaced and never
         mutated, since another thread may be iterating."""
@@ -65,16 +67,14 @@ class DraftPolicy:
 
     @property
     def cost(self) -> CostModel | None:
-        """The costs that decide now: the start-up profile, corrected by the rounds since."""
+        """The costs that decide now: the start-up profile, for the size and context of the latest
+        round, corrected by the rounds since."""
         return self._setup.cost
 
     def observe_cost(self, cost: RoundCost) -> None:
         """Learns from a finished round without prefill and lookups, unless that is switched off."""
-        if self._learnt is None or not self._learnt.observe(cost):
-            return
-        self._setup = replace(self._setup, cost=self._learnt.model)
-        for group in self._groups.values():
-            group.take_cost(self._learnt.model)
+        if self._learnt is not None and self._learns_cost:
+            self._learnt.observe(cost)
 
     def admit(self, request_id: RequestId, name: str | None, belief: Belief) -> None:
         """Adds a request with an initial belief; `name` None is the service's default controller.
@@ -132,6 +132,7 @@ class DraftPolicy:
         num_requests: int | None = None,
         num_known: int | None = None,
         num_prefill: int = 0,
+        context: int | None = None,
     ) -> Set[RequestId]:
         """Starts a round, before its first offers, with all requests that may draft in it. Returns
         those that do not rest: the others draft nothing, and need not be asked for.
@@ -139,13 +140,15 @@ class DraftPolicy:
         `overlapped`: another microbatch is verified at the same time, so that the round takes the
         longer of drafting and verifying. `num_requests` and `num_known`: all requests of the round
         and their known rows, if there are more than one per drafting request; `num_prefill`: those
-        of prompts, after which no token is sampled.
+        of prompts, after which no token is sampled. `context`: the mean number of their stored
+        positions; None: as in the profile.
         """
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._take_advice(request_id)
         count = len(request_ids) if num_requests is None else num_requests
-        if self._learnt is not None and self._learnt.wants_plain(count):
+        self._take_cost(count, context)
+        if self._learnt is not None and self._learnt.wants_plain:
             active = [i for i in request_ids if not self._requests[i].group.weighs_costs]
         else:
             active = [i for i in request_ids if not self._requests[i].group.rests(i)]
@@ -242,6 +245,16 @@ class DraftPolicy:
                 request.belief = request.belief.after(outcome, discount=speculation.discount)
         for group in self._groups.values():
             group.observe(outcomes)
+
+    def _take_cost(self, num_requests: int, context: int | None) -> None:
+        """Decides by the costs of such a round from now on."""
+        if self._learnt is None:
+            return
+        cost = self._learnt.select(num_requests, context)
+        if cost is not self._setup.cost:
+            self._setup = replace(self._setup, cost=cost)
+            for group in self._groups.values():
+                group.take_cost(cost)
 
     def _take_advice(self, request_id: RequestId) -> None:
         """Takes over the router's belief if it is from more rounds than the engine's, or if the

@@ -6,7 +6,7 @@ controllers how far to draft, the verify stage which tokens are emitted.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from eesd_dist.config import SpeculationConfig
@@ -304,7 +304,7 @@ class EngineCore:
         is_usual = self._num_captures == CAPTURES.count
         self._num_captures = CAPTURES.count
         if is_usual and not stats.num_prefill_rows and not stats.num_lookup_drafted:
-            self._policy.observe_cost(_cost_of(stats, waiting.drafted.guesses_by_depth))
+            self._policy.observe_cost(_cost_of(stats, waiting))
         return StepResult(
             emissions=tuple(emissions),
             rounds=(stats,),
@@ -330,12 +330,13 @@ class EngineCore:
         return accepted
 
 
-def _cost_of(stats: RoundStats, guesses: Sequence[int]) -> RoundCost:
+def _cost_of(stats: RoundStats, waiting: RoundInFlight) -> RoundCost:
     return RoundCost(
         levels=stats.drafted_by_position,
-        guesses=guesses,
+        guesses=waiting.drafted.guesses_by_depth,
         num_rows=stats.num_rows,
         num_requests=stats.num_requests,
+        context=waiting.plan.context,
         verify_s=stats.verify_s,
         other_s=stats.plan_s + stats.draft_s + stats.transfer_s + stats.commit_s + stats.other_s,
     )

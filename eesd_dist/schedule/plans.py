@@ -31,6 +31,12 @@ class RoundPlan(Value, frozen=True, kw_only=True, eq=False):
     preempted: tuple[RequestId, ...]
     """Requests that lost their pages since the last plan and will be recomputed."""
 
+    @property
+    def context(self) -> int | None:
+        """Mean number of stored positions of the requests that decode; None: none of them does."""
+        starts = [item.start for item in self.items if item.num_known == 1]
+        return sum(starts) // len(starts) if starts else None
+
 
 class Committed(Value, frozen=True, kw_only=True):
     """A round's result for one final item."""

@@ -146,6 +146,7 @@ class DraftStage:
                 num_requests=len(runs),
                 num_known=num_rows,
                 num_prefill=num_rows - sum(run.item.is_final for run in runs),
+                context=plan.context,
             )
             for run in drafting:
                 run.rests = run.request_id not in drafting_ids

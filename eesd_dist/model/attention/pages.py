@@ -24,6 +24,10 @@ class Attention(Protocol):
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor: ...
 
 
+PROFILED_PAGES = 64
+"""Maximum number of pages that the start-up profile reads, the first ones."""
+
+
 class PagesBackend(Protocol):
     """Part of a backend that pages use."""
 
