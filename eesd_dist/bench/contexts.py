@@ -9,15 +9,22 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from random import Random
+from shutil import copytree
 
-from eesd_dist.bench.crowds import Crowd, in_turn, texts_of
+import torch
+from safetensors.torch import load_file, save_file
+
+from eesd_dist.bench.crowds import Crowd, all_at_once, in_turn, texts_of
 from eesd_dist.bench.live import PLAIN, Race, Track
 from eesd_dist.bench.output import Say
 from eesd_dist.bench.replay import Variant
 from eesd_dist.bench.round_breakdown import round_s, without_prefill
 from eesd_dist.config import CacheConfig, EngineConfig, SchedulerConfig
 from eesd_dist.engine.build import build_local_engine
+from eesd_dist.model.weights import SINGLE_FILE
+from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.prompts import Prompt
 from eesd_dist.types import RoundStats
 
@@ -57,6 +64,19 @@ def cells_of(
         for temperature in temperatures
         for load in loads
     ]
+
+
+def write_useless_head(head: Path, folder: Path) -> Path:
+    """Writes a copy of an exit head with random weights, whose drafts are hardly ever accepted;
+    its calibration, which says otherwise, stays. Returns the folder."""
+    copytree(head, folder)
+    weights, generator = load_file(folder / SINGLE_FILE), torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if weight.is_floating_point():
+            noise = torch.randn(weight.shape, generator=generator)
+            weights[name] = (noise * weight.float().std().nan_to_num(1.0)).to(weight.dtype)
+    save_file(weights, folder / SINGLE_FILE)
+    return folder
 
 
 def prompts_of_context(prompts: Sequence[Prompt], context: int) -> list[Prompt]:
@@ -107,7 +127,7 @@ def race_contexts(
 ) -> Iterator[tuple[Cell, Race]]:
     """Races every cell, all of them on one engine; `config`: as of `config_for`."""
     rng = Random(seed)
-    engine = build_local_engine(config)
+    engine = build_local_engine(config, book=BeliefBook(max_workloads=4096))
     try:
         for cell in cells:
             texts = texts_of(
@@ -118,7 +138,7 @@ def race_contexts(
                 seed=1000 + seed,
             )
             track = Track(engine, texts, clock=clock)
-            track.warm_up([PLAIN, GOODPUT])
+            track.race([[all_at_once(len(texts))]], [PLAIN, GOODPUT])  # computes the prompts
             num_blocks = max(_FEWEST_BLOCKS, _REQUESTS // cell.load)
             blocks: list[list[Crowd]] = [
                 [in_turn(len(texts), cell.load, rng=rng)] for _ in range(num_blocks)

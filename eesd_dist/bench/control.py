@@ -7,13 +7,16 @@ hindsight, by the same figures it is then compared with: noise is in its favour.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 from eesd_dist.bench.contexts import (
     cells_of,
     config_for,
     race_contexts,
     summary_of_contexts,
+    write_useless_head,
 )
 from eesd_dist.bench.control_report import (
     CONTENDERS,
@@ -52,7 +55,7 @@ from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.layout import layout_of
+from eesd_dist.engine.layout import Layout, layout_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.prompts import Prompt, load_prompts
@@ -294,20 +297,30 @@ def main(options: ControlOptions) -> None:
 
 
 def _compare_contexts(options: ControlOptions, say: Say) -> None:
-    """Prints the table of contexts. Raises ConfigError if none fits the model."""
+    """Prints the table of contexts. Raises ConfigError without a head, or if no context fits."""
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
     max_tokens = options.max_tokens or FULL.max_tokens
     config = _config(options, prompts, max_tokens)
-    longest = layout_of(config).max_model_len - max_tokens
-    cells = cells_of(options.temperatures, options.contexts, options.loads, longest=longest)
+    layout = layout_of(config)
+    head = _head_of(options, layout)
+    cells = cells_of(
+        options.temperatures,
+        options.contexts,
+        options.loads,
+        longest=layout.max_model_len - max_tokens,
+    )
     if not cells:
         raise ConfigError(
             f"contexts {list(options.contexts)} with {max_tokens} tokens more: the model has "
-            f"{longest + max_tokens} positions; use shorter --contexts"
+            f"{layout.max_model_len} positions; use shorter --contexts"
         )
-    rows = list(
-        race_contexts(
-            config_for(config, cells, max_tokens=max_tokens),
+    config = config_for(config, cells, max_tokens=max_tokens)
+    with TemporaryDirectory() as folder:
+        if options.useless_head:
+            head = write_useless_head(head, Path(folder, "head"))
+        config = config.model_copy(update={"model": config.model.model_copy(update={"head": head})})
+        races = race_contexts(
+            config,
             prompts,
             cells,
             max_tokens=max_tokens,
@@ -315,17 +328,25 @@ def _compare_contexts(options: ControlOptions, say: Say) -> None:
             clock=_CLOCKS[options.clock],
             say=say,
         )
-    )
-    summary = summary_of_contexts(rows)
+        summary = summary_of_contexts(list(races))
     settings = {
         "temperatures": options.temperatures,
         "max_tokens": max_tokens,
         "max_draft_tokens": options.max_draft_tokens,
-        "dtype": layout_of(config).dtype,
+        "useless_head": options.useless_head,
+        "dtype": layout.dtype,
         "threads": options.threads,
         "clock": options.clock,
     }
     print_report({"summary": summary, "settings": settings}, seed=options.seed)
+
+
+def _head_of(options: ControlOptions, layout: Layout) -> Path:
+    if layout.head_folder is None:
+        raise ConfigError(
+            f"{options.model}: found no exit head, without which nothing is drafted: use --head"
+        )
+    return layout.head_folder
 
 
 def _traces(options: ControlOptions, bench: Bench, say: Say) -> TraceSet:
@@ -361,10 +382,7 @@ def _bench(options: ControlOptions, scale: Scale) -> Bench:
     max_tokens = options.max_tokens or scale.max_tokens
     config = _config(options, prompts, max_tokens)
     layout = layout_of(config)
-    if layout.head_folder is None:
-        raise ConfigError(
-            f"{options.model}: found no exit head, without which nothing is drafted: use --head"
-        )
+    _head_of(options, layout)
     needed = _longest(prompts) + max_tokens + chain_length(options.max_draft_tokens)
     if needed > layout.max_model_len:
         raise ConfigError(

@@ -155,6 +155,7 @@ class ControlOptions:
     ] = None
     contexts: Annotated[tuple[int, ...], "tokens of context"] = (128, 512, 2048, 8192)
     loads: Annotated[tuple[int, ...], "requests at a time, by context"] = (1, 4, 16, 64)
+    useless_head: Annotated[bool, "contexts: an exit head of random weights instead"] = False
     record: Annotated[Path | None, "write the recorded traces to this file"] = None
     traces: Annotated[Path | None, "replay the traces of this file"] = None
     cost: Annotated[Path | None, "cost model, JSON; measured if not given"] = None

@@ -160,8 +160,9 @@ class BatchController(Protocol):
         """Removes a request. A verdict of its last round may still be observed."""
         ...
 
-    def rests(self, request_id: RequestId) -> bool:
-        """Returns whether to leave a request out of the round that begins; asked once a round."""
+    def awake(self, request_ids: Sequence[RequestId]) -> Sequence[RequestId]:
+        """Returns which of its requests in the round that begins may draft; the others rest, and
+        have no verdict. Called once a round."""
         ...
 
     def begin_round(self, load: RoundLoad) -> DraftRound: ...

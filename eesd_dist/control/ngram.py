@@ -37,8 +37,8 @@ class NGram:
 
     def report(self, reports: Mapping[RequestId, ChainReport]) -> None: ...
 
-    def rests(self, request_id: RequestId) -> bool:
-        return False
+    def awake(self, request_ids: Sequence[RequestId]) -> Sequence[RequestId]:
+        return request_ids
 
     def begin_round(self, load: RoundLoad) -> "NGram":
         return self

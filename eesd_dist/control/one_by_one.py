@@ -44,8 +44,8 @@ class OneByOne:
         self._controllers.pop(request_id, None)
         self._by_rule.pop(request_id, None)
 
-    def rests(self, request_id: RequestId) -> bool:
-        return False
+    def awake(self, request_ids: Sequence[RequestId]) -> Sequence[RequestId]:
+        return request_ids
 
     def begin_round(self, load: RoundLoad) -> "_Round":
         controllers = {i: self._controllers[i] for i in load.request_ids}

@@ -148,27 +148,27 @@ class DraftPolicy:
             self._take_advice(request_id)
         count = len(request_ids) if num_requests is None else num_requests
         self._take_cost(count, context)
-        if self._learnt is not None and self._learnt.wants_plain:
-            active = [i for i in request_ids if not self._requests[i].group.weighs_costs]
-        else:
-            active = [i for i in request_ids if not self._requests[i].group.rests(i)]
-        self._rounds, self._active = [], frozenset(active)
-        if not active:
-            return self._active
+        is_plain = self._learnt is not None and self._learnt.wants_plain
+        self._rounds = []
         self._setup.trees.begin_round()
         num_rows = max(count, num_known or 0)
+        active: set[RequestId] = set()
         for group in self._groups.values():
-            group_ids = tuple(i for i in active if self._requests[i].group is group)
-            if group_ids:
+            if is_plain and group.weighs_costs:
+                continue
+            awake = group.awake([i for i in request_ids if self._requests[i].group is group])
+            if awake:
+                active.update(awake)
                 load = RoundLoad(
-                    request_ids=group_ids,
+                    request_ids=tuple(awake),
                     num_requests=count,
                     num_known=num_rows,
                     num_prefill=num_prefill,
                     overlapped=overlapped,
                 )
                 self._rounds.append((group, group.begin_round(load)))
-        return self._active
+        self._active = active
+        return active
 
     def lookup_length(self, request_id: RequestId, find: Callable[[], tuple[int, int]]) -> int:
         """Returns how many tokens found by prompt lookup to draft for a request of this round; 0:

@@ -47,8 +47,8 @@ class SmartSpec:
     def end(self, request_id: RequestId) -> None:
         self._requests.discard(request_id)
 
-    def rests(self, request_id: RequestId) -> bool:
-        return False
+    def awake(self, request_ids: Sequence[RequestId]) -> Sequence[RequestId]:
+        return request_ids
 
     def begin_round(self, load: RoundLoad) -> "_OneLength":
         return _OneLength(self.length_for(load), self._trees)

@@ -44,8 +44,9 @@ class Accepted(Value, frozen=True, kw_only=True):
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome that controllers learn from; None for a request that does not speculate."""
-        if self.run.item.live.request.speculation.mode != "auto":
+        """The outcome that controllers learn from; None for a request that does not speculate, or
+        rests."""
+        if self.run.rests or self.run.item.live.request.speculation.mode != "auto":
             return None
         run = self.run
         return Outcome(

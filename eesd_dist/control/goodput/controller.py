@@ -1,6 +1,6 @@
 """The `goodput` controller: decides the drafts of all its requests in one engine together."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -17,6 +17,8 @@ from eesd_dist.types import Outcome, RequestId
 
 _PATIENCE, _LONGEST_REST = 4, 4
 """Rounds without a draft before a request rests, and the longest rest, as a power of two."""
+_HOPELESS = 64
+"""Rounds of requests since a token was accepted after which new requests begin with a rest."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,9 +29,9 @@ class _Request:
     round: GoodputRound | None = None
     """The round of its next verdict."""
     num_idle: int = 0
-    """Latest rounds of its own without a draft."""
-    pause: int = 0
-    """Rounds that it is still left out of."""
+    """Latest rounds of its own without a draft, or with a lookup in vain."""
+    wakes_at: int = 0
+    """Round in which its rest ends."""
 
 
 class Goodput:
@@ -49,6 +51,10 @@ class Goodput:
         self._requests: dict[RequestId, _Request] = {}
         self._num_rested = 0
         """Rounds of requests that have rested since the last round."""
+        self._round = 0
+        """Number of the round."""
+        self._num_in_vain = 0
+        """Rounds of requests since one in which a drafted token was accepted."""
 
     @property
     def needs_probs(self) -> bool:
@@ -59,9 +65,12 @@ class Goodput:
         return True
 
     def admit(self, request_id: RequestId, belief: Belief) -> None:
+        num_idle = _PATIENCE + _LONGEST_REST if self._num_in_vain >= _HOPELESS else 0
         self._requests[request_id] = _Request(
             rng=self._setup.rng(request_id),
             forecast=self._forecast.new_request(belief),
+            num_idle=num_idle,
+            wakes_at=self._wake_after(num_idle),
         )
 
     def end(self, request_id: RequestId) -> None:
@@ -74,13 +83,11 @@ class Goodput:
         requests = list(self._requests.values())  # other threads may be admitting
         self._forecast.recalibrate(calibrator, [request.forecast for request in requests])
 
-    def rests(self, request_id: RequestId) -> bool:
-        request = self._requests[request_id]
-        if not request.pause:
-            return False
-        request.pause -= 1
-        self._num_rested += 1
-        return True
+    def awake(self, request_ids: Sequence[RequestId]) -> Sequence[RequestId]:
+        self._round += 1
+        awake = [i for i in request_ids if self._requests[i].wakes_at <= self._round]
+        self._num_rested += len(request_ids) - len(awake)
+        return awake
 
     def begin_round(self, load: RoundLoad) -> GoodputRound:
         requests = {request_id: self._requests[request_id] for request_id in load.request_ids}
@@ -114,8 +121,11 @@ class Goodput:
             round_, request.round = request.round, None
             if round_ is None:  # it rested
                 continue
-            request.num_idle = 0 if outcome.num_drafted else request.num_idle + 1
-            request.pause = _rest_after(request.num_idle)
+            # A lookup costs little, so that many are tried: those in vain do not keep it awake.
+            is_idle = not (outcome.num_accepted if outcome.is_lookup else outcome.num_drafted)
+            request.num_idle = request.num_idle + 1 if is_idle else 0
+            request.wakes_at = self._wake_after(request.num_idle)
+            self._num_in_vain = 0 if outcome.num_accepted else self._num_in_vain + 1
             if outcome.num_drafted:
                 scores = round_.scores_of(outcome.request_id)
                 self._forecast.observe(request.forecast, outcome, scores)
@@ -129,10 +139,10 @@ class Goodput:
                 share=round_.share,
             )
 
-
-def _rest_after(num_idle: int) -> int:
-    """Returns how many rounds a request rests after so many without a draft: deciding takes time
-    too."""
-    if num_idle < _PATIENCE:
-        return 0
-    return 1 << min(num_idle - _PATIENCE, _LONGEST_REST)
+    def _wake_after(self, num_idle: int) -> int:
+        """Returns the round in which to decide again after so many without a draft: deciding takes
+        time too. Requests wake in the same rounds, so that most rounds have nothing to decide."""
+        if num_idle < _PATIENCE:
+            return 0
+        rest = 1 << min(num_idle - _PATIENCE, _LONGEST_REST)
+        return (self._round // rest + 1) * rest

@@ -1,5 +1,6 @@
 """Costs, and the most profitable length."""
 
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -150,3 +151,34 @@ def test_costs_survive_json_and_nonsense_is_refused() -> None:
         CostModel.from_json({"verify_s": ["fast"], "draft_step_s": 0.1})
     with pytest.raises(ConfigError, match="profile"):
         CostModel(draft_step_s=0.1, verify_s=())
+
+
+IN_CONTEXT = replace(
+    BATCH, context=100, context_s=2e-3, row_context_s=0.5e-3, draft_context_s=0.1e-3
+)
+
+
+def test_figures_at_a_context_add_what_each_request_and_row_reads() -> None:
+    at = IN_CONTEXT.at(300)
+    for rows, requests in ((1, 1), (3, 1), (6, 3), (9, 2)):
+        more = at.verify_batch(rows, requests) - IN_CONTEXT.verify_batch(rows, requests)
+        assert more == pytest.approx(200 * (2e-3 * requests + 0.5e-3 * rows)), (rows, requests)
+    for requests in (1, 4):
+        more = at.draft_batch(requests) - IN_CONTEXT.draft_batch(requests)
+        assert more == pytest.approx(200 * 0.1e-3 * requests)
+        more = at.known_batch(requests) - IN_CONTEXT.known_batch(requests)
+        assert more == pytest.approx(200 * 0.1e-3 * requests)
+
+
+def test_figures_at_a_context_do_not_depend_on_the_way_there() -> None:
+    there_and_back = IN_CONTEXT.at(5_000).at(700)
+    assert there_and_back.context == 700
+    assert there_and_back.verify_batch(6, 3) == pytest.approx(IN_CONTEXT.at(700).verify_batch(6, 3))
+    assert BATCH.at(5_000) is BATCH  # nothing is known about context
+    assert min(IN_CONTEXT.at(0).verify_s) > 0.0
+
+
+def test_a_context_survives_the_file() -> None:
+    assert CostModel.from_json(IN_CONTEXT.at(700).to_json()) == IN_CONTEXT.at(700)
+    with pytest.raises(ConfigError, match="expected stored positions"):
+        CostModel.from_json(BATCH.to_json() | {"context": -1})

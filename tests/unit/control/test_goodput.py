@@ -1,7 +1,6 @@
 """`goodput` at known acceptance rates: against fixed lengths, plain decoding and its forecasts."""
 
 from functools import cache
-from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -152,14 +151,15 @@ def test_a_request_that_drafts_nothing_rests_longer_and_longer() -> None:
             assert policy.lookup_length(request, lambda: (9, 5)) == 0
         count = int(drafts and is_active)
         judged = (evidence(0.8),) * count
-        policy.observe(
-            [Outcome(request_id=request, num_drafted=count, num_accepted=0, evidence=judged)]
-        )
+        if is_active:
+            policy.observe(
+                [Outcome(request_id=request, num_drafted=count, num_accepted=0, evidence=judged)]
+            )
         return is_active
 
     turns = [at for at in range(80) if round_of(drafts=False)]
-    assert turns[:4] == [0, 1, 2, 3]
-    assert [after - at for at, after in pairwise(turns[3:])] == [2, 3, 5, 9, 17, 17, 17]
+    # From the first round, whose number is 1: from 16 rounds of rest on at multiples of 16.
+    assert turns == [0, 1, 2, 3, 4, 5, 7, 15, 31, 47, 63, 79]
     while not round_of(drafts=True):
         pass
     assert [round_of(drafts=True) for _ in range(20)] == [True] * 20
@@ -319,17 +319,57 @@ def test_a_swapped_head_starts_with_a_drift_of_its_own() -> None:
     assert [_one_level(policy, [0.8]) for _ in range(10)].count([True]) >= 8
 
 
+def test_requests_that_rest_wake_in_the_same_rounds() -> None:
+    policy = _policy(MEASURED)
+    names = [RequestId(str(number)) for number in range(8)]
+    awake_rounds = 0
+    for number in range(256):
+        if number % 7 == 0 and number // 7 < len(names):  # they arrive one after another
+            policy.admit(names[number // 7], None, Belief())
+        live = names[: number // 7 + 1]
+        active = policy.begin_round(live)
+        policy.observe(Outcome(request_id=name, num_drafted=0, num_accepted=0) for name in active)
+        awake_rounds += bool(active) and number >= 128
+    assert awake_rounds == 128 // 16
+
+
+def test_where_drafts_are_in_vain_a_new_request_begins_with_a_rest() -> None:
+    def first_round_of_a_new_one(*, accepted: int) -> int:
+        policy, sure = _policy(MEASURED), (evidence(0.9),)
+        for number in range(100):
+            name = RequestId(str(number))
+            policy.admit(name, None, Belief())
+            if name in policy.begin_round([name]):
+                policy.observe(
+                    [Outcome(request_id=name, num_drafted=1, num_accepted=accepted, evidence=sure)]
+                )
+            policy.end(name)
+        policy.admit(RequestId("new"), None, Belief())
+        return next(at for at in range(99) if policy.begin_round([RequestId("new")]))
+
+    assert first_round_of_a_new_one(accepted=1) == 0
+    assert 0 < first_round_of_a_new_one(accepted=0) < 16
+
+
 def test_guesses_that_looked_good_and_failed_for_long_do_not_end_all_drafting() -> None:
     """The calibration promises 0.9 for a text of which first nothing is accepted."""
-    cheap = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.02), round_s=0.05, guess_s=0.06)
-    policy = DraftPolicy(
-        speculation=SpeculationConfig(controller="goodput"), cost=cheap, calibrator=None
-    )
-    request = RequestId("one")
-    policy.admit(request, None, Belief())
-    sure = evidence(0.9)
+    sure, request, num_seeds = evidence(0.9), RequestId("one"), 6
 
-    def drafted() -> int:
+    def rounds(policy: DraftPolicy, count: int, *, accepts: bool) -> int:
+        total = 0
+        for _ in range(count):
+            length = drafted(policy)
+            judged = Outcome(
+                request_id=request,
+                num_drafted=length,
+                num_accepted=length if accepts else 0,
+                evidence=(sure,) * length,
+            )
+            policy.observe([judged])
+            total += length
+        return total
+
+    def drafted(policy: DraftPolicy) -> int:
         policy.begin_round([request])
         length = 0
         while length < 8 and policy.worth_a_guess([request]):
@@ -338,24 +378,20 @@ def test_guesses_that_looked_good_and_failed_for_long_do_not_end_all_drafting() 
             length += 1
         return length
 
-    def rounds(count: int, *, accepts: bool) -> int:
-        total = 0
-        for _ in range(count):
-            length = drafted()
-            accepted = length if accepts else 0
-            judged = Outcome(
-                request_id=request,
-                num_drafted=length,
-                num_accepted=accepted,
-                evidence=(sure,) * length,
-            )
-            policy.observe([judged])
-            total += length
-        return total
+    after_change = 0
+    for seed in range(num_seeds):
+        policy = _cheap_policy(seed)
+        policy.admit(request, None, Belief())
+        rounds(policy, 600, accepts=False)
+        assert rounds(policy, 100, accepts=False) <= 5
+        after_change += rounds(policy, 200, accepts=True)
+    assert after_change > 200 * num_seeds
 
-    rounds(600, accepts=False)
-    assert rounds(100, accepts=False) <= 5
-    assert rounds(200, accepts=True) > 200
+
+def _cheap_policy(seed: int) -> DraftPolicy:
+    cheap = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.02), round_s=0.05, guess_s=0.06)
+    speculation = SpeculationConfig(controller="goodput", seed=seed)
+    return DraftPolicy(speculation=speculation, cost=cheap, calibrator=None)
 
 
 @pytest.mark.parametrize("cost", [MEASURED, FLAT], ids=["measured", "flat"])

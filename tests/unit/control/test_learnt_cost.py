@@ -142,3 +142,46 @@ def test_goodput_drafts_by_the_costs_it_has_seen(learns: bool) -> None:
         policy.observe_cost(a_round(cheap, length))
     policy.begin_round([request])
     assert (policy.worth_a_guess([request]) == {request}) == learns
+
+
+IN_CONTEXT = replace(PROFILE, context_s=0.5e-6, row_context_s=0.05e-6)
+"""A profile by which reading the context costs half of what it does."""
+REAL_IN_CONTEXT = replace(PROFILE, context_s=1.0e-6, row_context_s=0.1e-6)
+
+
+def _in_context(length: int, context: int) -> RoundCost:
+    return replace(a_round(REAL_IN_CONTEXT.at(context), length), context=context)
+
+
+def test_it_learns_what_context_costs() -> None:
+    learnt, rng = LearntCost(IN_CONTEXT), Random(3)
+    for context in range(0, 8_000, 20):
+        learnt.observe(_in_context(rng.randrange(9), context))
+    for context in (7_500, 7_900):
+        model, real = learnt.select(1, context), REAL_IN_CONTEXT.at(context)
+        assert model.seconds(0) == pytest.approx(real.seconds(0), rel=0.05)
+        longer = model.seconds(8) - model.seconds(0)
+        assert longer == pytest.approx(real.seconds(8) - real.seconds(0), rel=0.15)
+
+
+def test_a_new_context_starts_from_the_nearest_one() -> None:
+    learnt, rng = LearntCost(IN_CONTEXT), Random(3)
+    for _ in range(200):
+        learnt.observe(_in_context(rng.randrange(9), 2_000))
+    real = REAL_IN_CONTEXT.at(3_000).seconds(4)
+    assert learnt.select(1, 3_000).seconds(4) == pytest.approx(real, rel=0.1)
+    assert IN_CONTEXT.at(3_000).seconds(4) < 0.75 * real
+    assert learnt.select(1, 2_000) is not learnt.select(1, 3_000)
+    assert learnt.select(1, 3_000) is learnt.select(1, 3_020)
+
+
+def test_costs_that_are_not_learnt_still_depend_on_context() -> None:
+    policy = DraftPolicy(
+        speculation=SpeculationConfig(learn_costs=False), cost=IN_CONTEXT, calibrator=None
+    )
+    policy.admit(RequestId("one"), None, Belief())
+    policy.begin_round([RequestId("one")], context=4_000)
+    assert policy.cost == IN_CONTEXT.at(4_000)
+    policy.observe_cost(_in_context(2, 4_000))
+    policy.begin_round([RequestId("one")])
+    assert policy.cost == IN_CONTEXT

@@ -1,6 +1,7 @@
 """What the start-up profile measures, how it is pinned, and how controllers use it."""
 
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,29 @@ def test_noise_does_not_make_a_draft_look_free(
     cost = LocalEngine(make_config()).engine.cost
     assert cost is not None
     assert 0.0 < cost.draft_step_s < 0.1
+
+
+def test_the_profile_knows_what_context_costs(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verify_s(bench: profile._Bench, rows: Sequence[int]) -> float:
+        return 1.0 + bench.kv_range.start * (2e-3 * len(rows) + 0.5e-3 * sum(rows))
+
+    def draft_s(bench: profile._Bench, num: int, *, length: int) -> float:
+        return 0.1 + 0.01 * length + bench.kv_range.start * 0.1e-3 * num * (1 + length)
+
+    monkeypatch.setattr(profile._Bench, "verify_s", verify_s)
+    monkeypatch.setattr(profile._Bench, "draft_s", draft_s)
+    cost = LocalEngine(make_config(page_size=16, num_pages=16)).engine.cost
+    assert cost is not None
+    assert (cost.context_s, cost.row_context_s, cost.draft_context_s) == pytest.approx(
+        (2e-3, 0.5e-3, 0.1e-3)
+    )
+    assert 0 < cost.context < 40
+    # Pages for a few positions only: nothing is known, and nothing is assumed.
+    cost = LocalEngine(make_config(page_size=16, num_pages=4)).engine.cost
+    assert cost is not None
+    assert cost.at(1_000) is cost
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(128, 8), (4, 2), (250, 1)])
