@@ -22,6 +22,7 @@ from eesd_dist.bench.output import Say
 from eesd_dist.bench.replay import Variant
 from eesd_dist.bench.round_breakdown import round_s, without_prefill
 from eesd_dist.config import CacheConfig, EngineConfig, SchedulerConfig
+from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.model.weights import SINGLE_FILE
 from eesd_dist.routing.beliefs import BeliefBook
@@ -122,12 +123,14 @@ def race_contexts(
     *,
     max_tokens: int,
     seed: int,
+    cost: CostModel | None,
     clock: Callable[[], float],
     say: Say,
 ) -> Iterator[tuple[Cell, Race]]:
-    """Races every cell, all of them on one engine; `config`: as of `config_for`."""
+    """Races every cell, all of them on one engine. `config`: as of `config_for`; `cost`: None
+    measures it."""
     rng = Random(seed)
-    engine = build_local_engine(config, book=BeliefBook(max_workloads=4096))
+    engine = build_local_engine(config, book=BeliefBook(max_workloads=4096), cost=cost)
     try:
         for cell in cells:
             texts = texts_of(

@@ -325,6 +325,7 @@ def _compare_contexts(options: ControlOptions, say: Say) -> None:
             cells,
             max_tokens=max_tokens,
             seed=options.seed,
+            cost=CostModel.load(options.cost) if options.cost is not None else None,
             clock=_CLOCKS[options.clock],
             say=say,
         )

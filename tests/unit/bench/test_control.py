@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from eesd_dist.bench import control
+from eesd_dist.bench.contexts import prompts_of_context
 from eesd_dist.bench.crowds import Guest, in_turn, mixed, take_per_class
 from eesd_dist.bench.judging import Curve, Judge, fixed_variants, tree_variants
 from eesd_dist.bench.live import PLAIN, Pass, Race
@@ -203,6 +204,55 @@ def test_what_cannot_be_run_is_said_at_once(
 ) -> None:
     assert main(["bench", "control", *ran.words, *words]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("head", ["own", "useless"])
+def test_the_table_of_contexts_has_every_place_that_fits(
+    model: Path, tmp_path: Path, head: str
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS)
+    COST.save(tmp_path / "cost.json")
+    words = ["--model", str(model), "--prompts", str(tmp_path / "prompts.jsonl"), "--json"]
+    words += ["--only", "contexts", "--contexts", "24", "60", "100000", "--loads", "1", "3"]
+    words += ["--temperatures", "0", "1", "--max-tokens", "6", "--dtype", "float32"]
+    words += ["--cost", str(tmp_path / "cost.json")]
+    words += ["--useless-head"] if head == "useless" else []
+    summary = report_of(words)["summary"]
+    cells = summary["cells"]
+    assert {(row["context"], row["temperature"], row["load"]) for row in cells} == {
+        (context, temperature, load)
+        for context in (24, 60)
+        for temperature in (0.0, 1.0)
+        for load in (1, 3)
+    }
+    assert summary["texts_unlike_plain"] == 0
+    assert summary["lowest"] == min(row["over_plain_95"][0] for row in cells)
+    for row in cells:
+        low, high = row["over_plain_95"]
+        assert 0.0 < low <= row["over_plain"] <= high
+        assert row["plain_tokens_per_s"] > 0
+        assert 0.0 <= row["drafting_share"] <= 1.0
+
+
+def test_contexts_are_the_ends_of_the_prompts_and_distinct() -> None:
+    prompts = [
+        Prompt(workload="a", tokens=tuple(map(TokenId, range(first, first + 7))))
+        for first in (0, 100, 200, 300, 400)
+    ]
+    for context in (3, 7, 12, 90):
+        texts = [prompt.tokens for prompt in prompts_of_context(prompts, context)]
+        assert [len(tokens) for tokens in texts] == [context] * 4
+        assert len(set(texts)) == 4
+        for tokens, prompt in zip(texts, prompts, strict=False):
+            assert tokens[-3:] == prompt.tokens[-3:]
+
+
+def test_contexts_of_which_none_fits_are_refused(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(model), "--only", "contexts", "--contexts", "100000"]
+    assert main(["bench", "control", *words]) == 2
+    assert "use shorter --contexts" in capsys.readouterr().err
 
 
 def test_without_a_head_there_is_nothing_to_judge(tmp_path: Path) -> None:
