@@ -139,8 +139,9 @@ class Bench:
         )
         try:
             traces = record(engine, self.texts, max_draft_tokens=self.ceiling)
-            assert engine.cost is not None
-            return TraceSet(max_draft_tokens=self.ceiling, cost=engine.cost, traces=tuple(traces))
+            cost = engine.learnt_cost
+            assert cost is not None
+            return TraceSet(max_draft_tokens=self.ceiling, cost=cost, traces=tuple(traces))
         finally:
             engine.close()
 
@@ -158,8 +159,8 @@ class Bench:
             Track(engine, self.texts).race(
                 [crowds], [PLAIN, Variant(label="goodput", controller="goodput")]
             )
-            assert engine.cost is not None
-            return engine.cost
+            assert engine.learnt_cost is not None
+            return engine.learnt_cost
         finally:
             engine.close()
 
@@ -258,6 +259,8 @@ def main(options: ControlOptions) -> None:
     if options.traces is not None and options.record is not None:
         raise ConfigError("--traces replays a recording and --record makes one: use one of them")
     if options.only == "contexts":
+        if options.quick or options.record is not None or options.traces is not None:
+            raise ConfigError("--only contexts takes neither --quick nor --record nor --traces")
         _compare_contexts(options, say)
         return
     bench = _bench(options, QUICK if options.quick else FULL)

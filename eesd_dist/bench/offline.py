@@ -368,13 +368,13 @@ def main(options: OfflineOptions) -> None:
         )
     scores = run(decoders, prompts, max_tokens=max_tokens, repeats=repeats, say=say)
     plain = merged(scores["plain"])
-    rows = {name: row_of(merged(s), plain, engine.cost) for name, s in scores.items()}
+    rows = {name: row_of(merged(s), plain, engine.learnt_cost) for name, s in scores.items()}
     for name, row in rows.items():
         say(f"{name:26} {row['tokens_per_s']:8.1f} tok/s  {row['over_plain']:6.3f}x plain")
     report = {
-        "summary": summarise(scores, engine.cost),
+        "summary": summarise(scores, engine.learnt_cost),
         "variants": rows,
-        "cost_model": engine.cost.to_json() if engine.cost is not None else None,
+        "cost_model": engine.learnt_cost.to_json() if engine.learnt_cost is not None else None,
         "settings": {
             "prompts": len(prompts),
             "max_tokens": max_tokens,

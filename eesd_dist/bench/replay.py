@@ -162,7 +162,11 @@ class Replayer:
             for request_id, reader in live.items()
         )
         run.rounds.append(turns)
-        learnt = [turn.outcome for turn in turns if live[turn.outcome.request_id].drafts]
+        learnt = [
+            turn.outcome
+            for turn in turns
+            if (reader := live[turn.outcome.request_id]).drafts and not reader.rests
+        ]
         self._policy.observe(learnt)
         if self._book is not None:
             self._book.observe(learnt)
@@ -211,6 +215,8 @@ class _Reader:
         self._ceiling = own if self.drafts else 0
         self.at = 0
         self.drafted = 0
+        self.rests = False
+        """True if its controller left it out of the round."""
 
     @property
     def room(self) -> int:
@@ -251,7 +257,7 @@ def _draft(
     """Drafts like the draft stage: by the controllers' rules where they can give them, else level
     by level, over all requests that still draft."""
     for reader in readers:
-        reader.drafted = 0
+        reader.drafted, reader.rests = 0, False
     active = [reader for reader in readers if reader.room > 0]
     if lengths is not None:
         return _draft_by_lengths(active, lengths)
@@ -263,7 +269,9 @@ def _draft(
         num_known=num_rows,
         num_prefill=num_rows - len(readers),
     )
-    active = [reader for reader in active if reader.request_id in drafting_ids]
+    for reader in active:
+        reader.rests = reader.request_id not in drafting_ids
+    active = [reader for reader in active if not reader.rests]
     rules = policy.chain_rules({reader.request_id: reader.temperature for reader in active})
     if len(rules) == len(active):
         return _draft_by_rules(active, rules, policy)

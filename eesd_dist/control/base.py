@@ -162,7 +162,7 @@ class BatchController(Protocol):
 
     def awake(self, request_ids: Sequence[RequestId]) -> Sequence[RequestId]:
         """Returns which of its requests in the round that begins may draft; the others rest, and
-        have no verdict. Called once a round."""
+        have no verdict. Called once in each round that may have drafts."""
         ...
 
     def begin_round(self, load: RoundLoad) -> DraftRound: ...

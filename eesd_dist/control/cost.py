@@ -17,7 +17,7 @@ Points = tuple[tuple[int, float], ...]
 with the last slope beyond the last one."""
 
 
-_LEAST_S = 1e-9
+_LEAST_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,8 @@ class CostModel:
             )
 
     def at(self, context: int) -> "CostModel":
-        """Returns the figures that apply with so many stored positions of each request."""
+        """Returns the figures that apply with so many stored positions of each request; at a
+        shorter context they are at least a tenth of what they were."""
         more = context - self.context
         if not more or not (self.context_s or self.row_context_s or self.draft_context_s):
             return self
@@ -70,12 +71,12 @@ class CostModel:
         return replace(
             self,
             context=context,
-            draft_step_s=max(self.draft_step_s + step_s, 0.0),
+            draft_step_s=_sum(self.draft_step_s, step_s),
             verify_s=tuple(
-                max(seconds + request_s + row_s * rows, _LEAST_S)
+                _sum(seconds, request_s + row_s * rows)
                 for rows, seconds in enumerate(self.verify_s, start=1)
             ),
-            round_s=max(self.round_s + step_s, 0.0),
+            round_s=_sum(self.round_s, step_s),
             request_s=max(self.request_s + request_s, 0.0),
             verify_rows_s=_changed(self.verify_rows_s, request_s, row_s),
             draft_rows_s=_changed(self.draft_rows_s, 0.0, step_s),
@@ -242,7 +243,11 @@ def interpolated(points: Sequence[tuple[int, float]], count: int) -> float:
 
 def _changed(points: Points, once_s: float, row_s: float) -> Points:
     """Returns points with seconds added, once and for each one counted."""
-    return tuple((count, max(s + once_s + row_s * count, 0.0)) for count, s in points)
+    return tuple((count, _sum(s, once_s + row_s * count)) for count, s in points)
+
+
+def _sum(seconds: float, change_s: float) -> float:
+    return max(seconds + change_s, _LEAST_SHARE * seconds)
 
 
 def _points(value: object) -> Points:

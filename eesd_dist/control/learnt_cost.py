@@ -9,9 +9,9 @@ requests.
 
 Batches of other sizes and contexts have lines of their own: what drafting adds to a round of 64
 requests says little about a round of 8. At a new context they start from those of the nearest one.
-The part of a round that does not draft is learnt from rounds without
-drafts alone: rounds that all draft do not tell how long a plain one takes, and if that is taken for
-long, drafts look cheap. `wants_plain` asks for such rounds.
+The part of a round that does not draft is learnt from rounds without drafts alone: rounds that all
+draft do not tell how long a plain one takes, and if that is taken for long, drafts look cheap.
+`wants_plain` asks for such rounds.
 """
 
 import math
@@ -35,7 +35,8 @@ _NEIGHBOURS = 1.3
 """Batches of sizes that differ by less than this factor have the same lines."""
 _SAME_CONTEXT = 0.1
 """Contexts have the same lines if a plain round takes as long within this share."""
-_MAX_SIZES = 64
+_LEAST_REACH = 32
+_MAX_SIZES = 256
 _FIRST_PLAIN, _PLAIN_EVERY = (2, 6, 14), 200
 """Number of drafted rounds after which a plain one is wanted: at first, and later."""
 _PATIENCE = 32
@@ -55,7 +56,7 @@ class RoundCost:
     num_rows: int
     num_requests: int
     context: int | None = None
-    """Mean number of stored positions of its requests; None: as in the profile."""
+    """Mean number of stored positions of its requests; None: as in the round before."""
     verify_s: float
     other_s: float
     """The rest of the round: drafting, planning, transfer, commit."""
@@ -110,9 +111,9 @@ class LearntCost:
     """The cost model of one engine, for batches of the size and context of the latest round."""
 
     def __init__(self, profile: CostModel) -> None:
-        self._profile = profile
+        self.profile = profile
         self._sizes: dict[tuple[int, int], _SizeCost] = {}
-        """The costs by number of requests and context."""
+        """The costs by number of requests and context, the latest last."""
         self._size = _SizeCost(profile, 1)
 
     @property
@@ -123,12 +124,17 @@ class LearntCost:
     def observe(self, cost: RoundCost) -> None:
         """Learns from a round without prefill."""
         self.select(cost.num_requests, cost.context)
+        if self._size.is_new:
+            if len(self._sizes) >= _MAX_SIZES:
+                self._sizes.pop(next(iter(self._sizes)))
+            self._sizes[cost.num_requests, self._size.context] = self._size
         self._size.observe(cost)
 
     def select(self, num_requests: int, context: int | None) -> CostModel:
-        """Returns the model for rounds of this size; `context` as in `RoundCost`."""
-        context = self._profile.context if context is None else context
-        if not self._sizes or not self._size.fits(num_requests, context):
+        """Returns the model for rounds of this size; `context` as in `RoundCost`, None for that of
+        the round before."""
+        context = self._size.context if context is None else context
+        if not self._size.fits(num_requests, context):
             self._size = self._size_of(num_requests, context)
         return self.model
 
@@ -138,16 +144,15 @@ class LearntCost:
         return self._size.wants_plain
 
     def _size_of(self, num_requests: int, context: int) -> "_SizeCost":
-        for size in self._sizes.values():
+        """Returns the lines of such rounds, or new ones, which are kept once they have learnt."""
+        for key, size in reversed(self._sizes.items()):
             if size.fits(num_requests, context):
+                self._sizes[key] = self._sizes.pop(key)  # used last
                 return size
-        if len(self._sizes) >= _MAX_SIZES:
-            self._sizes.pop(next(iter(self._sizes)))
-        size = _SizeCost(self._profile.at(context), num_requests)
+        size = _SizeCost(self.profile.at(context), num_requests)
         similar = [other for other in self._sizes.values() if other.has_size(num_requests)]
         if similar:
             size.start_from(min(similar, key=lambda other: abs(other.context - context)))
-        self._sizes[num_requests, context] = size
         return size
 
 
@@ -159,15 +164,16 @@ class _SizeCost:
         self.context = profile.context
         lengths = [0] * num_requests
         self._plain_s = plain_s = profile.batch_seconds(lengths)
-        position_s = profile.at(self.context + 1).batch_seconds(lengths) - plain_s
-        self._reach = _SAME_CONTEXT * plain_s / position_s if position_s > 0.0 else math.inf
+        more_s = profile.at(self.context + 1000).batch_seconds(lengths) - plain_s
+        reach = _SAME_CONTEXT * plain_s / more_s * 1000 if more_s > 0.0 else math.inf
+        self._reach = max(reach, _LEAST_REACH)
         """Difference of contexts that have the same lines."""
         self._input = Line(round_s=plain_s)
         """The rest of a round, as the extra of a line."""
         self._drafting = Line(round_s=plain_s)
         """The seconds of drafting; the extra is its start."""
         self._verifying = Line(round_s=plain_s)
-        self._num_plain = self._num_drafted = 0
+        self._num_rounds = self._num_plain = self._num_drafted = 0
         self._num_since_plain = 0
         """Drafted rounds since the latest plain one."""
         self.model = profile
@@ -180,6 +186,11 @@ class _SizeCost:
         )
         self._num_plain = min(other._num_plain, len(_FIRST_PLAIN) - 1)
         self.model = self._learnt()
+
+    @property
+    def is_new(self) -> bool:
+        """True until its first round."""
+        return not self._num_rounds
 
     def has_size(self, num_requests: int) -> bool:
         low, high = sorted((self._num_requests, num_requests))
@@ -195,6 +206,7 @@ class _SizeCost:
 
     def observe(self, cost: RoundCost) -> None:
         is_plain = not any(cost.guesses)
+        self._num_rounds += 1
         self._num_plain += is_plain
         self._num_drafted += not is_plain
         self._num_since_plain = 0 if is_plain else self._num_since_plain + 1
@@ -238,6 +250,9 @@ class _SizeCost:
             verify_s=tuple(max(verifying.at(seconds), 1e-9) for seconds in profile.verify_s),
             request_s=verifying.ratio * profile.request_s,
             verify_rows_s=_scaled(profile.verify_rows_s, verifying.ratio, verifying.extra),
+            context_s=verifying.ratio * profile.context_s,
+            row_context_s=verifying.ratio * profile.row_context_s,
+            draft_context_s=drafting.ratio * profile.draft_context_s,
         )
 
 

@@ -66,6 +66,11 @@ class DraftPolicy:
         """Requests that may draft in this round."""
 
     @property
+    def profile(self) -> CostModel | None:
+        """The costs as they were before the first round."""
+        return None if self._learnt is None else self._learnt.profile
+
+    @property
     def cost(self) -> CostModel | None:
         """The costs that decide now: the start-up profile, for the size and context of the latest
         round, corrected by the rounds since."""
@@ -141,7 +146,7 @@ class DraftPolicy:
         longer of drafting and verifying. `num_requests` and `num_known`: all requests of the round
         and their known rows, if there are more than one per drafting request; `num_prefill`: those
         of prompts, after which no token is sampled. `context`: the mean number of their stored
-        positions; None: as in the profile.
+        positions; None: as in the round before.
         """
         request_ids = list(request_ids)
         for request_id in request_ids:
@@ -156,7 +161,8 @@ class DraftPolicy:
         for group in self._groups.values():
             if is_plain and group.weighs_costs:
                 continue
-            awake = group.awake([i for i in request_ids if self._requests[i].group is group])
+            group_ids = [i for i in request_ids if self._requests[i].group is group]
+            awake = group.awake(group_ids) if group_ids else ()
             if awake:
                 active.update(awake)
                 load = RoundLoad(

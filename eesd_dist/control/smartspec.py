@@ -8,7 +8,7 @@ for n requests, where the sum is (1 - a^(k+1)) / (1 - a) and a is a moving avera
 acceptance rate. Written from the paper's formulas, with two differences:
 
 - The paper fits seconds as a linear function of the batch's tokens and of its context; here they
-  are the measured cost model, linear between measured numbers of rows, without a term for context.
+  are the measured cost model, linear between measured numbers of rows, at the mean context.
 - Only judged tokens count for a, and a round without a draft is discounted as well. Otherwise a
   batch would learn nothing at length 0, and after low acceptance never draft again.
 """

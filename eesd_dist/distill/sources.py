@@ -150,7 +150,7 @@ class EngineWriter:
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
-        self.cost = engine.cost
+        self.cost = engine.learnt_cost
 
     def write(self, requests: Sequence[Request]) -> list[Written]:
         written = {request.request_id: Written() for request in requests}

@@ -144,7 +144,12 @@ class EngineCore:
 
     @property
     def cost(self) -> CostModel | None:
-        """Measured cost of draft steps and verify passes; None without an exit head."""
+        """Cost of draft steps and verify passes as measured at start; None without an exit head."""
+        return self._policy.profile
+
+    @property
+    def learnt_cost(self) -> CostModel | None:
+        """The same, corrected by rounds, for the size and context of the latest one."""
         return self._policy.cost
 
     def add(self, request: Request, plan: DraftPlan | None = None) -> None:

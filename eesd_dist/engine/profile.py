@@ -22,7 +22,7 @@ from eesd_dist.control.fitting import isotonic
 from eesd_dist.control.policy import DraftPolicy
 from eesd_dist.control.tree_growth import Offer
 from eesd_dist.engine.drafting.stage import DraftStage
-from eesd_dist.model.attention.pages import PROFILED_PAGES
+from eesd_dist.model.attention.pages import PROFILED_POSITIONS
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.page_table import PageTable
 from eesd_dist.schedule.live import LiveRequest
@@ -35,9 +35,8 @@ _FEWEST = 3
 _WARM_UPS = 2
 _LEAST_SHARE = 0.1
 """Least share of a draft's time that its tokens take: noise must not make them look free."""
-_LONG_CONTEXT, _LEAST_CONTEXT = 1024, 128
-"""Context at which rounds are measured once more, and the least one beyond the first that tells
-what context costs."""
+_LEAST_MORE = 128
+"""Minimum difference of the two contexts at which rounds are measured."""
 _POINT_S = 0.09
 """Time for one figure; slow rounds are repeated less often, but at least `_FEWEST` times."""
 
@@ -73,7 +72,7 @@ def measure_cost(
     positions = draft.span.spec.max_position_embeddings
     start = max(0, min(num * page_size - page_size // 2, positions) - longest)
     kv_range = _KvRange(start=start, pages=PageTable(range(num)))
-    long_range = _KvRange.long(min(num_pages, PROFILED_PAGES), page_size, positions, longest)
+    long_range = _KvRange.long(num_pages, page_size, positions, longest)
     fitting = min(longest, min(num * page_size, positions) - start)
     bench = _Bench(draft=draft, channel=channel, kv_range=kv_range, epoch=epoch)
     bench.capture(max_running, fitting=fitting)
@@ -94,7 +93,7 @@ def measure_cost(
     )
     guess_s = steps_s[0] - (bench.row_s() if length else 0.0)
     context_s, row_context_s, draft_context_s = _context_costs(
-        bench, replace(bench, kv_range=long_range), fitting=fitting
+        bench, replace(bench, kv_range=long_range), fitting=fitting, length=length
     )
     return CostModel(
         draft_step_s=steps_s[0],
@@ -116,12 +115,14 @@ def measure_cost(
     )
 
 
-def _context_costs(bench: "_Bench", long: "_Bench", *, fitting: int) -> tuple[float, float, float]:
+def _context_costs(
+    bench: "_Bench", long: "_Bench", *, fitting: int, length: int
+) -> tuple[float, float, float]:
     """Measures seconds by stored position: of a request, of a row in addition, and of a row in the
-    draft stage. `long`: the same bench at a long context. Both are measured one after the other,
-    since a machine's speed changes."""
+    draft stage. `long`: the same bench at a long context; each figure is measured at both in turn,
+    since a machine's speed changes. `length`: of the drafts."""
     more = long.kv_range.start - bench.kv_range.start
-    if more < _LEAST_CONTEXT:
+    if more < _LEAST_MORE:
         return 0.0, 0.0, 0.0
 
     def position_s(measure: Callable[[_Bench], float]) -> float:
@@ -131,7 +132,8 @@ def _context_costs(bench: "_Bench", long: "_Bench", *, fitting: int) -> tuple[fl
     one_s = position_s(lambda b: b.verify_s([1]))
     all_s = position_s(lambda b: b.verify_s([fitting]))
     row_s = min(max(all_s - one_s, 0.0) / max(fitting - 1, 1), one_s)
-    return one_s - row_s, row_s, position_s(lambda b: b.draft_s(1, length=0))
+    draft_s = position_s(lambda b: b.draft_s(1, length=length))
+    return one_s - row_s, row_s, draft_s / (1 + length)
 
 
 def _batch_sizes(max_running: int) -> list[int]:
@@ -149,8 +151,8 @@ class _KvRange:
 
     @classmethod
     def long(cls, num_pages: int, page_size: int, positions: int, num_rows: int) -> "_KvRange":
-        """Returns a range with many positions before its rows."""
-        num = min(num_pages * page_size, positions, _LONG_CONTEXT + num_rows)
+        """Returns a range with as many positions before its rows as are profiled."""
+        num = min(num_pages * page_size, positions, PROFILED_POSITIONS)
         pages = PageTable(range(-(-num // page_size)))
         return cls(start=max(num - num_rows, 0), pages=pages)
 

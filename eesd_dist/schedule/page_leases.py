@@ -242,12 +242,11 @@ class PageLeases:
                 yield from table.pages
 
     def _fresh(self, count: int, *, num_reserved: int, untouchable: Set[int]) -> list[PageId]:
-        """Allocates up to `count` pages, as far as there is room and before an untouchable one."""
+        """Allocates up to `count` pages that are not untouchable, as far as there is room."""
         count = max(0, min(count, self._pages.num_free - num_reserved))
         pages = self._pages.allocate(count) or []
-        usable = list(takewhile(lambda page: page not in untouchable, pages))
-        self._pages.release(pages[len(usable) :])
-        return usable
+        self._pages.release([page for page in pages if page in untouchable])
+        return [page for page in pages if page not in untouchable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from eesd_dist.backends.torch.model import TorchModel
 from eesd_dist.config import DType, Numerics
 from eesd_dist.errors import ConfigError
-from eesd_dist.model.attention.pages import PROFILED_PAGES, Attention
+from eesd_dist.model.attention.pages import Attention
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.elementwise import soft_capped
 from eesd_dist.model.kernels import Candidate, Linear, plain_linear
@@ -68,11 +68,9 @@ class CpuModel(TorchModel):
 
     def zeros(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns zeros that the system makes when a page is first used: torch would write them all
-        now. Those of the start-up profile are written, since memory that never was reads faster."""
+        now."""
         assert dtype == torch.float32, "the type of keys and values here"
-        zeros_PKX = np.zeros(shape, np.float32)
-        zeros_PKX[:PROFILED_PAGES] = 0.0
-        return torch.from_numpy(zeros_PKX)
+        return torch.from_numpy(np.zeros(shape, np.float32))
 
     def attention(self, pages_PKX: Tensor, shape: AttentionShape) -> Attention:
         _warn_of_slow_attention()

@@ -17,8 +17,9 @@ from eesd_dist.types import Outcome, RequestId
 
 _PATIENCE, _LONGEST_REST = 4, 4
 """Rounds without a draft before a request rests, and the longest rest, as a power of two."""
-_HOPELESS = 64
-"""Rounds of requests since a token was accepted after which new requests begin with a rest."""
+_IN_VAIN = 32
+"""Rounds since a token was accepted after which new requests begin with a rest."""
+_MOST_TABLES = 4
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,7 +55,9 @@ class Goodput:
         self._round = 0
         """Number of the round."""
         self._num_in_vain = 0
-        """Rounds of requests since one in which a drafted token was accepted."""
+        """Rounds with decisions since one in which a drafted token was accepted."""
+        self._tables: dict[int, CostTable] = {}
+        """Tables of the latest cost models, by identity."""
 
     @property
     def needs_probs(self) -> bool:
@@ -65,7 +68,7 @@ class Goodput:
         return True
 
     def admit(self, request_id: RequestId, belief: Belief) -> None:
-        num_idle = _PATIENCE + _LONGEST_REST if self._num_in_vain >= _HOPELESS else 0
+        num_idle = _PATIENCE + _LONGEST_REST if self._is_in_vain else 0
         self._requests[request_id] = _Request(
             rng=self._setup.rng(request_id),
             forecast=self._forecast.new_request(belief),
@@ -77,7 +80,11 @@ class Goodput:
         self._requests.pop(request_id, None)
 
     def take_cost(self, cost: CostModel) -> None:
-        self._rounds = replace(self._rounds, costs=CostTable(cost))
+        table = self._tables.pop(id(cost), None) or CostTable(cost)
+        if len(self._tables) >= _MOST_TABLES:
+            self._tables.pop(next(iter(self._tables)))
+        self._tables[id(cost)] = table
+        self._rounds = replace(self._rounds, costs=table)
 
     def recalibrate(self, calibrator: Calibrator, beliefs: Mapping[RequestId, Belief]) -> None:
         requests = list(self._requests.values())  # other threads may be admitting
@@ -114,18 +121,21 @@ class Goodput:
         return round_
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
+        outcomes = [outcome for outcome in outcomes if outcome.request_id in self._requests]
+        if outcomes:
+            is_in_vain = not any(outcome.num_accepted for outcome in outcomes)
+            self._num_in_vain = self._num_in_vain + 1 if is_in_vain else 0
         for outcome in outcomes:
-            request = self._requests.get(outcome.request_id)
-            if request is None:
-                continue
+            request = self._requests[outcome.request_id]
             round_, request.round = request.round, None
-            if round_ is None:  # it rested
+            if round_ is None:  # it could not draft, or was admitted again since
                 continue
-            # A lookup costs little, so that many are tried: those in vain do not keep it awake.
-            is_idle = not (outcome.num_accepted if outcome.is_lookup else outcome.num_drafted)
+            # Lookups cost little, so that many are tried: those in vain do not keep it awake. Nor
+            # does a draft to find out, where all have been in vain.
+            needs_success = outcome.is_lookup or self._is_in_vain
+            is_idle = not (outcome.num_accepted if needs_success else outcome.num_drafted)
             request.num_idle = request.num_idle + 1 if is_idle else 0
             request.wakes_at = self._wake_after(request.num_idle)
-            self._num_in_vain = 0 if outcome.num_accepted else self._num_in_vain + 1
             if outcome.num_drafted:
                 scores = round_.scores_of(outcome.request_id)
                 self._forecast.observe(request.forecast, outcome, scores)
@@ -138,6 +148,10 @@ class Goodput:
                 promised=round_.promised,
                 share=round_.share,
             )
+
+    @property
+    def _is_in_vain(self) -> bool:
+        return self._num_in_vain >= _IN_VAIN
 
     def _wake_after(self, num_idle: int) -> int:
         """Returns the round in which to decide again after so many without a draft: deciding takes

@@ -24,8 +24,8 @@ class Attention(Protocol):
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor: ...
 
 
-PROFILED_PAGES = 64
-"""Maximum number of pages that the start-up profile reads, the first ones."""
+PROFILED_POSITIONS = 1088
+"""Maximum number of positions that the start-up profile reads, in the first pages."""
 
 
 class PagesBackend(Protocol):
@@ -80,6 +80,8 @@ class LayerPages:
         kv_numbers = count_kv_numbers(head_dim=head_dim, page_size=page_size)
         shape = (num_pages, num_kv_heads, kv_numbers)
         self.pages_PKX = backend.zeros(shape, dtype=backend.kv_dtype(dtype), device=device)
+        # Memory that was never written is one page of zeros for a CPU, which is read too fast.
+        self.pages_PKX[: -(-PROFILED_POSITIONS // page_size)].zero_()
         self.keys_PKES = keys_in(
             self.pages_PKX,
             head_dim=head_dim,

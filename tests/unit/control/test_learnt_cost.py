@@ -184,4 +184,5 @@ def test_costs_that_are_not_learnt_still_depend_on_context() -> None:
     assert policy.cost == IN_CONTEXT.at(4_000)
     policy.observe_cost(_in_context(2, 4_000))
     policy.begin_round([RequestId("one")])
-    assert policy.cost == IN_CONTEXT
+    assert policy.cost == IN_CONTEXT.at(4_000)
+    assert policy.profile == IN_CONTEXT
