@@ -62,6 +62,8 @@ class ReplayedRound:
     """Index in the crowd."""
     at: int
     outcome: Outcome
+    rests: bool = False
+    """True if its controller left it out of the round, so that nothing learns from it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +86,11 @@ class Replayed:
     @property
     def outcomes(self) -> list[Outcome]:
         return [turn.outcome for turns in self.rounds for turn in turns]
+
+    @property
+    def verdicts(self) -> list[Outcome]:
+        """The outcomes that policy and beliefs have learnt from."""
+        return [turn.outcome for turns in self.rounds for turn in turns if not turn.rests]
 
 
 Lengths = Callable[[Trace, int], int]
@@ -158,6 +165,7 @@ class Replayer:
                 request=reader.index,
                 at=reader.at,
                 outcome=reader.trace.outcome(request_id, reader.at, reader.drafted),
+                rests=reader.rests,
             )
             for request_id, reader in live.items()
         )
@@ -165,7 +173,7 @@ class Replayer:
         learnt = [
             turn.outcome
             for turn in turns
-            if (reader := live[turn.outcome.request_id]).drafts and not reader.rests
+            if live[turn.outcome.request_id].drafts and not turn.rests
         ]
         self._policy.observe(learnt)
         if self._book is not None:

@@ -21,6 +21,8 @@ from tests.support.drafters import Agreement, save_head, save_target
 
 CEILING = 4
 COST = CostModel(draft_step_s=0.1, verify_s=(1.0, 1.0, 1.1, 1.2, 1.3), round_s=0.05)
+DEAR = replace(COST, draft_step_s=1.0)
+"""Drafts do not pay, so that requests rest."""
 
 
 def fixed(length: int) -> Variant:
@@ -137,8 +139,20 @@ def test_a_replayed_run_has_the_rounds_of_the_live_one(
     tag = variant.label.replace(" ", "")
     alive = lived(engine, texts, variant, tag=tag)
     run = replay(traces, variant, setting(), tag=tag)
-    assert by_request(run.outcomes) == alive
+    assert by_request(run.verdicts) == alive
     assert run.tokens == sum(len(trace) for trace in traces)
+
+
+def test_a_request_that_rests_has_no_verdict_in_the_replay_as_in_the_engine(
+    model: Path, recorded: tuple[list[Text], list[Trace]]
+) -> None:
+    texts, traces = recorded
+    goodput = Variant(label="goodput", controller="goodput")
+    alive = lived(build_local_engine(config(model), cost=DEAR), texts, goodput, tag="dear")
+    run = replay(traces, goodput, replace(setting(), cost=DEAR), tag="dear")
+    assert by_request(run.verdicts) == alive
+    assert len(run.verdicts) < 0.6 * len(run.outcomes)
+    assert sum(turn.rests for turns in run.rounds for turn in turns) > 20
 
 
 def test_recording_meets_both_verdicts_and_a_text_that_stops(

@@ -319,6 +319,23 @@ def test_a_swapped_head_starts_with_a_drift_of_its_own() -> None:
     assert [_one_level(policy, [0.8]) for _ in range(10)].count([True]) >= 8
 
 
+def test_lookups_in_vain_do_not_keep_a_request_awake() -> None:
+    def awake_rounds(*, accepted: int) -> int:
+        policy, name = _policy(MEASURED), RequestId("one")
+        policy.admit(name, None, Belief())
+        count = 0
+        for _ in range(100):
+            if name in policy.begin_round([name]):
+                count += 1
+                policy.observe(
+                    [Outcome(request_id=name, num_drafted=2, num_accepted=accepted, is_lookup=True)]
+                )
+        return count
+
+    assert awake_rounds(accepted=1) == 100
+    assert awake_rounds(accepted=0) < 20
+
+
 def test_requests_that_rest_wake_in_the_same_rounds() -> None:
     policy = _policy(MEASURED)
     names = [RequestId(str(number)) for number in range(8)]

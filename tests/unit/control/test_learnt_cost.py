@@ -175,6 +175,30 @@ def test_a_new_context_starts_from_the_nearest_one() -> None:
     assert learnt.select(1, 3_000) is learnt.select(1, 3_020)
 
 
+def test_a_learnt_model_applies_at_other_contexts_too() -> None:
+    """Another engine may take it over, and convert it."""
+    learnt, rng = LearntCost(IN_CONTEXT), Random(3)
+    for _ in range(400):
+        learnt.observe(_in_context(rng.randrange(9), 8_000))
+    model = CostModel.from_json(learnt.model.to_json()).at(1_000)
+    for rows in (1, 9):
+        real = REAL_IN_CONTEXT.at(1_000).verify_batch(rows)
+        assert 0.5 * real < model.verify_batch(rows) < 2.0 * real
+    assert model.verify_batch(9) > 1.2 * model.verify_batch(1)
+
+
+def test_rounds_that_teach_nothing_leave_no_lines() -> None:
+    """Rounds of prompts, which are decided on and not learnt from."""
+    learnt, rng = LearntCost(IN_CONTEXT), Random(3)
+    for _ in range(200):
+        learnt.observe(_in_context(rng.randrange(9), 2_000))
+        learnt.select(1, 900)
+    real = REAL_IN_CONTEXT.at(1_300)  # nearer to the 900 positions of which nothing is known
+    assert learnt.select(1, 1_300).seconds(0) == pytest.approx(real.seconds(0), rel=0.15)
+    assert learnt.select(1, None) is learnt.select(1, 1_300)
+    assert learnt.select(9, 31) == IN_CONTEXT.at(31)
+
+
 def test_costs_that_are_not_learnt_still_depend_on_context() -> None:
     policy = DraftPolicy(
         speculation=SpeculationConfig(learn_costs=False), cost=IN_CONTEXT, calibrator=None
