@@ -68,7 +68,7 @@ def cells_of(
 
 
 def write_useless_head(head: Path, folder: Path) -> Path:
-    """Writes a copy of an exit head with random weights, whose drafts are hardly ever accepted;
+    """Writes a copy of an exit head with random weights: its drafts are hardly ever accepted;
     its calibration, which says otherwise, stays. Returns the folder."""
     copytree(head, folder)
     weights, generator = load_file(folder / SINGLE_FILE), torch.Generator().manual_seed(0)

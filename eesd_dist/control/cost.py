@@ -43,6 +43,8 @@ class CostModel:
     """`round_s` by number of requests."""
     start_s: float = 0.0
     """Seconds of a round with drafts in addition to its tokens, whatever their number."""
+    lookup_s: float = 0.0
+    """Seconds of a round with drafts found by prompt lookup in addition to their rows."""
     context: int = 0
     """Stored positions of each request at which the figures above apply; `at` converts them."""
     context_s: float = 0.0
@@ -178,6 +180,7 @@ class CostModel:
             "draft_rows_s": [list(point) for point in self.draft_rows_s],
             "known_rows_s": [list(point) for point in self.known_rows_s],
             "start_s": self.start_s,
+            "lookup_s": self.lookup_s,
             "context": self.context,
             "context_s": self.context_s,
             "row_context_s": self.row_context_s,
@@ -200,6 +203,7 @@ class CostModel:
             draft_rows_s=_points(data.get("draft_rows_s", [])),
             known_rows_s=_points(data.get("known_rows_s", [])),
             start_s=_seconds(data.get("start_s", 0.0)),
+            lookup_s=_seconds(data.get("lookup_s", 0.0)),
             context=_count(data.get("context", 0)),
             context_s=_seconds(data.get("context_s", 0.0)),
             row_context_s=_seconds(data.get("row_context_s", 0.0)),

@@ -47,12 +47,14 @@ _CHANGE = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundCost:
-    """Costs of a finished round without prompt lookups, which are drafted for less."""
+    """Costs of a finished round."""
 
     levels: Sequence[int]
     """Tokens drafted at each depth, over all requests."""
     guesses: Sequence[int]
     """Tokens guessed at each depth, drafted or not."""
+    num_lookups: int = 0
+    """Tokens drafted by prompt lookup, for less; they are among those of `levels`."""
     num_rows: int
     num_requests: int
     context: int | None = None
@@ -128,7 +130,10 @@ class LearntCost:
             if len(self._sizes) >= _MAX_SIZES:
                 self._sizes.pop(next(iter(self._sizes)))
             self._sizes[cost.num_requests, self._size.context] = self._size
-        self._size.observe(cost)
+        if cost.num_lookups:
+            self._size.observe_lookups(cost)
+        else:
+            self._size.observe(cost)
 
     def select(self, num_requests: int, context: int | None) -> CostModel:
         """Returns the model for rounds of this size; `context` as in `RoundCost`, None for that of
@@ -173,6 +178,8 @@ class _SizeCost:
         self._drafting = Line(round_s=plain_s)
         """The seconds of drafting; the extra is its start."""
         self._verifying = Line(round_s=plain_s)
+        self._lookups = Line(round_s=plain_s)
+        """What lookups add to a round, as the extra of a line."""
         self._num_rounds = self._num_plain = self._num_drafted = 0
         self._num_since_plain = 0
         """Drafted rounds since the latest plain one."""
@@ -180,9 +187,9 @@ class _SizeCost:
 
     def start_from(self, other: "_SizeCost") -> None:
         """Takes over the lines of another context, and most of its plain rounds."""
-        self._input, self._drafting, self._verifying = (
+        self._input, self._drafting, self._verifying, self._lookups = (
             line.restarted(round_s=self._plain_s)
-            for line in (other._input, other._drafting, other._verifying)
+            for line in (other._input, other._drafting, other._verifying, other._lookups)
         )
         self._num_plain = min(other._num_plain, len(_FIRST_PLAIN) - 1)
         self.model = self._learnt()
@@ -226,6 +233,19 @@ class _SizeCost:
         if not all(self._is_as_before(length) for length in (0, 4)):
             self.model = self._learnt()
 
+    def observe_lookups(self, cost: RoundCost) -> None:
+        """Learns from a round with lookups and no other draft what it took longer than expected."""
+        self._num_rounds += 1
+        if any(cost.guesses) or not self._num_plain:
+            return
+        profile = self._profile
+        expected_s = profile.known_batch(cost.num_requests) + self._input.extra
+        verify_s = profile.verify_batch(cost.num_rows, cost.num_requests)
+        expected_s += self._verifying.at(verify_s)
+        self._lookups.observe(0.0, cost.other_s + cost.verify_s - expected_s)
+        if abs(max(self._lookups.extra, 0.0) - self.model.lookup_s) > _CHANGE * self._plain_s:
+            self.model = self._learnt()
+
     def _is_as_before(self, length: int) -> bool:
         profile, count = self._profile, self._num_requests
         before = self.model.batch_seconds([length] * count)
@@ -245,6 +265,7 @@ class _SizeCost:
             guess_s=drafting.ratio * profile.guess_s,
             draft_rows_s=_scaled(profile.draft_rows_s, drafting.ratio, 0.0),
             start_s=max(drafting.extra, 0.0),
+            lookup_s=max(self._lookups.extra, 0.0),
             round_s=max(profile.round_s + extra, 0.0),
             known_rows_s=_scaled(profile.known_rows_s, 1.0, extra),
             verify_s=tuple(max(verifying.at(seconds), 1e-9) for seconds in profile.verify_s),

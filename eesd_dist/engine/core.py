@@ -308,7 +308,7 @@ class EngineCore:
         stats = self._meter.finished(waiting, reply, outcomes=outcomes, emissions=emissions)
         is_usual = self._num_captures == CAPTURES.count
         self._num_captures = CAPTURES.count
-        if is_usual and not stats.num_prefill_rows and not stats.num_lookup_drafted:
+        if is_usual and not stats.num_prefill_rows:
             self._policy.observe_cost(_cost_of(stats, waiting))
         return StepResult(
             emissions=tuple(emissions),
@@ -339,6 +339,7 @@ def _cost_of(stats: RoundStats, waiting: RoundInFlight) -> RoundCost:
     return RoundCost(
         levels=stats.drafted_by_position,
         guesses=waiting.drafted.guesses_by_depth,
+        num_lookups=stats.num_lookup_drafted,
         num_rows=stats.num_rows,
         num_requests=stats.num_requests,
         context=waiting.plan.context,

@@ -18,7 +18,7 @@ class CostTable:
         self._rows = [0.0]
         self._input_s: dict[int, float] = {}
         self._rounds: dict[tuple[int, int, int, bool], list[float]] = {}
-        self.start_s = cost.start_s
+        self.start_s, self.lookup_s = cost.start_s, cost.lookup_s
         self.guess_share = cost.guess_batch(1) / cost.draft_step_s if cost.draft_step_s else 0.0
 
     def rounds(

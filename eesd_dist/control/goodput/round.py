@@ -157,14 +157,16 @@ class GoodputRound:
             for count, seconds in enumerate(verify_s)
         ]
         length = self._setup.sources.length(draft.sources, context, prices, draft.rng)
-        self._num_looked_up += length
         self._drafting_s += self._looking_up_s(length)
+        self._num_looked_up += length
         return length
 
     def _looking_up_s(self, count: int) -> float:
-        """Returns the seconds of drafting for a lookup of so many tokens."""
-        steps = _LOOKUP_STEPS + _LOOKUP_ROW_STEPS * count if count else 0.0
-        return steps * self._costs.step(1)
+        """Returns the seconds of drafting for one more lookup, of so many tokens."""
+        if not count:
+            return 0.0
+        first_s = 0.0 if self._num_looked_up else self._costs.lookup_s
+        return first_s + (_LOOKUP_STEPS + _LOOKUP_ROW_STEPS * count) * self._costs.step(1)
 
     def head_gain(self, outcome: Outcome) -> float:
         """Returns the tokens of a draft of the exit head above its share of the round's price."""

@@ -158,7 +158,7 @@ def test_a_request_that_drafts_nothing_rests_longer_and_longer() -> None:
         return is_active
 
     turns = [at for at in range(80) if round_of(drafts=False)]
-    # From the first round, whose number is 1: from 16 rounds of rest on at multiples of 16.
+    # The first round has the number 1: rests of 16 rounds end at multiples of 16.
     assert turns == [0, 1, 2, 3, 4, 5, 7, 15, 31, 47, 63, 79]
     while not round_of(drafts=True):
         pass

@@ -199,6 +199,24 @@ def test_rounds_that_teach_nothing_leave_no_lines() -> None:
     assert learnt.select(9, 31) == IN_CONTEXT.at(31)
 
 
+def test_it_learns_what_lookups_add_to_a_round() -> None:
+    learnt = LearntCost(PROFILE)
+    lookups = replace(
+        a_round(PROFILE, 2),
+        guesses=(),
+        num_lookups=2,
+        other_s=PROFILE.round_s + 0.4e-3,
+    )
+    for _ in range(20):
+        learnt.observe(a_round(PROFILE, 0))
+    before = learnt.model.seconds(2)
+    for _ in range(20):
+        learnt.observe(lookups)
+    assert learnt.model.lookup_s == pytest.approx(0.4e-3, rel=0.1)
+    assert learnt.model.seconds(2) == pytest.approx(before, rel=0.01)
+    assert CostModel.from_json(learnt.model.to_json()).lookup_s == learnt.model.lookup_s
+
+
 def test_costs_that_are_not_learnt_still_depend_on_context() -> None:
     policy = DraftPolicy(
         speculation=SpeculationConfig(learn_costs=False), cost=IN_CONTEXT, calibrator=None

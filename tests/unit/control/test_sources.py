@@ -1,5 +1,6 @@
 """The source of drafts: the exit head or prompt lookup, by what each has gained."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -104,6 +105,23 @@ def test_goodput_learns_whether_lookups_pay(accepts: bool) -> None:
     counts = rounds(_policy(), 120, accepts=accepts)
     last_counts = counts[60:]
     assert (sum(last_counts) / len(last_counts) > 7) if accepts else (last_counts.count(0) > 45)
+
+
+def test_lookups_pay_for_what_they_add_to_a_round() -> None:
+    def lengths_of_a_round(lookup_s: float) -> list[int]:
+        policy = DraftPolicy(
+            speculation=SpeculationConfig(),
+            cost=replace(COST, lookup_s=lookup_s),
+            calibrator=Calibrator(log_gap=1.0, logit_top1=0.0),
+        )
+        names = [ONE, RequestId("two")]
+        for name in names:
+            policy.admit(name, None, Belief())
+        policy.begin_round(names)
+        return [policy.lookup_length(name, lambda: (9, 2)) for name in names]
+
+    assert lengths_of_a_round(0.0) == [2, 2]
+    assert lengths_of_a_round(100.0 * COST.verify_s[0]) == [0, 0]
 
 
 def test_ngram_drafts_what_is_found_up_to_its_length_and_nothing_of_the_head() -> None:
