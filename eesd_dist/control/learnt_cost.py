@@ -179,7 +179,7 @@ class _SizeCost:
         """The seconds of drafting; the extra is its start."""
         self._verifying = Line(round_s=plain_s)
         self._lookups = Line(round_s=plain_s)
-        """What lookups add to a round, as the extra of a line."""
+        """Additional seconds of a round with lookups, as the extra of a line."""
         self._num_rounds = self._num_plain = self._num_drafted = 0
         self._num_since_plain = 0
         """Drafted rounds since the latest plain one."""
