@@ -162,11 +162,11 @@ class DraftPolicy:
             if is_plain and group.weighs_costs:
                 continue
             group_ids = [i for i in request_ids if self._requests[i].group is group]
-            awake = group.awake(group_ids) if group_ids else ()
-            if awake:
-                active.update(awake)
+            active_ids = group.awake(group_ids) if group_ids else ()
+            if active_ids:
+                active.update(active_ids)
                 load = RoundLoad(
-                    request_ids=tuple(awake),
+                    request_ids=tuple(active_ids),
                     num_requests=count,
                     num_known=num_rows,
                     num_prefill=num_prefill,

@@ -129,11 +129,11 @@ def _context_costs(
         short_s = measure(bench)
         return max(measure(long) - short_s, 0.0) / more
 
-    one_s = position_s(lambda b: b.verify_s([1]))
-    all_s = position_s(lambda b: b.verify_s([fitting]))
-    row_s = min(max(all_s - one_s, 0.0) / max(fitting - 1, 1), one_s)
+    request_s = position_s(lambda b: b.verify_s([1]))
+    rows_s = position_s(lambda b: b.verify_s([fitting]))
+    row_s = min(max(rows_s - request_s, 0.0) / max(fitting - 1, 1), request_s)
     draft_s = position_s(lambda b: b.draft_s(1, length=length))
-    return one_s - row_s, row_s, draft_s / (1 + length)
+    return request_s - row_s, row_s, draft_s / (1 + length)
 
 
 def _batch_sizes(max_running: int) -> list[int]:

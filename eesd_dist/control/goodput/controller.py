@@ -92,9 +92,9 @@ class Goodput:
 
     def awake(self, request_ids: Sequence[RequestId]) -> Sequence[RequestId]:
         self._round += 1
-        awake = [i for i in request_ids if self._requests[i].wakes_at <= self._round]
-        self._num_rested += len(request_ids) - len(awake)
-        return awake
+        active_ids = [i for i in request_ids if self._requests[i].wakes_at <= self._round]
+        self._num_rested += len(request_ids) - len(active_ids)
+        return active_ids
 
     def begin_round(self, load: RoundLoad) -> GoodputRound:
         requests = {request_id: self._requests[request_id] for request_id in load.request_ids}
@@ -158,5 +158,5 @@ class Goodput:
         time too. Requests wake in the same rounds, so that most rounds have nothing to decide."""
         if num_idle < _PATIENCE:
             return 0
-        rest = 1 << min(num_idle - _PATIENCE, _LONGEST_REST)
-        return (self._round // rest + 1) * rest
+        pause = 1 << min(num_idle - _PATIENCE, _LONGEST_REST)
+        return (self._round // pause + 1) * pause

@@ -171,9 +171,9 @@ def test_figures_at_a_context_add_what_each_request_and_row_reads() -> None:
 
 
 def test_figures_at_a_context_do_not_depend_on_the_way_there() -> None:
-    there_and_back = IN_CONTEXT.at(5_000).at(700)
-    assert there_and_back.context == 700
-    assert there_and_back.verify_batch(6, 3) == pytest.approx(IN_CONTEXT.at(700).verify_batch(6, 3))
+    converted = IN_CONTEXT.at(5_000).at(700)
+    assert converted.context == 700
+    assert converted.verify_batch(6, 3) == pytest.approx(IN_CONTEXT.at(700).verify_batch(6, 3))
     assert BATCH.at(5_000) is BATCH  # nothing is known about context
     assert min(IN_CONTEXT.at(0).verify_s) > 0.0
 

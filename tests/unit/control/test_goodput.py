@@ -320,7 +320,7 @@ def test_a_swapped_head_starts_with_a_drift_of_its_own() -> None:
 
 
 def test_lookups_in_vain_do_not_keep_a_request_awake() -> None:
-    def awake_rounds(*, accepted: int) -> int:
+    def num_decisions(*, accepted: int) -> int:
         policy, name = _policy(MEASURED), RequestId("one")
         policy.admit(name, None, Belief())
         count = 0
@@ -332,26 +332,26 @@ def test_lookups_in_vain_do_not_keep_a_request_awake() -> None:
                 )
         return count
 
-    assert awake_rounds(accepted=1) == 100
-    assert awake_rounds(accepted=0) < 20
+    assert num_decisions(accepted=1) == 100
+    assert num_decisions(accepted=0) < 20
 
 
 def test_requests_that_rest_wake_in_the_same_rounds() -> None:
     policy = _policy(MEASURED)
     names = [RequestId(str(number)) for number in range(8)]
-    awake_rounds = 0
+    num_decisions = 0
     for number in range(256):
         if number % 7 == 0 and number // 7 < len(names):  # they arrive one after another
             policy.admit(names[number // 7], None, Belief())
         live = names[: number // 7 + 1]
         active = policy.begin_round(live)
         policy.observe(Outcome(request_id=name, num_drafted=0, num_accepted=0) for name in active)
-        awake_rounds += bool(active) and number >= 128
-    assert awake_rounds == 128 // 16
+        num_decisions += bool(active) and number >= 128
+    assert num_decisions == 128 // 16
 
 
 def test_where_drafts_are_in_vain_a_new_request_begins_with_a_rest() -> None:
-    def first_round_of_a_new_one(*, accepted: int) -> int:
+    def first_round(*, accepted: int) -> int:
         policy, sure = _policy(MEASURED), (evidence(0.9),)
         for number in range(100):
             name = RequestId(str(number))
@@ -364,8 +364,8 @@ def test_where_drafts_are_in_vain_a_new_request_begins_with_a_rest() -> None:
         policy.admit(RequestId("new"), None, Belief())
         return next(at for at in range(99) if policy.begin_round([RequestId("new")]))
 
-    assert first_round_of_a_new_one(accepted=1) == 0
-    assert 0 < first_round_of_a_new_one(accepted=0) < 16
+    assert first_round(accepted=1) == 0
+    assert 0 < first_round(accepted=0) < 16
 
 
 def test_guesses_that_looked_good_and_failed_for_long_do_not_end_all_drafting() -> None:
