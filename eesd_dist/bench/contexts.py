@@ -6,32 +6,52 @@ that the seconds are those of decoding. The engine learns costs from the rounds 
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 from random import Random
 from shutil import copytree
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from eesd_dist.bench.control_inputs import (
+    PAGE_SIZE,
+    clock_of,
+    cost_of,
+    head_of,
+    model_config_of,
+)
 from eesd_dist.bench.crowds import Crowd, all_at_once, in_turn, texts_of
 from eesd_dist.bench.live import PLAIN, Race, Track
-from eesd_dist.bench.output import Say
+from eesd_dist.bench.options import ControlOptions
+from eesd_dist.bench.output import Say, print_report
 from eesd_dist.bench.replay import Variant
 from eesd_dist.bench.round_breakdown import round_s, without_prefill
-from eesd_dist.config import CacheConfig, EngineConfig, SchedulerConfig
-from eesd_dist.control.cost import CostModel
+from eesd_dist.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from eesd_dist.engine.build import build_local_engine
+from eesd_dist.engine.layout import layout_of
+from eesd_dist.errors import ConfigError
 from eesd_dist.model.weights import SINGLE_FILE
 from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.text.prompts import Prompt
+from eesd_dist.text.prompts import Prompt, load_prompts
+from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import RoundStats
 
 GOODPUT = Variant(label="goodput", controller="goodput")
 TARGET = 0.98
 """Aim for the lower end of every interval."""
+_MAX_TOKENS = 48
 _NUM_PROMPTS = 4
 _FEWEST_BLOCKS = 8
 _REQUESTS = 24
@@ -48,10 +68,6 @@ class Cell:
     temperature: float
     context: int
     load: int
-
-    @property
-    def name(self) -> str:
-        return f"T {self.temperature:g}, {self.context} tokens, {self.load} at a time"
 
 
 def cells_of(
@@ -95,65 +111,87 @@ def prompts_of_context(prompts: Sequence[Prompt], context: int) -> list[Prompt]:
     return texts
 
 
-def config_for(config: EngineConfig, cells: Sequence[Cell], *, max_tokens: int) -> EngineConfig:
-    """Returns the engine's configuration with room for the largest cell, and the service's own
-    settings of speculation."""
-    page, longest = config.cache.page_size, max(cell.context for cell in cells)
-    load = max(cell.load for cell in cells)
-    own_pages = 2 + (max_tokens + config.speculation.max_draft_tokens) // page
+def compare_contexts(options: ControlOptions, say: Say) -> None:
+    """Prints the table. Raises ConfigError without a head, or if no context fits the model."""
+    if options.quick or options.record is not None or options.traces is not None:
+        raise ConfigError("--only contexts takes neither --quick nor --record nor --traces")
+    prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
+    max_tokens = options.max_tokens or _MAX_TOKENS
+    model = model_config_of(options)
+    layout = layout_of(EngineConfig(model=model))
+    head, clock = head_of(options, layout), clock_of(options, layout.device)
+    longest = layout.max_model_len - max_tokens
+    cells = cells_of(options.temperatures, options.contexts, options.loads, longest=longest)
+    if not cells:
+        raise ConfigError(
+            f"contexts {list(options.contexts)} with {max_tokens} tokens more: the model has "
+            f"{layout.max_model_len} positions; use shorter --contexts"
+        )
+    rng = Random(options.seed)
+    rows: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder:
+        if options.useless_head:
+            head = write_useless_head(head, Path(folder, "head"))
+        model = model.model_copy(update={"head": head})
+        engine = build_local_engine(
+            _config(options, model, cells, max_tokens),
+            book=BeliefBook(max_workloads=4096),
+            cost=cost_of(options),
+        )
+        try:
+            for cell in cells:
+                texts = texts_of(
+                    prompts_of_context(prompts, cell.context),
+                    temperatures=[cell.temperature],
+                    max_tokens=max_tokens,
+                    stop_token_ids=(),
+                    seed=1000 + options.seed,
+                )
+                race = _raced(Track(engine, texts, clock=clock), cell, len(texts), rng)
+                rows.append(asdict(cell) | row_of(race))
+                say(_line(rows[-1]))
+        finally:
+            engine.close()
+    settings = {
+        "temperatures": options.temperatures,
+        "max_tokens": max_tokens,
+        "max_draft_tokens": options.max_draft_tokens,
+        "useless_head": options.useless_head,
+        "dtype": layout.dtype,
+        "threads": options.threads,
+        "clock": options.clock,
+    }
+    print_report({"summary": _summary_of(rows), "settings": settings}, seed=options.seed)
+
+
+def _config(
+    options: ControlOptions, model: ModelConfig, cells: Sequence[Cell], max_tokens: int
+) -> EngineConfig:
+    """Returns a config with room for the largest cell, and the service's settings of drafts."""
+    longest, load = max(cell.context for cell in cells), max(cell.load for cell in cells)
+    own_pages = 2 + (max_tokens + options.max_draft_tokens) // PAGE_SIZE
     # Requests that draft share no pages with others; and pages of texts that have ended must not
     # push out those of prompts.
-    num_pages = 3 * (_NUM_PROMPTS * (longest // page + 1) + (load + 1) * own_pages)
-    ceiling = config.speculation.max_draft_tokens
-    return config.model_copy(
-        update={
-            "cache": CacheConfig(page_size=page, num_pages=num_pages, prefix_caching=True),
-            "scheduler": SchedulerConfig(max_running=load, max_waiting=1 << 20),
-            "speculation": config.speculation.model_copy(
-                update={"prompt_lookup": True, "fixed_length": ceiling}
-            ),
-        }
+    num_pages = 3 * (_NUM_PROMPTS * (longest // PAGE_SIZE + 1) + (load + 1) * own_pages)
+    return EngineConfig(
+        model=model,
+        cache=CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages),
+        scheduler=SchedulerConfig(max_running=load, max_waiting=1 << 20),
+        speculation=SpeculationConfig(max_draft_tokens=options.max_draft_tokens, seed=options.seed),
+        parallel=ParallelConfig(num_threads=options.threads),
     )
 
 
-def race_contexts(
-    config: EngineConfig,
-    prompts: Sequence[Prompt],
-    cells: Sequence[Cell],
-    *,
-    max_tokens: int,
-    seed: int,
-    cost: CostModel | None,
-    clock: Callable[[], float],
-    say: Say,
-) -> Iterator[tuple[Cell, Race]]:
-    """Races every cell, all of them on one engine. `config`: as of `config_for`; `cost`: None
-    measures it."""
-    rng = Random(seed)
-    engine = build_local_engine(config, book=BeliefBook(max_workloads=4096), cost=cost)
-    try:
-        for cell in cells:
-            texts = texts_of(
-                prompts_of_context(prompts, cell.context),
-                temperatures=[cell.temperature],
-                max_tokens=max_tokens,
-                stop_token_ids=(),
-                seed=1000 + seed,
-            )
-            track = Track(engine, texts, clock=clock)
-            track.race([[all_at_once(len(texts))]], [PLAIN, GOODPUT])  # computes the prompts
-            num_blocks = max(_FEWEST_BLOCKS, _REQUESTS // cell.load)
-            blocks: list[list[Crowd]] = [
-                [in_turn(len(texts), cell.load, rng=rng)] for _ in range(num_blocks)
-            ]
-            race = track.race(blocks, [PLAIN, GOODPUT])
-            say(_line(cell, row_of(race)))
-            yield cell, race
-    finally:
-        engine.close()
+def _raced(track: Track, cell: Cell, num_texts: int, rng: Random) -> Race:
+    track.race([[all_at_once(num_texts)]], [PLAIN, GOODPUT])  # computes the prompts
+    num_blocks = max(_FEWEST_BLOCKS, _REQUESTS // cell.load)
+    blocks: list[list[Crowd]] = [
+        [in_turn(num_texts, cell.load, rng=rng)] for _ in range(num_blocks)
+    ]
+    return track.race(blocks, [PLAIN, GOODPUT])
 
 
-def row_of(race: Race) -> dict[str, object]:
+def row_of(race: Race) -> dict[str, Any]:
     """Returns a cell's figures.
 
     `declined_ms`: how much longer a round without drafts takes than a plain one, by medians;
@@ -179,27 +217,24 @@ def row_of(race: Race) -> dict[str, object]:
     }
 
 
-def _line(cell: Cell, row: dict[str, object]) -> str:
+def _line(row: Mapping[str, Any]) -> str:
+    place = f"T {row['temperature']:g}, {row['context']} tokens, {row['load']} at a time"
     return (
-        f"{cell.name:38} {row['over_plain']:.3f} {row['over_plain_95']}  "
+        f"{place:38} {row['over_plain']:.3f} {row['over_plain_95']}  "
         f"plain {row['plain_tokens_per_s']} tok/s, declined {row['declined_ms']} ms, "
         f"drafting {row['drafting_share']}"
     )
 
 
-def summary_of_contexts(rows: Sequence[tuple[Cell, Race]]) -> dict[str, object]:
+def _summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the table and its worst place."""
-    table = [
-        {"temperature": cell.temperature, "context": cell.context, "load": cell.load} | row_of(race)
-        for cell, race in rows
-    ]
-    lows = [race.interval(GOODPUT.label, PLAIN.label, share=_SHARE).low for _, race in rows]
+    lows = [row["over_plain_95"][0] for row in rows]
     return {
-        "lowest": round(min(lows), 3),
+        "lowest": min(lows),
         "below_target": sum(low < TARGET for low in lows),
         "target": TARGET,
-        "texts_unlike_plain": sum(race.texts_unlike_plain for _, race in rows),
-        "cells": table,
+        "texts_unlike_plain": sum(row["texts_unlike_plain"] for row in rows),
+        "cells": rows,
     }
 
 

@@ -7,17 +7,10 @@ hindsight, by the same figures it is then compared with: noise is in its favour.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 
-from eesd_dist.bench.contexts import (
-    cells_of,
-    config_for,
-    race_contexts,
-    summary_of_contexts,
-    write_useless_head,
-)
+from eesd_dist.bench.contexts import compare_contexts
+from eesd_dist.bench.control_inputs import PAGE_SIZE, clock_of, cost_of, head_of, model_config_of
 from eesd_dist.bench.control_report import (
     CONTENDERS,
     LiveRaces,
@@ -46,7 +39,6 @@ from eesd_dist.bench.traces import Text, TraceSet, chain_length, record
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,
-    ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculationConfig,
@@ -55,16 +47,14 @@ from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.build import build_local_engine
 from eesd_dist.engine.core import EngineCore
-from eesd_dist.engine.layout import Layout, layout_of
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.routing.beliefs import BeliefBook
 from eesd_dist.text.prompts import Prompt, load_prompts
 from eesd_dist.text.tokenizer import Tokenizer
 
-_CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 _LEAST_LOAD = 2
 """Smaller loads have more blocks, so that every variant has as many requests there."""
-_PAGE_SIZE = 32
 _MAX_RUNNING = 32
 
 
@@ -259,9 +249,7 @@ def main(options: ControlOptions) -> None:
     if options.traces is not None and options.record is not None:
         raise ConfigError("--traces replays a recording and --record makes one: use one of them")
     if options.only == "contexts":
-        if options.quick or options.record is not None or options.traces is not None:
-            raise ConfigError("--only contexts takes neither --quick nor --record nor --traces")
-        _compare_contexts(options, say)
+        compare_contexts(options, say)
         return
     bench = _bench(options, QUICK if options.quick else FULL)
     if bench.cost is None:
@@ -299,60 +287,6 @@ def main(options: ControlOptions) -> None:
     print_report(report, seed=options.seed)
 
 
-def _compare_contexts(options: ControlOptions, say: Say) -> None:
-    """Prints the table of contexts. Raises ConfigError without a head, or if no context fits."""
-    prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
-    max_tokens = options.max_tokens or FULL.max_tokens
-    config = _config(options, prompts, max_tokens)
-    layout = layout_of(config)
-    head = _head_of(options, layout)
-    cells = cells_of(
-        options.temperatures,
-        options.contexts,
-        options.loads,
-        longest=layout.max_model_len - max_tokens,
-    )
-    if not cells:
-        raise ConfigError(
-            f"contexts {list(options.contexts)} with {max_tokens} tokens more: the model has "
-            f"{layout.max_model_len} positions; use shorter --contexts"
-        )
-    config = config_for(config, cells, max_tokens=max_tokens)
-    with TemporaryDirectory() as folder:
-        if options.useless_head:
-            head = write_useless_head(head, Path(folder, "head"))
-        config = config.model_copy(update={"model": config.model.model_copy(update={"head": head})})
-        races = race_contexts(
-            config,
-            prompts,
-            cells,
-            max_tokens=max_tokens,
-            seed=options.seed,
-            cost=CostModel.load(options.cost) if options.cost is not None else None,
-            clock=_CLOCKS[options.clock],
-            say=say,
-        )
-        summary = summary_of_contexts(list(races))
-    settings = {
-        "temperatures": options.temperatures,
-        "max_tokens": max_tokens,
-        "max_draft_tokens": options.max_draft_tokens,
-        "useless_head": options.useless_head,
-        "dtype": layout.dtype,
-        "threads": options.threads,
-        "clock": options.clock,
-    }
-    print_report({"summary": summary, "settings": settings}, seed=options.seed)
-
-
-def _head_of(options: ControlOptions, layout: Layout) -> Path:
-    if layout.head_folder is None:
-        raise ConfigError(
-            f"{options.model}: found no exit head, without which nothing is drafted: use --head"
-        )
-    return layout.head_folder
-
-
 def _traces(options: ControlOptions, bench: Bench, say: Say) -> TraceSet:
     if options.traces is not None:
         return TraceSet.load(options.traces)
@@ -386,7 +320,7 @@ def _bench(options: ControlOptions, scale: Scale) -> Bench:
     max_tokens = options.max_tokens or scale.max_tokens
     config = _config(options, prompts, max_tokens)
     layout = layout_of(config)
-    _head_of(options, layout)
+    head_of(options, layout)
     needed = _longest(prompts) + max_tokens + chain_length(options.max_draft_tokens)
     if needed > layout.max_model_len:
         raise ConfigError(
@@ -400,15 +334,14 @@ def _bench(options: ControlOptions, scale: Scale) -> Bench:
         stop_token_ids=layout.spec.eos_token_ids,
         seed=1000 + options.seed,
     )
-    if options.clock == "cpu" and layout.device.type != "cpu":
-        raise ConfigError(f"--clock cpu does not measure work on {layout.device}: use --clock wall")
+    clock = clock_of(options, layout.device)
     return Bench(
         config=config,
         texts=tuple(texts),
         scale=scale,
         seed=options.seed,
-        cost=CostModel.load(options.cost) if options.cost is not None else None,
-        clock=_CLOCKS[options.clock],
+        cost=cost_of(options),
+        clock=clock,
     )
 
 
@@ -417,16 +350,10 @@ def _config(options: ControlOptions, prompts: Sequence[Prompt], max_tokens: int)
     ceiling = options.max_draft_tokens
     longest = _longest(prompts) + max_tokens + chain_length(ceiling)
     return EngineConfig(
-        model=ModelConfig(
-            path=options.model,
-            head=options.head,
-            dtype=options.dtype,
-            numerics="invariant",
-            device=options.device,
-        ),
+        model=model_config_of(options),
         cache=CacheConfig(
-            page_size=_PAGE_SIZE,
-            num_pages=(_MAX_RUNNING + 1) * (longest // _PAGE_SIZE + 2),
+            page_size=PAGE_SIZE,
+            num_pages=(_MAX_RUNNING + 1) * (longest // PAGE_SIZE + 2),
             prefix_caching=False,
         ),
         scheduler=SchedulerConfig(max_running=_MAX_RUNNING, max_waiting=1 << 20),

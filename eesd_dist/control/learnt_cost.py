@@ -53,7 +53,7 @@ class RoundCost:
     """Tokens drafted at each depth, over all requests."""
     guesses: Sequence[int]
     """Tokens guessed at each depth, drafted or not."""
-    num_lookups: int = 0
+    num_lookup_drafted: int = 0
     """Tokens drafted by prompt lookup, for less; they are among those of `levels`."""
     num_rows: int
     num_requests: int
@@ -130,7 +130,7 @@ class LearntCost:
             if len(self._sizes) >= _MAX_SIZES:
                 self._sizes.pop(next(iter(self._sizes)))
             self._sizes[cost.num_requests, self._size.context] = self._size
-        if cost.num_lookups:
+        if cost.num_lookup_drafted:
             self._size.observe_lookups(cost)
         else:
             self._size.observe(cost)

@@ -339,7 +339,7 @@ def _cost_of(stats: RoundStats, waiting: RoundInFlight) -> RoundCost:
     return RoundCost(
         levels=stats.drafted_by_position,
         guesses=waiting.drafted.guesses_by_depth,
-        num_lookups=stats.num_lookup_drafted,
+        num_lookup_drafted=stats.num_lookup_drafted,
         num_rows=stats.num_rows,
         num_requests=stats.num_requests,
         context=waiting.plan.context,

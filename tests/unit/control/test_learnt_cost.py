@@ -204,7 +204,7 @@ def test_it_learns_what_lookups_add_to_a_round() -> None:
     lookups = replace(
         a_round(PROFILE, 2),
         guesses=(),
-        num_lookups=2,
+        num_lookup_drafted=2,
         other_s=PROFILE.round_s + 0.4e-3,
     )
     for _ in range(20):
