@@ -63,7 +63,7 @@ _FEWEST_ROUNDS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Place in the table."""
+    """A cell of the table."""
 
     temperature: float
     context: int
@@ -73,7 +73,7 @@ class Cell:
 def cells_of(
     temperatures: Sequence[float], contexts: Sequence[int], loads: Sequence[int], *, longest: int
 ) -> list[Cell]:
-    """Returns the table's places; contexts above `longest` positions are left out."""
+    """Returns the cells of the table; contexts above `longest` positions are left out."""
     return [
         Cell(temperature=temperature, context=context, load=load)
         for context in contexts
@@ -218,16 +218,16 @@ def row_of(race: Race) -> dict[str, Any]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    place = f"T {row['temperature']:g}, {row['context']} tokens, {row['load']} at a time"
+    cell = f"T {row['temperature']:g}, {row['context']} tokens, {row['load']} at a time"
     return (
-        f"{place:38} {row['over_plain']:.3f} {row['over_plain_95']}  "
+        f"{cell:38} {row['over_plain']:.3f} {row['over_plain_95']}  "
         f"plain {row['plain_tokens_per_s']} tok/s, declined {row['declined_ms']} ms, "
         f"drafting {row['drafting_share']}"
     )
 
 
 def _summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the table and its worst place."""
+    """Returns the table and its lowest end."""
     lows = [row["over_plain_95"][0] for row in rows]
     return {
         "lowest": min(lows),

@@ -44,7 +44,7 @@ class CostModel:
     start_s: float = 0.0
     """Seconds of a round with drafts in addition to its tokens, whatever their number."""
     lookup_s: float = 0.0
-    """Seconds of a round with drafts found by prompt lookup in addition to their rows."""
+    """Seconds of a draft found by prompt lookup in addition to its tokens."""
     context: int = 0
     """Stored positions of each request at which the figures above apply; `at` converts them."""
     context_s: float = 0.0

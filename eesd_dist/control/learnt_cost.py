@@ -53,8 +53,8 @@ class RoundCost:
     """Tokens drafted at each depth, over all requests."""
     guesses: Sequence[int]
     """Tokens guessed at each depth, drafted or not."""
-    num_lookup_drafted: int = 0
-    """Tokens drafted by prompt lookup, for less; they are among those of `levels`."""
+    num_lookups: int = 0
+    """Drafts found by prompt lookup; their tokens are among those of `levels`, for less."""
     num_rows: int
     num_requests: int
     context: int | None = None
@@ -130,7 +130,7 @@ class LearntCost:
             if len(self._sizes) >= _MAX_SIZES:
                 self._sizes.pop(next(iter(self._sizes)))
             self._sizes[cost.num_requests, self._size.context] = self._size
-        if cost.num_lookup_drafted:
+        if cost.num_lookups:
             self._size.observe_lookups(cost)
         else:
             self._size.observe(cost)
@@ -179,7 +179,7 @@ class _SizeCost:
         """The seconds of drafting; the extra is its start."""
         self._verifying = Line(round_s=plain_s)
         self._lookups = Line(round_s=plain_s)
-        """Additional seconds of a round with lookups, as the extra of a line."""
+        """Additional seconds of a lookup, as the extra of a line."""
         self._num_rounds = self._num_plain = self._num_drafted = 0
         self._num_since_plain = 0
         """Drafted rounds since the latest plain one."""
@@ -234,15 +234,13 @@ class _SizeCost:
             self.model = self._learnt()
 
     def observe_lookups(self, cost: RoundCost) -> None:
-        """Learns from a round with lookups and no other draft what it took longer than expected."""
+        """Learns from a round with lookups and no other draft what each took in addition."""
         self._num_rounds += 1
         if any(cost.guesses) or not self._num_plain:
             return
         profile = self._profile
         expected_s = profile.known_batch(cost.num_requests) + self._input.extra
-        verify_s = profile.verify_batch(cost.num_rows, cost.num_requests)
-        expected_s += self._verifying.at(verify_s)
-        self._lookups.observe(0.0, cost.other_s + cost.verify_s - expected_s)
+        self._lookups.observe(0.0, (cost.other_s - expected_s) / cost.num_lookups)
         if abs(max(self._lookups.extra, 0.0) - self.model.lookup_s) > _CHANGE * self._plain_s:
             self.model = self._learnt()
 

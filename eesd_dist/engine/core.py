@@ -6,7 +6,7 @@ controllers how far to draft, the verify stage which tokens are emitted.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eesd_dist.config import SpeculationConfig
@@ -309,7 +309,7 @@ class EngineCore:
         is_usual = self._num_captures == CAPTURES.count
         self._num_captures = CAPTURES.count
         if is_usual and not stats.num_prefill_rows:
-            self._policy.observe_cost(_cost_of(stats, waiting))
+            self._policy.observe_cost(_cost_of(stats, waiting, outcomes))
         return StepResult(
             emissions=tuple(emissions),
             rounds=(stats,),
@@ -335,11 +335,11 @@ class EngineCore:
         return accepted
 
 
-def _cost_of(stats: RoundStats, waiting: RoundInFlight) -> RoundCost:
+def _cost_of(stats: RoundStats, waiting: RoundInFlight, outcomes: Sequence[Outcome]) -> RoundCost:
     return RoundCost(
         levels=stats.drafted_by_position,
         guesses=waiting.drafted.guesses_by_depth,
-        num_lookup_drafted=stats.num_lookup_drafted,
+        num_lookups=sum(outcome.is_lookup for outcome in outcomes),
         num_rows=stats.num_rows,
         num_requests=stats.num_requests,
         context=waiting.plan.context,

@@ -165,8 +165,8 @@ class GoodputRound:
         """Returns the seconds of drafting for one more lookup, of so many tokens."""
         if not count:
             return 0.0
-        first_s = 0.0 if self._num_looked_up else self._costs.lookup_s
-        return first_s + (_LOOKUP_STEPS + _LOOKUP_ROW_STEPS * count) * self._costs.step(1)
+        steps = _LOOKUP_STEPS + _LOOKUP_ROW_STEPS * count
+        return self._costs.lookup_s + steps * self._costs.step(1)
 
     def head_gain(self, outcome: Outcome) -> float:
         """Returns the tokens of a draft of the exit head above its share of the round's price."""

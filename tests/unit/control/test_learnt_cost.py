@@ -204,7 +204,7 @@ def test_it_learns_what_lookups_add_to_a_round() -> None:
     lookups = replace(
         a_round(PROFILE, 2),
         guesses=(),
-        num_lookup_drafted=2,
+        num_lookups=2,
         other_s=PROFILE.round_s + 0.4e-3,
     )
     for _ in range(20):
@@ -212,7 +212,7 @@ def test_it_learns_what_lookups_add_to_a_round() -> None:
     before = learnt.model.seconds(2)
     for _ in range(20):
         learnt.observe(lookups)
-    assert learnt.model.lookup_s == pytest.approx(0.4e-3, rel=0.1)
+    assert learnt.model.lookup_s == pytest.approx(0.2e-3, rel=0.1)
     assert learnt.model.seconds(2) == pytest.approx(before, rel=0.01)
     assert CostModel.from_json(learnt.model.to_json()).lookup_s == learnt.model.lookup_s
 
