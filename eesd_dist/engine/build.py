@@ -118,6 +118,7 @@ def load_draft_weights(
         span_bytes, waited_s = progress.bytes_total, progress.waited_s
         on_progress(replace(progress, bytes_total=span_bytes + head_bytes))
 
+    engine_on(layout.device).warm_up()
     span = _load_span(config, layout, 0, layout.split, group=group, on_progress=tell)
     page_size = config.cache.page_size
     head, page_bytes = None, span.layers.kv_page_bytes(page_size)
@@ -155,7 +156,6 @@ def _load_span(
     group: TensorGroup,
     on_progress: OnProgress,
 ) -> SpanWeights:
-    engine_on(layout.device).warm_up()
     return SpanWeights.load(
         config.model.path,
         layout.spec,
@@ -225,6 +225,7 @@ def load_verify_weights(
     """
     layout, parallel = layout_of(config), config.parallel
     spec, split = layout.spec, layout.split
+    engine_on(layout.device).warm_up()
     span = _load_span(config, layout, split, spec.num_layers, group=group, on_progress=on_progress)
     page_size = config.cache.page_size
     page_bytes, deferred_bytes = span.layers.kv_page_bytes(page_size), 0

@@ -30,14 +30,14 @@ from eesd_dist.schedule.plans import PlanItem, RoundPlan
 from eesd_dist.transport.contracts import RoundHeader, Segment, VerifyChannel
 from eesd_dist.types import ChoiceParams, Request, RequestId, SamplingParams, TokenId
 
-_REPEATS = 15
+_REPEATS = 8
 _FEWEST = 3
 _WARM_UPS = 2
 _LEAST_SHARE = 0.1
 """Least share of a draft's time that its tokens take: noise must not make them look free."""
 _LEAST_MORE = 128
 """Minimum difference of the two contexts at which rounds are measured."""
-_POINT_S = 0.09
+_POINT_S = 0.05
 """Time for one figure; slow rounds are repeated less often, but at least `_FEWEST` times."""
 
 

@@ -349,11 +349,8 @@ def _is_unicode(text: str) -> bool:
 def _load_backend(folder: Path) -> Any:
     if not folder.is_dir():
         raise CheckpointError(file=folder, found="no folder", expected="a checkpoint folder")
-    # Imported here: importing transformers takes seconds and imports torch.
-    from transformers import AutoTokenizer
-
     try:
-        backend = AutoTokenizer.from_pretrained(
+        backend = _tokenizer_class(folder).from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
     # The Rust library raises bare Exception for a tokenizer.json that it cannot read.
@@ -367,6 +364,29 @@ def _load_backend(folder: Path) -> Any:
     # and may be used from several threads.
     backend.encode("")
     return backend
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """Returns the class of transformers that loads this folder's tokenizer.
+
+    For a Llama model with the general class, which Llama 3 names, `AutoTokenizer` returns just
+    that, but reads the model's configuration first: this imports torch and takes three seconds.
+    """
+    declared = _read_json(folder / "tokenizer_config.json")
+    is_general = (
+        declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        and "auto_map" not in declared
+        and _read_json(folder / "config.json").get("model_type") == "llama"
+        and (folder / "tokenizer.json").is_file()
+    )
+    # Imported here: importing transformers takes time, and AutoTokenizer imports torch.
+    if is_general:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _decoder_of(backend: Any) -> object:

@@ -105,14 +105,15 @@ def run_service(
     Raises ConfigError when the service cannot be started with this configuration.
     """
     _check_early(config, is_ours=address is None)
-    if check is not None:
-        line.stage("checking the model")
-        check.finish()
     stopping = Stopping()
     stopping.listen()
     # Ray's handler would raise SystemExit within whatever Ray is doing.
     with ray_errors_in_a_line(), rays_signal_handlers_unused(), _hidden_key(config) as api_key:
-        serve_ = _serve_locally if address is None else partial(_serve_on_cluster, address=address)
+        serve_ = (
+            partial(_serve_locally, check=check)
+            if address is None
+            else partial(_serve_on_cluster, address=address)
+        )
         serve_(config, stopping, api_key=api_key, shows_logs=shows_logs, line=line)
     if address is None:
         line.say("stopped: no process is left")
@@ -155,6 +156,7 @@ def _serve_locally(
     config: ServiceConfig,
     stopping: Stopping,
     *,
+    check: ModelCheck | None,
     api_key: SecretStr | None,
     shows_logs: bool,
     line: StartLine,
@@ -165,9 +167,12 @@ def _serve_locally(
     logs = new_log_folder(config.log_folder, port=config.port)
     say(f"starting {config.served_model_name} (logs: {logs}) ...")
     line.stage("starting Ray")
-    start_compiling(config.engine)  # while Ray starts
     with service_ray(config, shows_logs=shows_logs, logs=logs):
         stopping.listen()
+        if check is not None:  # it ran while Ray started
+            line.stage("checking the model")
+            check.finish()
+        start_compiling(config.engine)  # while Serve starts
         if stopping.is_set():
             return
         line.stage("starting Serve")

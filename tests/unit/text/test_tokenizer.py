@@ -3,6 +3,8 @@
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,37 @@ def test_byte_fallback_decodes_as_transformers_does(
     ids = byte_fallback.encode(text)
     assert list(ids) == theirs.encode(text)
     assert byte_fallback.decode(ids) == theirs.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    "declared", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast", None]
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", None])
+def test_a_folder_is_loaded_as_auto_tokenizer_loads_it(
+    byte_level_folder: Path, tmp_path: Path, declared: str | None, model_type: str | None
+) -> None:
+    folder = Path(shutil.copytree(byte_level_folder, tmp_path / "model"))
+    file = folder / "tokenizer_config.json"
+    config = {k: v for k, v in json.loads(file.read_text()).items() if k != "tokenizer_class"}
+    file.write_text(json.dumps(config | ({"tokenizer_class": declared} if declared else {})))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type} if model_type else {}))
+    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    ours = Tokenizer.load(folder).backend
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template
+    assert ours.encode("the cat") == theirs.encode("the cat")
+
+
+def test_the_bundled_tokenizer_is_loaded_without_torch() -> None:
+    """Importing torch takes longer than all the rest of the start of a command."""
+    code = (
+        "import sys; from eesd_dist.text import Tokenizer; "
+        "from eesd_dist.bundled_model import BUNDLED_MODEL; "
+        "Tokenizer.load(BUNDLED_MODEL); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_chat_goes_through_the_template_of_the_folder(byte_level: Tokenizer) -> None:
