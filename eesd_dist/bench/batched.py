@@ -1,8 +1,9 @@
 """`eesd bench batch`: tokens per second of many requests at once, in one process.
 
 Requests of one batch start together and end after the same number of tokens. Plain decoding,
-speculation, prompt lookup alone, transformers' batched generation and a running service take turns
-on the same weights and prompts.
+speculation, prompt lookup alone, transformers' batched generation in its fastest type and a running
+service take turns on the same weights and prompts. Seconds are those from the start of a batch to
+its end, prompts included.
 """
 
 import asyncio
@@ -12,20 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
+from typing import Any
 from uuid import uuid4
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from eesd_dist.backends.api import engine_on
 from eesd_dist.bench.best_fixed import PromptTimes, over_other
 from eesd_dist.bench.load_client import ask_all, model_served_at
 from eesd_dist.bench.options import BatchedOptions
 from eesd_dist.bench.output import print_report, say_unless
+from eesd_dist.bench.transformers_model import fastest_transformers_model
 from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from eesd_dist.engine.layout import device_named
+from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.local import LocalEngine
-from eesd_dist.errors import EngineError
-from eesd_dist.text.prompts import Prompt, load_prompts
+from eesd_dist.errors import ConfigError, EngineError
+from eesd_dist.text.prompts import Prompt, load_prompts, prompts_of_context
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
 
@@ -42,7 +45,11 @@ def main(options: BatchedOptions) -> None:
     say = say_unless(options.json)
     torch.set_num_threads(1)
     prompts = load_prompts(Tokenizer.load(options.model), options.prompts)
-    variants = _variants(options, longest=max(len(prompt.tokens) for prompt in prompts))
+    if options.prompt_tokens is not None:
+        if options.prompt_tokens < 1:
+            raise ConfigError(f"--prompt-tokens: found {options.prompt_tokens}, expected 1 or more")
+        prompts = prompts_of_context(prompts, options.prompt_tokens, limit=len(prompts))
+    variants, facts = _variants(options, longest=max(len(prompt.tokens) for prompt in prompts))
     by_batch: dict[str, dict[str, dict[str, object]]] = {}
     say(f"{'requests':>9}" + "".join(f"{name:>20}" for name in variants) + "   tokens/s")
     for batch in options.batches:
@@ -62,7 +69,7 @@ def main(options: BatchedOptions) -> None:
         }
         rates = (by_batch[str(batch)][name]["tokens_per_s"] for name in variants)
         say(f"{batch:>9}" + "".join(f"{rate:>20.1f}" for rate in rates))
-    print_report({"batches": by_batch})
+    print_report({"batches": by_batch, **facts})
 
 
 def _run(
@@ -115,21 +122,30 @@ class _Run:
     texts: list[list[int]]
 
 
-def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate]:
+def _variants(
+    options: BatchedOptions, *, longest: int
+) -> tuple[Mapping[str, Generate], Mapping[str, object]]:
+    """Returns the variants, and what a reader must know of them. Raises ConfigError for prompts
+    that do not fit the model."""
     max_running = max(options.batches)
     pages_per_request = -(-(longest + options.max_tokens + 16) // _PAGE_SIZE)
-    engine = LocalEngine(
-        EngineConfig(
-            model=ModelConfig(path=options.model, dtype=options.dtype, device=options.device),
-            cache=CacheConfig(
-                page_size=_PAGE_SIZE,
-                num_pages=max_running * pages_per_request,
-                prefix_caching=False,
-            ),
-            scheduler=SchedulerConfig(max_running=max_running),
-        )
+    config = EngineConfig(
+        model=ModelConfig(path=options.model, dtype=options.dtype, device=options.device),
+        cache=CacheConfig(
+            page_size=_PAGE_SIZE,
+            num_pages=max_running * pages_per_request,
+            prefix_caching=False,
+        ),
+        scheduler=SchedulerConfig(max_running=max_running),
     )
-    ours = partial(_ours, engine, options.max_tokens)
+    layout = layout_of(config)
+    room = layout.max_model_len - options.max_tokens
+    if longest > room:
+        raise ConfigError(
+            f"found a prompt of {longest} tokens, expected at most {room} with --max-tokens "
+            f"{options.max_tokens}: use shorter prompts"
+        )
+    ours = partial(_ours, LocalEngine(config), options.max_tokens)
     variants: dict[str, Generate] = {
         "plain": partial(ours, SpeculationParams(mode="off")),
         "speculation": partial(ours, SpeculationParams()),
@@ -139,9 +155,22 @@ def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate
         body = {"model": model_served_at(options.url), "max_tokens": options.max_tokens}
         for name, mode in zip(_SERVED, ("off", "auto"), strict=True):
             variants[name] = partial(_service, options.url, body | {"speculation": {"mode": mode}})
+    machine = engine_on(layout.device).machine(
+        layout.device, dtype=layout.dtype, numerics=config.model.numerics, num_threads=1
+    )
+    facts: dict[str, object] = {
+        "machine": machine,
+        "dtype": layout.dtype,
+        "prompt_tokens": options.prompt_tokens,
+        "max_tokens": options.max_tokens,
+    }
     if not options.skip_transformers:
-        variants["transformers"] = _transformers(options)
-    return variants
+        theirs = fastest_transformers_model(options.model, device=layout.device, ours=layout.dtype)
+        facts["transformers"] = theirs.as_json()
+        variants["transformers"] = partial(
+            _transformers, theirs.model, layout.device, options.max_tokens
+        )
+    return variants, facts
 
 
 def _ours(
@@ -176,29 +205,22 @@ def _service(url: str, body: Mapping[str, object], prompts: Sequence[Prompt]) ->
     return [list(stream.tokens) for stream in streams]
 
 
-def _transformers(options: BatchedOptions) -> Generate:
-    device = device_named(options.device)
-    model = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=options.dtype, local_files_only=True
-    )
-    model = model.eval().to(device)
-
-    def generate(prompts: Sequence[Prompt]) -> list[list[int]]:
-        width = max(len(prompt.tokens) for prompt in prompts)
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):  # padded on the left, as generation needs
-            ids[row, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
-            mask[row, width - len(prompt.tokens) :] = 1
-        with torch.inference_mode():
-            out = model.generate(
-                ids.to(device),
-                attention_mask=mask.to(device),
-                max_new_tokens=options.max_tokens,
-                min_new_tokens=options.max_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        return [row[width:].tolist() for row in out]
-
-    return generate
+def _transformers(
+    model: Any, device: torch.device, max_tokens: int, prompts: Sequence[Prompt]
+) -> list[list[int]]:
+    width = max(len(prompt.tokens) for prompt in prompts)
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):  # padded on the left, as generation needs
+        ids[row, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
+        mask[row, width - len(prompt.tokens) :] = 1
+    with torch.inference_mode():
+        out = model.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return [row[width:].tolist() for row in out]

@@ -8,7 +8,6 @@ that the seconds are those of decoding. The engine learns costs from the rounds 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle
 from pathlib import Path
 from random import Random
 from shutil import copytree
@@ -44,7 +43,7 @@ from eesd_dist.engine.layout import layout_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.weights import SINGLE_FILE
 from eesd_dist.routing.beliefs import BeliefBook
-from eesd_dist.text.prompts import Prompt, load_prompts
+from eesd_dist.text.prompts import load_prompts, prompts_of_context
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import RoundStats
 
@@ -96,21 +95,6 @@ def write_useless_head(head: Path, folder: Path) -> Path:
     return folder
 
 
-def prompts_of_context(prompts: Sequence[Prompt], context: int) -> list[Prompt]:
-    """Returns prompts of exactly `context` tokens: the end of several prompts, one after another,
-    repeated if they are too few."""
-    texts: list[Prompt] = []
-    for last in range(min(_NUM_PROMPTS, len(prompts))):
-        before = [*reversed(prompts[:last]), *reversed(prompts[last + 1 :])]
-        tokens = prompts[last].tokens
-        for prompt in cycle(before or prompts):
-            if len(tokens) >= context:
-                break
-            tokens = prompt.tokens + tokens
-        texts.append(Prompt(workload="context", tokens=tokens[-context:]))
-    return texts
-
-
 def compare_contexts(options: ControlOptions, say: Say) -> None:
     """Prints the table. Raises ConfigError without a head, or if no context fits the model."""
     if options.quick or options.record is not None or options.traces is not None:
@@ -141,7 +125,7 @@ def compare_contexts(options: ControlOptions, say: Say) -> None:
         try:
             for cell in cells:
                 texts = texts_of(
-                    prompts_of_context(prompts, cell.context),
+                    prompts_of_context(prompts, cell.context, limit=_NUM_PROMPTS),
                     temperatures=[cell.temperature],
                     max_tokens=max_tokens,
                     stop_token_ids=(),

@@ -4,12 +4,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from eesd_dist.backends.api import engine_on
 from eesd_dist.backends.cpu.calls import kernel_clock
 from eesd_dist.bench.best_fixed import (
     PromptTimes,
@@ -20,6 +19,7 @@ from eesd_dist.bench.best_fixed import (
 from eesd_dist.bench.options import OfflineOptions
 from eesd_dist.bench.output import Say, print_report, say_unless
 from eesd_dist.bench.round_breakdown import ms_per_round, round_s, without_prefill
+from eesd_dist.bench.transformers_model import fastest_transformers_model
 from eesd_dist.config import (
     CacheConfig,
     EngineConfig,
@@ -111,18 +111,9 @@ class OurDecoder:
 
 
 def transformers_decoders(
-    path: Path,
-    *,
-    dtype: str,
-    exit_layer: int,
-    stop_token_ids: tuple[int, ...],
-    device: torch.device,
+    model: Any, *, exit_layer: int, stop_token_ids: tuple[int, ...], device: torch.device
 ) -> dict[str, Decode]:
-    """Returns transformers' plain and early-exit assisted generation, on the same weights."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), local_files_only=True
-    )
-    model.to(device).eval()
+    """Returns transformers' plain and early-exit assisted generation."""
     model.generation_config.num_assistant_tokens = 4
     model.generation_config.num_assistant_tokens_schedule = "constant"
     model.generation_config.assistant_confidence_threshold = 0.0
@@ -358,10 +349,18 @@ def main(options: OfflineOptions) -> None:
     stops = layout.spec.eos_token_ids
     engine = build_local_engine(config, book=BeliefBook())
     decoders = our_decoders(engine, lengths=options.fixed, stop_token_ids=stops)
+    machine = engine_on(layout.device).machine(
+        layout.device,
+        dtype=layout.dtype,
+        numerics=options.numerics,
+        num_threads=options.threads,
+    )
+    facts: dict[str, object] = {"machine": machine}
     if not options.skip_transformers:
+        theirs = fastest_transformers_model(options.model, device=layout.device, ours=layout.dtype)
+        facts["transformers"] = theirs.as_json()
         decoders |= transformers_decoders(
-            options.model,
-            dtype=layout.dtype,
+            theirs.model,
             exit_layer=layout.split,
             stop_token_ids=stops,
             device=layout.device,
@@ -387,5 +386,6 @@ def main(options: OfflineOptions) -> None:
             "exit_layer": layout.split,
             "num_layers": layout.spec.num_layers,
         },
+        **facts,
     }
     print_report(report, seed=0)

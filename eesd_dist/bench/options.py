@@ -46,9 +46,9 @@ class Topology:
 class OfflineOptions:
     """Speed of every controller, one request at a time.
 
-    Compared with transformers and plain decoding: one process, the same weights and prompts,
-    greedy. Every prompt runs on all variants before the next one, so that a slower machine affects
-    all of them. Texts that differ from plain decoding are counted.
+    Compared with transformers, in its fastest type, and plain decoding: one process, the same
+    prompts, greedy. Every prompt runs on all variants before the next one, so that a slower machine
+    affects all of them. Texts that differ from plain decoding are counted.
     """
 
     model: Model = BUNDLED_MODEL
@@ -110,15 +110,19 @@ class BatchedOptions:
 
     Requests of a batch start together and have the same number of tokens. Plain decoding,
     speculation, prompt lookup alone and transformers' batched generation take turns, greedy, on
-    the same weights. Every run has the prompts that follow those of the run before. With --url a
-    running service takes its turns, too, as its clients see it.
+    the same weights; transformers in its fastest type, which is measured first and named. Every
+    run has the prompts that follow those of the run before. With --url a running service takes its
+    turns, too, as its clients see it.
     """
 
     model: Model = BUNDLED_MODEL
     url: Annotated[str | None, "a running service of the same model"] = None
     prompts: Prompts = SHIPPED_PROMPTS
     batches: Annotated[tuple[int, ...], "requests at once"] = (1, 8, 32, 64)
-    dtype: Annotated[DTypeSetting, "type of the weights, of transformers too"] = "auto"
+    prompt_tokens: Annotated[
+        int | None, "length of every prompt, made of several if needed (as they are)"
+    ] = None
+    dtype: Annotated[DTypeSetting, "type of this engine's weights"] = "auto"
     device: Annotated[Device, "where to compute, transformers too"] = "auto"
     skip_transformers: Annotated[bool, "time this engine alone"] = False
     max_tokens: Annotated[int, "length of each text"] = 64

@@ -5,8 +5,9 @@ GSM8K (`question`) are read as chat.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,21 @@ def load_prompts(tokenizer: Tokenizer, path: Path, *, limit: int | None = None) 
     if not prompts:
         raise ConfigError(f"{path}: found no prompts, expected one JSON object a line")
     return prompts[:limit]
+
+
+def prompts_of_context(prompts: Sequence[Prompt], context: int, *, limit: int) -> list[Prompt]:
+    """Returns up to `limit` prompts of exactly `context` tokens: the end of several prompts, one
+    after another, repeated if they are too few."""
+    texts: list[Prompt] = []
+    for last in range(min(limit, len(prompts))):
+        before = [*reversed(prompts[:last]), *reversed(prompts[last + 1 :])]
+        tokens = prompts[last].tokens
+        for prompt in cycle(before or prompts):
+            if len(tokens) >= context:
+                break
+            tokens = prompt.tokens + tokens
+        texts.append(Prompt(workload="context", tokens=tokens[-context:]))
+    return texts
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -75,11 +75,31 @@ def test_a_batch_is_timed_on_every_variant_with_an_interval(
 ) -> None:
     words = ["--model", str(model), "--batches", "3", "--max-tokens", "6", "--repeats", "2"]
     assert main(["bench", "batch", *words, "--dtype", "float32", "--device", "cpu", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"]["3"]
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = report["batches"]["3"]
     assert set(rows) == {"plain", "speculation", "ngram", "transformers"}
-    for row in rows.values():
-        assert row["texts_unlike_plain"] == 0
+    for name, row in rows.items():
+        assert name == "transformers" or row["texts_unlike_plain"] == 0
         assert 0 < row["over_plain"]["low"] <= row["over_plain"]["value"]
+    speeds = report["transformers"]["tokens_per_s_by_dtype"]
+    assert set(speeds) == {"float32", "bfloat16"}
+    assert speeds[report["transformers"]["dtype"]] == max(speeds.values())
+    assert "1 threads" in report["machine"]
+
+
+def test_batches_have_prompts_of_the_length_that_is_asked_for(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "batch", "--model", str(model), "--batches", "2", "--max-tokens", "4"]
+    words += ["--repeats", "1", "--dtype", "float32", "--device", "cpu", "--skip-transformers"]
+    assert main([*words, "--prompt-tokens", "90", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["prompt_tokens"] == 90
+    assert report["batches"]["2"]["speculation"]["texts_unlike_plain"] == 0
+    assert main([*words, "--prompt-tokens", "100000"]) == 2
+    assert "expected at most" in capsys.readouterr().err
+    assert main([*words, "--prompt-tokens", "0"]) == 2
+    assert "expected 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["batch", "online"])

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from eesd_dist.bench import control
-from eesd_dist.bench.contexts import prompts_of_context
 from eesd_dist.bench.crowds import Guest, in_turn, mixed, take_per_class
 from eesd_dist.bench.judging import Curve, Judge, fixed_variants, tree_variants
 from eesd_dist.bench.live import PLAIN, Pass, Race
@@ -28,7 +27,7 @@ from eesd_dist.control.cost import CostModel
 from eesd_dist.control.registry import CONTROLLER_NAMES
 from eesd_dist.engine.build import compile_kernels
 from eesd_dist.errors import ConfigError
-from eesd_dist.text.prompts import Prompt
+from eesd_dist.text.prompts import Prompt, prompts_of_context
 from eesd_dist.types import Evidence, TokenId
 from serve_app.cli.main import main
 from tests.support.drafters import save_target
@@ -241,7 +240,7 @@ def test_contexts_are_the_ends_of_the_prompts_and_distinct() -> None:
         for first in (0, 100, 200, 300, 400)
     ]
     for context in (3, 7, 12, 90):
-        texts = [prompt.tokens for prompt in prompts_of_context(prompts, context)]
+        texts = [prompt.tokens for prompt in prompts_of_context(prompts, context, limit=4)]
         assert [len(tokens) for tokens in texts] == [context] * 4
         assert len(set(texts)) == 4
         for tokens, prompt in zip(texts, prompts, strict=False):

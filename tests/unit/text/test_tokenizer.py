@@ -60,7 +60,9 @@ def test_a_folder_is_loaded_as_auto_tokenizer_loads_it(
     file = folder / "tokenizer_config.json"
     config = {k: v for k, v in json.loads(file.read_text()).items() if k != "tokenizer_class"}
     file.write_text(json.dumps(config | ({"tokenizer_class": declared} if declared else {})))
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type} if model_type else {}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": model_type} if model_type else {})
+    )
     theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     ours = Tokenizer.load(folder).backend
     assert type(ours) is type(theirs)
