@@ -27,6 +27,7 @@ from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -380,7 +381,9 @@ class Link:
 
 def bytes_of(x: Tensor) -> memoryview:
     """Returns the memory of a contiguous tensor on the CPU, of any type."""
-    return x.view(-1).view(torch.uint8).numpy().data
+    if x.dtype == torch.bfloat16:  # which NumPy lacks
+        x = x.view(torch.int16)
+    return x.numpy().reshape(-1).view(np.uint8).data
 
 
 def new_memory(size: int) -> memoryview:

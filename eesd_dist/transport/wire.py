@@ -1,7 +1,7 @@
 """The wire format of messages between ranks: encoding, decoding and validation.
 
-A message begins with a prefix of fixed size: magic, version, and a `Prefix` with its checksum. The
-payload (one `Record`) follows, then hidden states and draft probabilities, at multiples of 64
+A message begins with a prefix of fixed size (`_PREFIX`) and its checksum. The payload (one
+`Record`) follows, then hidden states and draft probabilities, at multiples of 64
 bytes: results may depend on the alignment of memory. Tensors on a GPU follow the message over NCCL.
 A record is a MessagePack array of its fields: doubles and 64-bit integers keep their bits. Arrays
 and tensors are raw little-endian bytes.
@@ -16,12 +16,11 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
-from msgspec import Meta
 from msgspec.msgpack import Decoder, Encoder
 from torch import Tensor
 
@@ -37,7 +36,6 @@ from eesd_dist.transport.contracts import (
     RoundHeader,
     RowFeatures,
     Segment,
-    Unsigned,
     VerifyReply,
 )
 from eesd_dist.transport.link import bytes_of, new_memory
@@ -47,14 +45,16 @@ from eesd_dist.types import Count
 # Shapes: T rows of a round, D hidden size, K drafted rows, V vocabulary.
 
 MAGIC = 0x45455344  # "EESD"
-VERSION = 12
+VERSION = 13
 MAX_PAYLOAD_BYTES = 1 << 28
 """A larger announced size is taken for a broken message."""
 _MAX_ELEMENTS = 1 << 33
 
-_FRONT = struct.Struct("<IHH84s")  # magic, version, bytes of the prefix, the prefix padded
+_PREFIX = struct.Struct("<IHBBqqIIBBxxIIII")
+"""Magic, version, kind, 1 if the tensors are inline, epoch, round, payload bytes, payload checksum;
+of hidden states and draft probabilities: index in `_DTYPE_NAMES`, then rows and columns."""
 _CRC = struct.Struct("<I")
-PREFIX_BYTES = _FRONT.size + _CRC.size
+PREFIX_BYTES = _PREFIX.size + _CRC.size
 _ALIGNMENT = 64
 
 _DTYPES: Mapping[DType, torch.dtype] = {
@@ -62,7 +62,9 @@ _DTYPES: Mapping[DType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES: tuple[DType | None, ...] = (None, *_DTYPES)
+"""None: there is no such tensor."""
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES.values(), start=1)}
 
 
 class Kind(IntEnum):
@@ -96,8 +98,8 @@ class Prefix(Record, frozen=True, kw_only=True):
     kind: Kind
     epoch: int
     round_id: int
-    payload_bytes: Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
-    payload_crc: Unsigned
+    payload_bytes: int
+    payload_crc: int
     hidden: TensorShape | None
     draft_probs: TensorShape | None
     tensors_are_inline: bool
@@ -172,7 +174,6 @@ def decoded(kind: Any, encoded: object) -> object:
 
 
 _encoder = Encoder(enc_hook=_encoded)
-_prefixes = Decoder(Prefix)
 _rounds = Decoder(RoundHeader, dec_hook=decoded)
 _replies = Decoder(VerifyReply, dec_hook=decoded)
 
@@ -214,26 +215,51 @@ def decode_prefix(data: memoryview, *, epoch: int) -> Prefix:
     for another size than the prefix says."""
     if len(data) < PREFIX_BYTES:
         raise WireError(f"found a message of {len(data)} bytes, expected {PREFIX_BYTES} or more")
-    magic, version, size, fields = _FRONT.unpack_from(data)
+    (
+        magic, version, kind, is_inline, found_epoch, round_id, payload_bytes, payload_crc,
+        hidden_code, probs_code, *sizes,
+    ) = _PREFIX.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
         raise WireError(f"found magic {magic:#x}, expected {MAGIC:#x}: not one of our messages")
     if version != VERSION:
         raise WireError(
             f"found wire version {version}, expected {VERSION}: run the same release on every node"
         )
-    (crc,) = _CRC.unpack_from(data, _FRONT.size)
-    _check("prefix checksum", actual=crc, expected=zlib.crc32(data[: _FRONT.size]))
-    prefix = _decoded(_prefixes, fields[:size], "prefix")
-    if prefix.epoch != epoch:
+    (crc,) = _CRC.unpack_from(data, _PREFIX.size)
+    _check("prefix checksum", actual=crc, expected=zlib.crc32(data[: _PREFIX.size]))
+    if found_epoch != epoch:
         raise WireError(
-            f"found a message of epoch {prefix.epoch}, expected {epoch}: its sender "
+            f"found a message of epoch {found_epoch}, expected {epoch}: its sender "
             "belongs to another membership epoch and is ignored"
         )
-    for shape in (prefix.hidden, prefix.draft_probs):
-        if shape is not None and shape.rows * shape.columns > _MAX_ELEMENTS:
-            raise WireError(f"found a tensor of {shape}, expected a size that fits in memory")
+    if payload_bytes > MAX_PAYLOAD_BYTES:
+        raise WireError(f"found a payload of {payload_bytes} bytes, expected 256 MiB or less")
+    try:
+        prefix = Prefix(
+            kind=Kind(kind),
+            epoch=epoch,
+            round_id=round_id,
+            payload_bytes=payload_bytes,
+            payload_crc=payload_crc,
+            hidden=_shape(hidden_code, *sizes[:2]),
+            draft_probs=_shape(probs_code, *sizes[2:]),
+            tensors_are_inline=bool(is_inline),
+        )
+    except (ValueError, IndexError) as error:
+        raise WireError(f"found a broken prefix: {error}") from error
     _check("bytes of the message", actual=len(data), expected=prefix.offsets[-1])
     return prefix
+
+
+def _shape(code: int, rows: int, columns: int) -> TensorShape | None:
+    """Raises IndexError for an unknown type, and WireError for a tensor that cannot be."""
+    dtype = _DTYPE_NAMES[code]
+    if dtype is None:
+        return None
+    shape = TensorShape(rows=rows, columns=columns, dtype=dtype)
+    if rows * columns > _MAX_ELEMENTS:
+        raise WireError(f"found a tensor of {shape}, expected a size that fits in memory")
+    return shape
 
 
 def decode_round(prefix: Prefix, data: memoryview) -> RoundHeader:
@@ -371,21 +397,23 @@ def message_of(
         raise WireError(f"round {round_id} has a payload of {len(payload)} bytes, 256 MiB fit")
     tensors = [x for x in (hidden_TD, draft_probs_KV) if x is not None]
     is_on_host = all(x.device == HOST for x in tensors)
-    prefix = Prefix(
-        kind=kind,
-        epoch=epoch,
-        round_id=round_id,
-        payload_bytes=len(payload),
-        payload_crc=zlib.crc32(payload),
-        hidden=_announced(hidden_TD),
-        draft_probs=_announced(draft_probs_KV),
-        tensors_are_inline=is_on_host,
-    )
-    buffers = [memoryview(_front(prefix) + payload)]
+    hidden_code, *hidden_size = _announced(hidden_TD)
+    probs_code, *probs_size = _announced(draft_probs_KV)
+    try:
+        prefix = _PREFIX.pack(
+            MAGIC, VERSION, kind, is_on_host, epoch, round_id, len(payload), zlib.crc32(payload),
+            hidden_code, probs_code, *hidden_size, *probs_size,
+        )  # fmt: skip
+    except struct.error as error:
+        raise WireError(
+            f"{kind.name} message {round_id} has a value that does not fit its field: {error}"
+        ) from error
+    front = b"".join((prefix, _CRC.pack(zlib.crc32(prefix)), payload))
+    buffers = [memoryview(front)]
     tensors = [x.contiguous() for x in tensors if x.numel() > 0]
     if not is_on_host:
         return Message(tuple(buffers), separate=tuple(tensors))
-    size_bytes = buffers[0].nbytes
+    size_bytes = len(front)
     for x in tensors:
         padding = _aligned(size_bytes) - size_bytes
         buffers += [memoryview(bytes(padding)), bytes_of(x)]
@@ -393,19 +421,14 @@ def message_of(
     return Message(tuple(buffers))
 
 
-def _front(prefix: Prefix) -> bytes:
-    fields = _encoder.encode(prefix)
-    front = _FRONT.pack(MAGIC, VERSION, len(fields), fields)
-    return front + _CRC.pack(zlib.crc32(front))
-
-
-def _announced(x: Tensor | None) -> TensorShape | None:
+def _announced(x: Tensor | None) -> tuple[int, int, int]:
+    """Returns a tensor's type code, rows and columns, all 0 for none."""
     if x is None:
-        return None
-    dtype = _DTYPE_NAMES.get(x.dtype)
-    if dtype is None or x.dim() != 2:
+        return 0, 0, 0
+    code = _CODES.get(x.dtype)
+    if code is None or x.dim() != 2:
         raise WireError(f"found a tensor {tuple(x.shape)} of {x.dtype}, expected floats [T, D]")
-    return TensorShape(rows=x.shape[0], columns=x.shape[1], dtype=dtype)
+    return code, *x.shape
 
 
 def _check(what: str, *, actual: int, expected: int) -> None:
