@@ -125,6 +125,7 @@ def _variants(options: BatchedOptions, *, longest: int) -> Mapping[str, Generate
                 page_size=_PAGE_SIZE,
                 num_pages=max_running * pages_per_request,
                 prefix_caching=False,
+                kv_cache_dtype=options.kv_cache_dtype,
             ),
             scheduler=SchedulerConfig(max_running=max_running),
         )
