@@ -30,6 +30,7 @@ from eesd_dist.types import (
 )
 from eesd_dist.types import DType as DType
 from eesd_dist.types import DTypeSetting as DTypeSetting
+from eesd_dist.types import KvCacheDType as KvCacheDType
 from eesd_dist.types import Numerics as Numerics
 
 Overlap = bool | Literal["auto"]
@@ -95,6 +96,10 @@ class CacheConfig(Section):
 
     page_size: PositiveInt = 32
     """Tokens in one page."""
+
+    kv_cache_dtype: KvCacheDType = "auto"
+    """Type of stored keys and values. `auto`: float32 on a CPU, that of the weights on a GPU, which
+    takes no other. On a CPU bfloat16 halves the bytes; equal settings give equal texts."""
 
     kv_cache_bytes: PositiveInt | None = None
     """Bytes for the pages of each rank, also of several on one host. None: on a GPU what

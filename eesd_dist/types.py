@@ -16,6 +16,7 @@ PageId = NewType("PageId", int)
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
+KvCacheDType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 Numerics = Literal["invariant", "fast"]
 StopRule = Literal["auto", "bernoulli", "optimal"]

@@ -135,6 +135,7 @@ def _variants(
             page_size=_PAGE_SIZE,
             num_pages=max_running * pages_per_request,
             prefix_caching=False,
+            kv_cache_dtype=options.kv_cache_dtype,
         ),
         scheduler=SchedulerConfig(max_running=max_running),
     )
@@ -161,6 +162,7 @@ def _variants(
     facts: dict[str, object] = {
         "machine": machine,
         "dtype": layout.dtype,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "prompt_tokens": options.prompt_tokens,
         "max_tokens": options.max_tokens,
     }

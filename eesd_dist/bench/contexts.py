@@ -142,6 +142,7 @@ def compare_contexts(options: ControlOptions, say: Say) -> None:
         "max_draft_tokens": options.max_draft_tokens,
         "useless_head": options.useless_head,
         "dtype": layout.dtype,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "threads": options.threads,
         "clock": options.clock,
     }
@@ -159,7 +160,9 @@ def _config(
     num_pages = 3 * (_NUM_PROMPTS * (longest // PAGE_SIZE + 1) + (load + 1) * own_pages)
     return EngineConfig(
         model=model,
-        cache=CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages),
+        cache=CacheConfig(
+            page_size=PAGE_SIZE, num_pages=num_pages, kv_cache_dtype=options.kv_cache_dtype
+        ),
         scheduler=SchedulerConfig(max_running=load, max_waiting=1 << 20),
         speculation=SpeculationConfig(max_draft_tokens=options.max_draft_tokens, seed=options.seed),
         parallel=ParallelConfig(num_threads=options.threads),

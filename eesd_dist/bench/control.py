@@ -355,6 +355,7 @@ def _config(options: ControlOptions, prompts: Sequence[Prompt], max_tokens: int)
             page_size=PAGE_SIZE,
             num_pages=(_MAX_RUNNING + 1) * (longest // PAGE_SIZE + 2),
             prefix_caching=False,
+            kv_cache_dtype=options.kv_cache_dtype,
         ),
         scheduler=SchedulerConfig(max_running=_MAX_RUNNING, max_waiting=1 << 20),
         speculation=SpeculationConfig(
@@ -380,6 +381,7 @@ def _settings(options: ControlOptions, bench: Bench, traces: TraceSet | None) ->
         "temperatures": options.temperatures,
         "max_draft_tokens": bench.ceiling,
         "dtype": layout_of(bench.config).dtype,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "threads": options.threads,
         "clock": options.clock,
         "recorded_positions": sum(len(trace) for trace in traces.traces) if traces else 0,

@@ -21,6 +21,7 @@ from eesd_dist.config import (
     CacheConfig,
     DType,
     EngineConfig,
+    KvCacheDType,
     ModelConfig,
     Numerics,
     ParallelConfig,
@@ -142,10 +143,12 @@ class Comparison:
         return total
 
 
-def engine_config(model: Path, head: Path | None, case: Case) -> EngineConfig:
+def engine_config(
+    model: Path, head: Path | None, case: Case, *, kv_cache_dtype: KvCacheDType = "auto"
+) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path=model, head=head, dtype=case.dtype, numerics=case.numerics),
-        cache=CacheConfig(num_pages=256),
+        cache=CacheConfig(num_pages=256, kv_cache_dtype=kv_cache_dtype),
         scheduler=SchedulerConfig(max_running=16),
         speculation=SpeculationConfig(max_draft_tokens=6),
         parallel=ParallelConfig(
@@ -316,7 +319,9 @@ def run(options: ExactOptions, *, actors: Actors, is_cluster: bool) -> int:
     progress = Progress(num_groups=len(cases) * len(SAMPLING) * len(BATCHES), report=say)
     rows = []
     for case in cases:
-        config = engine_config(options.model, options.head, case)
+        config = engine_config(
+            options.model, options.head, case, kv_cache_dtype=options.kv_cache_dtype
+        )
         started = time.perf_counter()
         with _runner_of(case, config, actors) as (runner, num_hosts):
             comparison = compare(
@@ -343,6 +348,7 @@ def run(options: ExactOptions, *, actors: Actors, is_cluster: bool) -> int:
             "tokens": sum(row["tokens"] for row in free),
             "mismatches": sum(row["mismatches"] for row in free),
         },
+        "kv_cache_dtype": options.kv_cache_dtype,
         "cases": rows,
     }
     print_report(report, seed=1000)

@@ -335,7 +335,9 @@ def main(options: OfflineOptions) -> None:
             numerics=options.numerics,
             device=options.device,
         ),
-        cache=CacheConfig(num_pages=128, prefix_caching=False),
+        cache=CacheConfig(
+            num_pages=128, prefix_caching=False, kv_cache_dtype=options.kv_cache_dtype
+        ),
         speculation=SpeculationConfig(
             max_draft_tokens=_MAX_LENGTH,
             fixed_length=_MAX_LENGTH,
@@ -380,6 +382,7 @@ def main(options: OfflineOptions) -> None:
             "repeats": repeats,
             "dtype": layout.dtype,
             "numerics": options.numerics,
+            "kv_cache_dtype": options.kv_cache_dtype,
             "threads": options.threads,
             "device": str(layout.device),
             "stop_rule": options.stop_rule,

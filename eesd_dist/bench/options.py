@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from eesd_dist.bundled_model import BUNDLED_MODEL
-from eesd_dist.types import Device, DType, DTypeSetting, Numerics, StopRule
+from eesd_dist.types import Device, DType, DTypeSetting, KvCacheDType, Numerics, StopRule
 
 SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 """JSON lines, with a workload each."""
@@ -20,6 +20,7 @@ SHIPPED_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 Model = Annotated[Path, "folder of the target model (the bundled one)"]
 Head = Annotated[Path | None, "folder of the exit head (MODEL/exit_head)"]
 Prompts = Annotated[Path, "prompts, JSON lines (the bundled ones)"]
+KvCache = Annotated[KvCacheDType, "type of stored keys and values"]
 Quick = Annotated[bool, "a smaller run"]
 Json = Annotated[bool, "print only the last line, one JSON object"]
 
@@ -59,6 +60,7 @@ class OfflineOptions:
     repeats: Annotated[int, "runs of every variant"] = 3
     dtype: Annotated[DTypeSetting, "type of the weights"] = "auto"
     numerics: Annotated[Numerics, "invariant: bit-for-bit reproducible"] = "invariant"
+    kv_cache_dtype: KvCache = "auto"
     stop_rule: Annotated[StopRule, "when the goodput controller stops drafting"] = "auto"
     threads: Annotated[int, "CPU threads"] = 1
     device: Annotated[Device, "where to compute, transformers too"] = "auto"
@@ -101,6 +103,7 @@ class ExactOptions:
             help="verify ranks, and draft ranks if more than one; may be repeated",
         ),
     ] = ()
+    kv_cache_dtype: KvCache = "auto"
     json: Json = False
 
 
@@ -123,6 +126,7 @@ class BatchedOptions:
         int | None, "length of every prompt, made of several if needed (as they are)"
     ] = None
     dtype: Annotated[DTypeSetting, "type of this engine's weights"] = "auto"
+    kv_cache_dtype: KvCache = "auto"
     device: Annotated[Device, "where to compute, transformers too"] = "auto"
     skip_transformers: Annotated[bool, "time this engine alone"] = False
     max_tokens: Annotated[int, "length of each text"] = 64
@@ -147,6 +151,7 @@ class ControlOptions:
     max_tokens: Annotated[int | None, "length of each text"] = None
     max_draft_tokens: Annotated[int, "maximum draft length"] = 8
     dtype: Annotated[DTypeSetting, "type of the weights"] = "auto"
+    kv_cache_dtype: KvCache = "auto"
     device: Annotated[Device, "where to compute"] = "auto"
     threads: Annotated[int, "CPU threads"] = 1
     clock: Annotated[

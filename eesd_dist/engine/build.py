@@ -165,6 +165,7 @@ def _load_span(
         dtype=layout.dtype,
         numerics=config.model.numerics,
         device=layout.device,
+        kv_cache_dtype=layout.kv_cache_dtype,
         on_progress=on_progress,
     )
 
@@ -211,6 +212,7 @@ def _load_head(
         dtype=layout.dtype,
         numerics=config.model.numerics,
         device=layout.device,
+        kv_cache_dtype=layout.kv_cache_dtype,
         group=group,
     )
 
@@ -237,7 +239,7 @@ def load_verify_weights(
             head_dim=spec.head_dim,
             page_size=page_size,
             num_ranks=num_draft_ranks,
-            bytes_per_value=span.layers.bytes_per_kv,
+            bytes_per_value=span.layers.kv_dtype.itemsize,
         )
         deferred_bytes = fallback_bytes(
             config.model.path,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from eesd_dist.config import DType, EngineConfig
+from eesd_dist.config import DType, EngineConfig, KvCacheDType
 from eesd_dist.control.registry import entry_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.dtype import resolve_dtype
@@ -30,6 +30,7 @@ class Layout:
     """Maximum length in tokens, before pages that are sized from memory limit it."""
     dtype: DType
     """Type of the target's and the exit head's weights."""
+    kv_cache_dtype: KvCacheDType
     device: torch.device
 
 
@@ -50,6 +51,7 @@ def layout_of(config: EngineConfig) -> Layout:
         split=split,
         max_model_len=within(config, spec.max_position_embeddings),
         dtype=resolve_dtype(model.dtype, model.path),
+        kv_cache_dtype=config.cache.kv_cache_dtype,
         device=device_named(model.device),
     )
 

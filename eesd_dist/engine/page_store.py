@@ -16,6 +16,7 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.layout import Layout
 from eesd_dist.model.attention.pages import pages_on
 from eesd_dist.model.heads.exit_head import ExitHead
+from eesd_dist.model.kernels import TORCH_DTYPES, dtype_name
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.transport.page_wire import Chunk
@@ -69,10 +70,14 @@ class PageStore:
 def kv_layout(config: EngineConfig, layout: Layout, *, weights: str, head: str) -> KvLayout:
     """Returns the properties that a peer rank has to share to exchange pages; `weights` and `head`:
     digests of the loaded target and exit head."""
+    kv_dtype = pages_on(layout.device).kv_dtype(
+        layout.kv_cache_dtype, compute_dtype=TORCH_DTYPES[layout.dtype]
+    )
     return KvLayout(
         weights=f"{config.model.path} ({weights[:16]})",
         head=head,
         dtype=layout.dtype,
+        kv_dtype=dtype_name(kv_dtype),
         numerics=config.model.numerics,
         split=layout.split,
         num_layers=layout.spec.num_layers,

@@ -48,6 +48,10 @@ _CHECKED_ALONE = 24
 """Number of checked calls with the smallest row count."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class ProductBackend(Protocol):
     """Part of a backend that products use."""
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eesd_dist.config import DType, Numerics
+from eesd_dist.config import DType, KvCacheDType, Numerics
 from eesd_dist.errors import ConfigError
+from eesd_dist.model.attention.pages import pages_on
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.kernels import LinearPacker
 from eesd_dist.model.layers.layer import DecoderLayer, LayerWeights
@@ -88,6 +89,7 @@ class LlamaSpan:
         device: torch.device,
         num_pages: int,
         page_size: int,
+        kv_cache_dtype: KvCacheDType = "auto",
         on_progress: OnProgress = unwatched,
     ) -> "LlamaSpan":
         """Loads the weights and allocates the pages; raises the errors of `SpanWeights.load`."""
@@ -100,6 +102,7 @@ class LlamaSpan:
             dtype=dtype,
             numerics=numerics,
             device=device,
+            kv_cache_dtype=kv_cache_dtype,
             on_progress=on_progress,
         )
         return weights.span(num_pages=num_pages, page_size=page_size)
@@ -184,17 +187,19 @@ class SpanWeights:
         dtype: DType,
         numerics: Numerics,
         device: torch.device,
+        kv_cache_dtype: KvCacheDType = "auto",
         on_progress: OnProgress = unwatched,
     ) -> Self:
         """Reads only what this rank and span need, a layer at a time.
 
         Raises CheckpointError for a folder that does not fit, ConfigError if this machine cannot
-        compute with the configured numerics.
+        compute with the configured numerics, or store keys and values of this type.
         """
         if not 0 <= first <= last <= spec.num_layers:
             raise ConfigError(f"layers [{first}, {last}) of a model with {spec.num_layers} layers")
         shard = Shard.of(spec, rank=group.rank, size=group.size)
         packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
+        kv_dtype = pages_on(device).kv_dtype(kv_cache_dtype, compute_dtype=packer.compute_dtype)
         layers: list[DecoderLayer] = []
         embeddings: list[Tensor] = []
         heads: list[LogitsHead] = []
@@ -222,6 +227,7 @@ class SpanWeights:
                 spec=spec,
                 num_ranks=group.size,
                 dtype=packer.compute_dtype,
+                kv_dtype=kv_dtype,
                 device=device,
             ),
             embedding_VD=embeddings[0] if embeddings else None,

@@ -35,6 +35,8 @@ class KvLayout:
     head: str
     """Digest of the exit head; empty when nothing is drafted."""
     dtype: str
+    kv_dtype: str
+    """Type of stored keys and values."""
     numerics: str
     split: int
     """Layers [0, split) are the draft stage's."""

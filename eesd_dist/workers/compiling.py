@@ -40,7 +40,7 @@ def _kept_file(config: EngineConfig) -> Path:
     """Returns the file that exists if the kernels for models of this shape are kept."""
     model = config.model
     digest = sha256(f"{version('numba')} {sys.implementation.cache_tag} {__file__}".encode())
-    digest.update(f"{model.dtype} {model.device}".encode())
+    digest.update(f"{model.dtype} {model.device} {config.cache.kv_cache_dtype}".encode())
     digest.update(_shape_in(model.path))
     if (head := head_folder(model.path, model.head)) is not None:
         digest.update(_shape_in(head))

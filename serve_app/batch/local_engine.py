@@ -84,7 +84,7 @@ def with_room_for(num_rows: int, engine: EngineConfig) -> EngineConfig:
 def identity_of(engine: EngineConfig, *, max_model_len: int) -> Mapping[str, object]:
     """Returns digests of the weights, and all else that decides texts. Drafts do not, except with
     rejection sampling; the head is named nevertheless, so that a job has one speed."""
-    model = engine.model
+    model, kv_dtype = engine.model, engine.cache.kv_cache_dtype
     head = model.head or model.path / "exit_head"
     return {
         "model_digest": weights_digest(model.path),
@@ -101,6 +101,7 @@ def identity_of(engine: EngineConfig, *, max_model_len: int) -> Mapping[str, obj
         "max_model_len": max_model_len,
         "acceptance": engine.speculation.acceptance,
         "generation_config": str(model.generation_config),
+        **({} if kv_dtype == "auto" else {"kv_cache_dtype": kv_dtype}),
     }
 
 

@@ -15,7 +15,7 @@ from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.command_line import given
 from eesd_dist.errors import ConfigError
 from eesd_dist.telemetry.logs import LogFormat
-from eesd_dist.types import Device, DTypeSetting, Numerics, TreeShape
+from eesd_dist.types import Device, DTypeSetting, KvCacheDType, Numerics, TreeShape
 
 if TYPE_CHECKING:
     from serve_app.config import ServiceConfig
@@ -25,6 +25,7 @@ _KEYS = {
     "head": "engine.model.head",
     "dtype": "engine.model.dtype",
     "numerics": "engine.model.numerics",
+    "kv_cache_dtype": "engine.cache.kv_cache_dtype",
     "device": "engine.model.device",
     "draft_tp": "engine.parallel.draft_tensor_parallel_size",
     "verify_tp": "engine.parallel.verify_tensor_parallel_size",
@@ -63,6 +64,7 @@ class EngineFlags:
     head: Annotated[Path | None, "folder of the exit head (MODEL/exit_head)"] = None
     dtype: Annotated[DTypeSetting | None, "type of the weights (auto: as in the checkpoint)"] = None
     numerics: Annotated[Numerics | None, "invariant: texts are bit-for-bit reproducible"] = None
+    kv_cache_dtype: Annotated[KvCacheDType | None, "type of stored keys and values (auto)"] = None
     device: Annotated[Device | None, "where to compute (auto)"] = None
     draft_tp: Annotated[int | None, "ranks of the draft stage (1)"] = None
     verify_tp: Annotated[int | None, "ranks of the verify stage (1)"] = None

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from eesd_dist.config import EngineConfig
+from eesd_dist.config import EngineConfig, KvCacheDType
 from eesd_dist.errors import ConfigError
 from eesd_dist.schedule.kv_pages import num_pages_of, require_room
 from eesd_dist.workers.messages import LoadedRank
@@ -27,6 +27,7 @@ class KvCapacity:
     num_tokens: int
     rank_bytes: Mapping[str, int]
     """Bytes of all pages of a rank, by slot; the pages of its fallback included."""
+    kv_cache_dtype: KvCacheDType
 
 
 class Agreement:
@@ -48,6 +49,7 @@ class Agreement:
             num_pages=self._num_pages,
             num_tokens=self._num_pages * self._engine.cache.page_size,
             rank_bytes=dict(self._rank_bytes),
+            kv_cache_dtype=self._engine.cache.kv_cache_dtype,
         )
 
     def go_on_with(self, num_pages: int) -> None:
@@ -74,11 +76,13 @@ class Agreement:
     def _tell(self, ranks: Mapping[str, LoadedRank]) -> None:
         assert self._num_pages is not None, "it was settled"
         logger.info(
-            "kv cache: pipeline=%s tokens=%d pages=%d page_size=%d rank_bytes=%s budget_bytes=%s",
+            "kv cache: pipeline=%s tokens=%d pages=%d page_size=%d kv_cache_dtype=%s rank_bytes=%s "
+            "budget_bytes=%s",
             self._pipeline,
             self._num_pages * self._engine.cache.page_size,
             self._num_pages,
             self._engine.cache.page_size,
+            self._engine.cache.kv_cache_dtype,
             _listed(self._rank_bytes),
             _listed({name: rank.room.budget_bytes for name, rank in ranks.items()}),
         )

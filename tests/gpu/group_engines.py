@@ -301,13 +301,15 @@ def _paged(
         for layer in layers
     ]
     (rotation,) = rotation_tables(spec.ropes[:1], num_positions=1024, device=device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return PagedLayers(
         [summing[at % len(summing)] for at in range(num_layers)],
         [None] * num_layers,
         spec=spec,
         rotations=[rotation] * num_layers,
         device=device,
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        dtype=dtype,
+        kv_dtype=dtype,
         num_pages=10 * 64,
         page_size=_PAGE_SIZE,
     )

@@ -1,17 +1,24 @@
 """Attention over one layer's pages on a CPU where products are not compiled: one compiled call for
 all rows."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from eesd_dist.backends.cpu.calls import call_in_threads, threads_for
-from eesd_dist.backends.cpu.kernels.attention import Geometry, attention_kernel
+from eesd_dist.backends.cpu.kernels.attention import Geometry, Stored, attention_kernel
 from eesd_dist.backends.cpu.packed import kind_array
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.attention_shape import AttentionShape
 
 _FLOAT32 = np.dtype(np.float32)
+STORED: Mapping[torch.dtype, Stored] = {
+    torch.float32: np.float32(0),
+    torch.bfloat16: np.uint16(0),
+}
+"""Types of keys and values, as kernels take them."""
 
 
 # Shapes: T rows, H heads of all kinds, E channels of a head, D channels of all query heads,
@@ -22,7 +29,7 @@ class CpuAttention:
     def __init__(self, pages_PKX: Tensor, shape: AttentionShape) -> None:
         self._pages_PKX = pages_PKX
         self._width = shape.num_queries * shape.head_dim
-        self._geometry = Geometry.of(shape)
+        self._geometry = Geometry.of(shape, STORED[pages_PKX.dtype])
         self._window = shape.window or 0
 
     def attend(self, rows: RowPlan, heads_THE: Tensor) -> Tensor:

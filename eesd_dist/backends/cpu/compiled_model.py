@@ -1,7 +1,7 @@
 """Layers on a CPU as compiled calls: products, attention, whole passes, LM heads.
 
-Activations between products, hidden states and KV are float32. With bfloat16 instructions the
-inputs of a product with bfloat16 weights are rounded to bfloat16, and summed in float32.
+Activations between products and hidden states are float32. With bfloat16 instructions the inputs of
+a product with bfloat16 weights are rounded to bfloat16, and summed in float32.
 """
 
 from collections.abc import Sequence

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eesd_dist.backends.cpu.attention import STORED
 from eesd_dist.backends.cpu.calls import call_in_threads, threads_for
 from eesd_dist.backends.cpu.kernels.attention import Geometry
 from eesd_dist.backends.cpu.kernels.layers import (
@@ -89,7 +90,7 @@ class CompiledLayers:
             np.int64,
         )
         self.take_pages(pages)
-        self._geometry = Geometry.of(shape)
+        self._geometry = Geometry.of(shape, STORED[pages[0].pages_PKX.dtype])
         self._widths = Widths(
             hidden=in_blocks(qkv.num_in),
             turned=(layer.queries_per_kv + 1) * layer.num_kv_heads * layer.head_dim,

@@ -1,7 +1,7 @@
 """Layers on a CPU without Numba: one after the other, for `numerics: fast` alone.
 
-Activations between products, hidden states and KV are float32, except for `fast` with bfloat16
-instructions.
+Activations between products and hidden states are float32, except for `fast` with bfloat16
+instructions. Keys and values are float32 unless the setting says bfloat16.
 """
 
 import logging
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from eesd_dist.backends.torch.model import TorchModel
-from eesd_dist.config import DType, Numerics
+from eesd_dist.config import DType, KvCacheDType, Numerics
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.attention.pages import Attention
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.elementwise import soft_capped
-from eesd_dist.model.kernels import Candidate, Linear, plain_linear
+from eesd_dist.model.kernels import TORCH_DTYPES, Candidate, Linear, plain_linear
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +63,14 @@ class CpuModel(TorchModel):
             capped_V.copy_(soft_capped(row_V, cap))
         return capped_TV
 
-    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32
+    def kv_dtype(self, setting: KvCacheDType, *, compute_dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if setting == "auto" else TORCH_DTYPES[setting]
 
     def zeros(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns zeros that the system makes when a page is first used: torch would write them all
         now."""
-        assert dtype == torch.float32, "the type of keys and values here"
-        return torch.from_numpy(np.zeros(shape, np.float32))
+        integers = np.int32 if dtype.itemsize == 4 else np.int16  # NumPy has no bfloat16
+        return torch.from_numpy(np.zeros(shape, integers)).view(dtype)
 
     def attention(self, pages_PKX: Tensor, shape: AttentionShape) -> Attention:
         _warn_of_slow_attention()

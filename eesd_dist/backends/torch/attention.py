@@ -32,7 +32,7 @@ class RowByRowAttention:
         """Returns [T, D]; zeros in padding rows."""
         num_queries, num_kv, arrays = self._shape.num_queries, self._shape.num_kv_heads, rows.arrays
         wide_THE = heads_THE.detach().float()
-        keys_values_RHE = wide_THE[: rows.num_rows, num_queries:]
+        keys_values_RHE = wide_THE[: rows.num_rows, num_queries:].to(self._keys_PSKE.dtype)
         own_R = self._places(rows, arrays.table_R, torch.from_numpy(arrays.kv_slot_R))
         self._keys_PSKE.index_put_(own_R, keys_values_RHE[:, :num_kv])
         self._values_PSKE.index_put_(own_R, keys_values_RHE[:, num_kv:])
@@ -54,7 +54,7 @@ class RowByRowAttention:
             slots_N = slots_N[-self._shape.window :]
         places_N = self._places(rows, arrays.table_R[row], slots_N)
         keys_KNE, values_KNE = (
-            cached_PSKE[places_N].transpose(0, 1)
+            cached_PSKE[places_N].float().transpose(0, 1)
             for cached_PSKE in (self._keys_PSKE, self._values_PSKE)
         )
         scores_KGN = queries_GKE.transpose(0, 1) @ keys_KNE.transpose(1, 2) * self._shape.scale

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from eesd_dist.backends.torch.attention import RowByRowAttention
-from eesd_dist.config import DType, Numerics
+from eesd_dist.config import DType, KvCacheDType, Numerics
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.attention.pages import Attention
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.elementwise import soft_capped
-from eesd_dist.model.kernels import TORCH_DTYPES, Candidate, Linear, plain_linear
+from eesd_dist.model.kernels import TORCH_DTYPES, Candidate, Linear, dtype_name, plain_linear
 from eesd_dist.model.kv_layout import PageForm
 from eesd_dist.model.layers.norms import RmsNorm
 from eesd_dist.model.layers.paged_layers import FusedLayers, LayerStack
@@ -45,8 +45,14 @@ class TorchModel:
     def normed(self, norm: RmsNorm, x_TD: Tensor) -> Tensor:
         return norm.by_steps(x_TD)
 
-    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
+    def kv_dtype(self, setting: KvCacheDType, *, compute_dtype: torch.dtype) -> torch.dtype:
+        if setting not in ("auto", dtype_name(compute_dtype)):
+            raise ConfigError(
+                f"cache.kv_cache_dtype is {setting}, and the model computes in "
+                f"{dtype_name(compute_dtype)} on a GPU, which stores keys and values in that type: "
+                f"set it to auto, or model.dtype to {setting}"
+            )
+        return compute_dtype
 
     def zeros(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -17,7 +17,7 @@ import torch
 from eesd_dist.bench.costs.form import AttentionCost, ProductCost
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.layout import layout_of
-from eesd_dist.model.attention.pages import LayerPages
+from eesd_dist.model.attention.pages import LayerPages, pages_on
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
 from eesd_dist.model.kernels import LinearPacker, pad_rows, padded_rows
 from eesd_dist.model.spec import ModelSpec
@@ -108,6 +108,9 @@ def measure_attention(config: EngineConfig) -> list[AttentionCost]:
     spec, page_size = layout.spec, config.cache.page_size
     pages_per_request = -(-(max(CONTEXTS) + max(ROWS_EACH)) // page_size)
     packer = LinearPacker(dtype=layout.dtype, numerics=config.model.numerics, device=layout.device)
+    kv_dtype = pages_on(layout.device).kv_dtype(
+        layout.kv_cache_dtype, compute_dtype=packer.compute_dtype
+    )
     layers = [
         LayerPages(
             num_pages=pages_per_request * max(REQUESTS),
@@ -115,7 +118,7 @@ def measure_attention(config: EngineConfig) -> list[AttentionCost]:
             num_kv_heads=spec.num_kv_heads,
             queries_per_kv=spec.num_heads // spec.num_kv_heads,
             head_dim=spec.head_dim,
-            dtype=packer.compute_dtype,
+            dtype=kv_dtype,
             device=layout.device,
             scores=spec.traits.scores,
         )

@@ -15,6 +15,7 @@ from eesd_dist.config import (
     CacheConfig,
     DType,
     EngineConfig,
+    KvCacheDType,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -43,10 +44,17 @@ class World:
     draft_ranks: int
     verify_ranks: int
     page_size: int
+    kv_cache_dtype: KvCacheDType = "auto"
 
     def label(self) -> str:
         ranks = f"{self.draft_ranks}x{self.verify_ranks} ranks"
-        return f"{Path(self.model).name or self.model}, {self.dtype}, {ranks}"
+        return f"{Path(self.model).name or self.model}, {self.types}, {ranks}"
+
+    @property
+    def types(self) -> str:
+        """Types of the weights and, if one is set, of keys and values."""
+        kv = "" if self.kv_cache_dtype == "auto" else f", {self.kv_cache_dtype} KV"
+        return f"{self.dtype}{kv}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +179,7 @@ def engine_config(world: World, setup: EngineSetup, *, folder: Path) -> EngineCo
         ),
         cache=CacheConfig(
             page_size=world.page_size,
+            kv_cache_dtype=world.kv_cache_dtype,
             num_pages=setup.num_pages,
             prefix_caching=setup.prefix_caching,
         ),

@@ -44,7 +44,7 @@ class EngineRow:
         return cls(
             number=case.number,
             model=case.world.model,
-            dtype=case.world.dtype,
+            dtype=case.world.types,
             ranks=f"draft {case.world.draft_ranks}, verify {case.world.verify_ranks}",
             tokens=checked.num_tokens,
             texts=checked.num_texts,

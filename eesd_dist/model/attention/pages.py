@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eesd_dist.config import KvCacheDType
 from eesd_dist.devices import backend_of
 from eesd_dist.model.attention.page_views import keys_in, values_in
 from eesd_dist.model.attention.rows import RowPlan
@@ -33,8 +34,9 @@ class PagesBackend(Protocol):
 
     page_form: PageForm
 
-    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the type of keys and values of layers that compute with `dtype`."""
+    def kv_dtype(self, setting: KvCacheDType, *, compute_dtype: torch.dtype) -> torch.dtype:
+        """Returns the type of stored keys and values of layers that compute in `compute_dtype`.
+        Raises ConfigError for a type that this device does not store."""
         ...
 
     def zeros(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -74,12 +76,13 @@ class LayerPages:
         window: int | None = None,
         scores: Scores = PLAIN_SCORES,
     ) -> None:
-        """`window`: how many of the last positions a row may see; None: all."""
+        """`dtype`: type of keys and values; `window`: how many of the last positions a row may see,
+        None: all."""
         self._page_size = page_size
         backend = pages_on(device)
         kv_numbers = count_kv_numbers(head_dim=head_dim, page_size=page_size)
         shape = (num_pages, num_kv_heads, kv_numbers)
-        self.pages_PKX = backend.zeros(shape, dtype=backend.kv_dtype(dtype), device=device)
+        self.pages_PKX = backend.zeros(shape, dtype=dtype, device=device)
         # Memory that was never written is one page of zeros for a CPU, which is read too fast.
         self.pages_PKX[: -(-PROFILED_POSITIONS // page_size)].zero_()
         self.keys_PKES = keys_in(

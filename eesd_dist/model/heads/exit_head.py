@@ -14,7 +14,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from eesd_dist.config import DType, Numerics
+from eesd_dist.config import DType, KvCacheDType, Numerics
+from eesd_dist.model.attention.pages import pages_on
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.heads.head_config import HeadConfig, HeadIdentity
 from eesd_dist.model.heads.head_parts import HeadParts
@@ -169,6 +170,7 @@ class HeadWeights:
         dtype: DType,
         numerics: Numerics,
         device: torch.device,
+        kv_cache_dtype: KvCacheDType = "auto",
         group: TensorGroup | None = None,
     ) -> Self:
         """Reads this rank's part of a head; without a group, the whole head.
@@ -192,6 +194,7 @@ class HeadWeights:
             dtype=dtype,
             numerics=numerics,
             device=device,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
     @classmethod
@@ -204,6 +207,7 @@ class HeadWeights:
         dtype: DType,
         numerics: Numerics,
         device: torch.device,
+        kv_cache_dtype: KvCacheDType = "auto",
     ) -> Self:
         """Packs the parts of a head."""
         packer = LinearPacker(dtype=dtype, numerics=numerics, device=device)
@@ -217,6 +221,7 @@ class HeadWeights:
             spec=spec,
             num_ranks=group.size,
             dtype=packer.compute_dtype,
+            kv_dtype=pages_on(device).kv_dtype(kv_cache_dtype, compute_dtype=packer.compute_dtype),
             device=device,
         )
         logits_head = LogitsHead(

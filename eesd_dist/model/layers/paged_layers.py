@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.devices import backend_of
-from eesd_dist.model.attention.pages import LayerPages, pages_on
+from eesd_dist.model.attention.pages import LayerPages
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.attention.whole import attend_whole
 from eesd_dist.model.families.family import Scores
@@ -95,6 +95,7 @@ class PagedLayers:
         rotations: Sequence[Tensor],
         device: torch.device,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         num_pages: int,
         page_size: int,
     ) -> None:
@@ -111,7 +112,7 @@ class PagedLayers:
                 num_kv_heads=layer.num_kv_heads,
                 queries_per_kv=layer.queries_per_kv,
                 head_dim=spec.head_dim,
-                dtype=dtype,
+                dtype=kv_dtype,
                 device=device,
                 window=window,
                 scores=spec.traits.scores,
@@ -248,6 +249,8 @@ class LoadedLayers:
     device: torch.device
     dtype: torch.dtype
     """Type in which they compute."""
+    kv_dtype: torch.dtype
+    """Type of stored keys and values."""
 
     @classmethod
     def of(
@@ -258,6 +261,7 @@ class LoadedLayers:
         spec: ModelSpec,
         num_ranks: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
         """`first`: the number of the first one in the model."""
@@ -272,12 +276,8 @@ class LoadedLayers:
             num_ranks=num_ranks,
             device=device,
             dtype=dtype,
+            kv_dtype=kv_dtype,
         )
-
-    @property
-    def bytes_per_kv(self) -> int:
-        """Bytes of one number of a key or a value."""
-        return pages_on(self.device).kv_dtype(self.dtype).itemsize
 
     def kv_page_bytes(self, page_size: int) -> int:
         return kv_page_bytes(
@@ -286,7 +286,7 @@ class LoadedLayers:
             head_dim=self.spec.head_dim,
             page_size=page_size,
             num_ranks=self.num_ranks,
-            bytes_per_value=self.bytes_per_kv,
+            bytes_per_value=self.kv_dtype.itemsize,
         )
 
     def with_pages(self, *, num_pages: int, page_size: int) -> PagedLayers:
@@ -298,6 +298,7 @@ class LoadedLayers:
             rotations=self.rotations,
             device=self.device,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             num_pages=num_pages,
             page_size=page_size,
         )

@@ -227,7 +227,7 @@ def test_settings_are_the_configurations_and_vllms_names_are_known() -> None:
         (output,) = llm.generate("Tom has", params)
         assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 64
     config = EngineConfig.model_validate({"model": {"path": BUNDLED_MODEL, "max_model_len": 64}})
-    with LLM(config, max_running=1) as llm:
+    with LLM(config, max_running=1, kv_cache_dtype="bfloat16") as llm:
         assert len(llm.generate("Tom has", params)[0].outputs[0].token_ids) == 62
 
 

@@ -218,6 +218,7 @@ def kv_layout(*, verify_ranks: int = 2, finds_prefixes: bool = True) -> KvLayout
         weights="w",
         head="h",
         dtype="float32",
+        kv_dtype="float32",
         numerics="invariant",
         split=2,
         num_layers=4,

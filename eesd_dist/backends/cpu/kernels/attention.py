@@ -7,8 +7,10 @@ loads of keys and values, which changes no chain. So a row has the same bits alo
 pass, in a prefill chunk and in a tree, with any page size, and on any machine.
 
 Keys of a page are stored with the keys side by side, values with the channels side by side, so that
-both products are chains over whole vectors. Where a width is no multiple of the vector, the last
-vector overlaps the one before, and some lanes are computed twice.
+both products are chains over whole vectors. They are float32 or bfloat16: rounded once when they
+are stored, and widened when they are read, also by rows of the pass that stores them. Where a width
+is no multiple of the vector, the last vector overlaps the one before, and some lanes are computed
+twice.
 
 The functions are Python that Numba compiles. Independent of layers, plans and torch.
 """
@@ -33,9 +35,13 @@ from eesd_dist.backends.cpu.kernels.lanes import (
     maximum,
     minimum,
     mul,
+    number_bytes,
+    numbers,
     splat,
     store,
     store_input,
+    store_number,
+    store_numbers,
     store_one_input,
     total,
     zero_where_less,
@@ -57,6 +63,8 @@ _MAX_QUERIES = 64
 _MAX_SCORES = 1 << 18
 """Maximum scores of these queries: what fits the second-level cache."""
 _FLOAT_BYTES = 4
+Stored = np.float32 | np.uint16
+"""A zero. Its type is that of stored keys and values: float32, or uint16 for bfloat16."""
 _NO_WEIGHT = -64.0
 """A score that is further below the largest counts for nothing: e^-64 of a value is lost in a sum,
 and products that small are no normal numbers, which are slow."""
@@ -72,9 +80,10 @@ class Geometry(NamedTuple):
     scale: np.float32
     softcap: np.float32
     """0: scores are not capped."""
+    stored: Stored
 
     @classmethod
-    def of(cls, shape: AttentionShape) -> "Geometry":
+    def of(cls, shape: AttentionShape, stored: Stored) -> "Geometry":
         return cls(
             num_kv=shape.num_kv_heads,
             per_kv=shape.queries_per_kv,
@@ -82,11 +91,13 @@ class Geometry(NamedTuple):
             page_size=shape.page_size,
             scale=np.float32(shape.scale),
             softcap=np.float32(shape.scores.softcap or 0.0),
+            stored=stored,
         )
 
 
 @inner
 def _add_product(
+    stored: Stored,
     a: int,
     a_bytes: int,
     num_rows: int,
@@ -101,22 +112,23 @@ def _add_product(
     prefetch_at: int,
 ) -> None:
     """c += a[:, :length] @ b[:length] in two vectors of columns from `left` on, or to the end of
-    the `width`, which is at least LANES; `begins`: c is overwritten. a, b and c: addresses."""
-    first = _FLOAT_BYTES * min(left, width - LANES)
-    second = _FLOAT_BYTES * min(left + LANES, width - LANES)
+    the `width`, which is at least LANES; `begins`: c is overwritten. a, b and c: addresses; b is
+    stored."""
+    first, second = min(left, width - LANES), min(left + LANES, width - LANES)
     num_tiles = (num_rows + MOST_ROWS - 1) // MOST_ROWS
     tile_rows = (num_rows + num_tiles - 1) // num_tiles
     for row in range(0, num_rows, tile_rows):
         c_at = c + row * c_bytes
         add_tile(
+            stored,
             a + row * a_bytes,
             a_bytes,
-            b + first,
-            b + second,
+            b + number_bytes(stored) * first,
+            b + number_bytes(stored) * second,
             b_bytes,
             length,
-            c_at + first,
-            c_at + second,
+            c_at + _FLOAT_BYTES * first,
+            c_at + _FLOAT_BYTES * second,
             c_bytes,
             int(begins),
             prefetch_at if row == 0 else b,
@@ -192,6 +204,19 @@ def _copy(target_at: int, source_at: int, width: int) -> None:
 
 
 @inner
+def _store_values(stored: Stored, target_at: int, source_at: int, width: int) -> None:
+    """Stores numbers; the last vector overlaps the one before."""
+    if width < LANES:
+        source = floats(source_at)
+        for e in range(width):
+            store_number(stored, target_at, e, source[e])
+        return
+    for e in range(0, width - LANES, LANES):
+        store_numbers(stored, target_at, e, load(source_at, e))
+    store_numbers(stored, target_at, width - LANES, load(source_at, width - LANES))
+
+
+@inner
 def _write_mixed(
     kind: Kind, mixed_at: int, at: int, sums_at: int, width: int, inverse: np.float32
 ) -> None:
@@ -221,7 +246,7 @@ def store_rows(
     """Writes the keys and values of rows to their slots. `heads_at`, `pages_at`: addresses;
     `row_numbers`: from one row of heads to the next."""
     heads = floats(heads_at)
-    pages = floats(pages_at)
+    stored = geometry.stored
     num_kv, channels, size = geometry.num_kv, geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
     kv_numbers = channels * key_width + size * value_width
@@ -235,9 +260,9 @@ def store_rows(
             key_at = (page * num_kv + kv) * kv_numbers + within
             value_at = key_at - within + channels * key_width + within * value_width
             for e in range(channels):
-                pages[key_at + e * key_width] = heads[key + e]
-            values_at = pages_at + _FLOAT_BYTES * value_at
-            _copy(values_at, heads_at + _FLOAT_BYTES * value, channels)
+                store_number(stored, pages_at, key_at + e * key_width, heads[key + e])
+            values_at = pages_at + number_bytes(stored) * value_at
+            _store_values(stored, values_at, heads_at + _FLOAT_BYTES * value, channels)
 
 
 @inner
@@ -253,8 +278,8 @@ def _gather(
 ) -> None:
     """Copies the keys and values from position `first_key` on of a tree's row, in the layout of a
     page."""
-    pages = floats(pages_at)
-    gathered = floats(gathered_at)
+    pages = numbers(geometry.stored, pages_at)
+    gathered = numbers(geometry.stored, gathered_at)
     num_kv, channels, size = geometry.num_kv, geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
     key_numbers = channels * key_width
@@ -313,7 +338,7 @@ def attend_rows(
     `window`: how many of the last positions a row may see; 0: all. The result is the input of a
     product with weights of this kind; `mixed_numbers`: from one of its rows to the next.
     """
-    num_kv, per_kv = geometry.num_kv, geometry.per_kv
+    num_kv, per_kv, stored = geometry.num_kv, geometry.per_kv, geometry.stored
     channels, size = geometry.channels, geometry.page_size
     key_width, value_width = max(size, LANES), max(channels, LANES)
     key_numbers = channels * key_width
@@ -331,7 +356,8 @@ def attend_rows(
     sums = queries + _FLOAT_BYTES * max_queries * value_width
     gathered = sums + _FLOAT_BYTES * max_queries * value_width
     scores = gathered + _FLOAT_BYTES * kv_numbers
-    kv_bytes, key_bytes = _FLOAT_BYTES * kv_numbers, _FLOAT_BYTES * key_numbers
+    stored_bytes = number_bytes(stored)
+    kv_bytes, key_bytes = stored_bytes * kv_numbers, stored_bytes * key_numbers
     line_bytes, value_bytes = _FLOAT_BYTES * distance, _FLOAT_BYTES * value_width
     row = first_row
     while row < end_row:
@@ -363,11 +389,12 @@ def attend_rows(
                 width = min(key_width, (num_keys + LANES - 1) // LANES * LANES)
                 for left in range(0, width, 2 * LANES):
                     _add_product(
+                        stored,
                         queries,
                         value_bytes,
                         num_queries,
                         keys,
-                        _FLOAT_BYTES * key_width,
+                        stored_bytes * key_width,
                         left,
                         width,
                         channels,
@@ -409,11 +436,12 @@ def attend_rows(
                         values = gathered + key_bytes
                     skipped = max(first_key - begin, 0)
                     _add_product(
+                        stored,
                         scores + _FLOAT_BYTES * (begin + skipped),
                         line_bytes,
                         num_queries,
-                        values + skipped * value_bytes,
-                        value_bytes,
+                        values + skipped * stored_bytes * value_width,
+                        stored_bytes * value_width,
                         left,
                         value_width,
                         num_keys - skipped,

@@ -187,7 +187,7 @@ def store_input(typing: Any, kind: Any, base: Any, at: Any, x: Any) -> tuple[Any
     numbers, or bfloat16 ones, rounded to nearest even. `base` is the address of the first."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store_input(builder, signature.args[0], args[1:], lanes=True)
+        _store(builder, args[1:], is_bfloat16=kind.dtype == types.int32, lanes=True)
         return context.get_dummy_value()
 
     return types.none(kind, types.int64, types.intp, _lanes), generate
@@ -198,10 +198,59 @@ def store_one_input(typing: Any, kind: Any, base: Any, at: Any, x: Any) -> tuple
     """Sets one input, as `store_input`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store_input(builder, signature.args[0], args[1:], lanes=False)
+        _store(builder, args[1:], is_bfloat16=kind.dtype == types.int32, lanes=False)
         return context.get_dummy_value()
 
     return types.none(kind, types.int64, types.intp, types.float32), generate
+
+
+@intrinsic
+def number_bytes(typing: Any, stored: Any) -> tuple[Any, Generator]:
+    """Returns the bytes of one stored number. Of `stored` the type counts: float32, or uint16 for
+    bfloat16."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(ir.IntType(64), signature.args[0].bitwidth // 8)
+
+    return types.int64(stored), generate
+
+
+@intrinsic
+def store_numbers(typing: Any, stored: Any, base: Any, at: Any, x: Any) -> tuple[Any, Generator]:
+    """Sets the stored numbers [at, at + LANES), as `store_input`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store(builder, args[1:], is_bfloat16=stored == types.uint16, lanes=True)
+        return context.get_dummy_value()
+
+    return types.none(stored, types.int64, types.intp, _lanes), generate
+
+
+@intrinsic
+def store_number(typing: Any, stored: Any, base: Any, at: Any, x: Any) -> tuple[Any, Generator]:
+    """Sets one stored number, as `store_numbers`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store(builder, args[1:], is_bfloat16=stored == types.uint16, lanes=False)
+        return context.get_dummy_value()
+
+    return types.none(stored, types.int64, types.intp, types.float32), generate
+
+
+@intrinsic
+def _numbers_at(typing: Any, stored: Any, address: Any) -> tuple[Any, Generator]:
+    """Returns a pointer to stored numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[1], context.get_value_type(signature.return_type))
+
+    return types.CPointer(stored)(stored, types.int64), generate
+
+
+@njit(nogil=True, error_model="numpy")
+def numbers(stored, address):  # type: ignore[no-untyped-def]
+    """Returns the stored numbers from an address on, as `floats`; those of bfloat16 are bits."""
+    return carray(_numbers_at(stored, address), (1 << 40,))
 
 
 @intrinsic
@@ -281,10 +330,10 @@ def _reduced(combine: Callable[[Any, Any, Any], Any]) -> Generator:
     return generate
 
 
-def _store_input(builder: Any, kind: Any, args: Any, *, lanes: bool) -> None:
+def _store(builder: Any, args: Any, *, is_bfloat16: bool, lanes: bool) -> None:
     base, at, x = args
-    element, width = (ir.IntType(16), 2) if kind.dtype == types.int32 else (ir.FloatType(), 4)
-    value = _bfloat16_bits(builder, x, lanes=lanes) if kind.dtype == types.int32 else x
+    element, width = (ir.IntType(16), 2) if is_bfloat16 else (ir.FloatType(), 4)
+    value = _bfloat16_bits(builder, x, lanes=lanes) if is_bfloat16 else x
     data = builder.inttoptr(base, element.as_pointer())
     target = builder.bitcast(builder.gep(data, [at]), value.type.as_pointer())
     builder.store(value, target).align = width

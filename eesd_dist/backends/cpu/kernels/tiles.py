@@ -118,16 +118,16 @@ def tile(  # type: ignore[no-untyped-def]
 
 @intrinsic
 def add_tile(  # type: ignore[no-untyped-def]
-    typing, a, a_bytes, b0, b1, b_bytes, length, c0, c1, c_bytes, begins, prefetch_at, rows
+    typing, stored, a, a_bytes, b0, b1, b_bytes, length, c0, c1, c_bytes, begins, prefetch_at, rows
 ):
     """c += a @ b for `rows` rows of a (1 to MOST_ROWS) and two vectors of columns.
 
     b0, b1, c0 and c1 are the addresses of the vectors in the first rows of b and c; the vectors may
-    overlap. `begins` is 1 to overwrite c, else 0. Every step begins to read 128 bytes from
-    `prefetch_at` on: the next tile's columns come from far, in pieces too short for the processor
-    to guess.
+    overlap. The type of `stored` is that of b: float32, or uint16 for bfloat16. `begins` is 1 to
+    overwrite c, else 0. Every step begins to read as many bytes as it has of b, from `prefetch_at`
+    on: the next tile's columns come from far, in pieces too short for the processor to guess.
     """
-    step = _STEPS[types.float32]
+    step = _STORED_STEPS[stored]
 
     def emit(builder: Any, num_rows: int, args: Sequence[Any]) -> None:
         a, a_bytes, b0, b1, b_bytes, length, c0, c1, c_bytes, begins, prefetch_at = args
@@ -139,17 +139,21 @@ def add_tile(  # type: ignore[no-untyped-def]
                 strict=True,
             )
         ]
-        step_bytes = ir.Constant(_I64, 2 * _LINE_BYTES)
-        prefetch = _Prefetch(_pointer(builder, prefetch_at), step_bytes, num_lines=2)
+        step_bytes = 2 * LANES * step.weight_bytes
+        prefetch = _Prefetch(
+            _pointer(builder, prefetch_at),
+            ir.Constant(_I64, step_bytes),
+            num_lines=step_bytes // _LINE_BYTES,
+        )
         vectors = [_pointer(builder, b0), _pointer(builder, b1)]
         rows = _rows(builder, a, a_bytes, num_rows)
         _emit_sums(builder, step, rows, vectors, b_bytes, length, targets, begins, prefetch)
 
-    return types.none(*(types.int64,) * 12), _for_row_counts(emit)
+    return types.none(stored, *(types.int64,) * 12), _for_row_counts(emit, skipped=1)
 
 
 def _for_row_counts(
-    emit: Callable[[Any, int, Sequence[Any]], None], *, skipped: int = 0
+    emit: Callable[[Any, int, Sequence[Any]], None], *, skipped: int
 ) -> Callable[[Any, Any, Any, Any], Any]:
     """Returns Numba's generator of a call with the number of rows as the last argument: the code
     of every number, and a jump to it. `skipped`: leading arguments without a value."""
@@ -304,6 +308,18 @@ class _Widened(_Step):
         return [builder.bitcast(half, _FLOATS) for half in (low, high)]
 
 
+class _Stored(_Step):
+    """bfloat16 numbers side by side."""
+
+    weight_bytes = 2
+
+    def load(self, builder: Any, pointers: Sequence[Any]) -> Sequence[Any]:
+        kind, shift = ir.VectorType(ir.IntType(16), LANES), ir.Constant(_INTS, [16] * LANES)
+        halves = [_loaded(builder, pointer, kind, align=2) for pointer in pointers]
+        words = [builder.shl(builder.zext(half, _INTS), shift) for half in halves]
+        return [builder.bitcast(word, _FLOATS) for word in words]
+
+
 class _Pairs(_Step):
     def load(self, builder: Any, pointers: Sequence[Any]) -> Sequence[Any]:
         words = [_loaded(builder, pointer, _INTS, align=4) for pointer in pointers]
@@ -325,6 +341,7 @@ _STEPS: Mapping[Any, _Step] = {
     types.uint16: _Widened(),
     types.int32: _Pairs(),
 }
+_STORED_STEPS: Mapping[Any, _Step] = {types.float32: _Step(), types.uint16: _Stored()}
 
 
 def _loaded(builder: Any, pointer: Any, kind: Any, *, align: int) -> Any:

@@ -61,6 +61,8 @@ class Source:
                 break
         else:
             raise _no_model(min_ranks)
+        if self.is_on_cpu and Random(f"{self.seed}/kv/{group}").random() < 0.5:
+            world = replace(world, kv_cache_dtype="bfloat16")
         model = by_name[world.model]
         pool = draw_pool(
             rng,

@@ -67,6 +67,7 @@ def test_everything_that_can_be_drawn_is_drawn(make_source: MakeSource) -> None:
     setups: list[EngineSetup] = [setup for case in cases for setup in case.engines]
     assert {case.world.model for case in cases} == {model.name for model in source.models}
     assert {case.world.dtype for case in cases} == {"float32", "bfloat16"}
+    assert {case.world.kv_cache_dtype for case in cases} == {"auto", "bfloat16"}
     assert {setup.speculation.controller for setup in setups} == set(CONTROLLER_NAMES)
     assert {setup.scheduler.overlap for setup in setups} == {True, False, "auto"}
     assert {setup.link.kind for setup in setups} == {"inline", "thread"}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -54,14 +55,14 @@ class Shape:
             scores=Scores(softcap=self.softcap),
         )
 
-    def pages(self, num_pages: int = 64) -> LayerPages:
+    def pages(self, num_pages: int = 64, dtype: torch.dtype = torch.float32) -> LayerPages:
         return LayerPages(
             num_pages=num_pages,
             page_size=self.page_size,
             num_kv_heads=self.num_kv,
             queries_per_kv=self.per_kv,
             head_dim=self.head_dim,
-            dtype=torch.float32,
+            dtype=dtype,
             device=CPU,
             window=self.window,
             scores=Scores(softcap=self.softcap),
@@ -197,12 +198,14 @@ def test_rows_have_the_same_bits_in_several_threads(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_call_compiles_the_kernel_again() -> None:
-    """Numba compiles for each combination of types, which takes seconds."""
-    for shape in SHAPES:
+    """Numba compiles for each combination of types, which takes seconds: one for each type of keys
+    and values."""
+    for shape, dtype in product(SHAPES, (torch.float32, torch.bfloat16)):
         heads_RHE = torch.randn(12, shape.num_heads, shape.head_dim)
         tree = RowSegment(0, 9, tuple(range(9)), (-1, -1, 0, 1))
-        attend(shape.pages(), plan_of([tree, RowSegment(0, 3, (9, 8))], shape.page_size), heads_RHE)
-    assert len(cpu_attention.attention_kernel().signatures) == 1
+        plan = plan_of([tree, RowSegment(0, 3, (9, 8))], shape.page_size)
+        attend(shape.pages(dtype=dtype), plan, heads_RHE)
+    assert len(cpu_attention.attention_kernel().signatures) == 2
 
 
 def test_a_score_that_is_far_below_the_largest_has_no_weight() -> None:
@@ -229,14 +232,49 @@ def test_the_kernel_runs_where_nothing_can_be_kept(
     assert torch.equal(attend(shape.pages(), plan, heads_RHE), expected_RD)
 
 
+@settings(max_examples=40, deadline=None)
+@given(shape=st.sampled_from(SHAPES), seed=st.integers(0, 10**6))
+def test_in_bfloat16_rows_have_the_bits_of_rounded_keys_and_values_in_float32(
+    shape: Shape, seed: int
+) -> None:
+    """Also those of the keys of their own pass: chunks and trees."""
+    rng = Random(seed)
+    free = list(range(400))
+    rng.shuffle(free)
+    texts = [Text.drawn(shape, rng, pages=free) for _ in range(rng.randint(1, 5))]
+    wide, narrow = shape.pages(400), shape.pages(400, dtype=torch.bfloat16)
+    for segments in ([s for text in texts for s in text.prefix()], [t.segment for t in texts]):
+        if not segments:
+            continue
+        plan = plan_of(segments, shape.page_size)
+        heads_RHE = torch.cat(
+            [
+                text.heads_NHE[segment.start :][: segment.num_rows]
+                for segment in segments
+                for text in texts
+                if text.segment.pages == segment.pages
+            ]
+        )
+        rounded_RHE = heads_RHE.clone()
+        num_queries = shape.num_kv * shape.per_kv
+        rounded_RHE[:, num_queries:] = heads_RHE[:, num_queries:].bfloat16().float()
+        expected_RD = attend(wide, plan, rounded_RHE)
+        assert torch.equal(attend(narrow, plan, heads_RHE), expected_RD)
+        assert torch.equal(narrow.pages_PKX.float(), wide.pages_PKX), "what is stored"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=16, deadline=None)
 @given(shape=st.sampled_from(SHAPES), seed=st.integers(0, 10**6))
-def test_without_numba_rows_attend_one_by_one_to_the_same(shape: Shape, seed: int) -> None:
+def test_without_numba_rows_attend_one_by_one_to_the_same(
+    dtype: torch.dtype, shape: Shape, seed: int
+) -> None:
     rng = Random(seed)
     free = list(range(400))
     rng.shuffle(free)
     text = Text.drawn(shape, rng, pages=free)
-    pages, twin_PKX = shape.pages(400), torch.zeros_like(shape.pages(400).pages_PKX)
+    pages = shape.pages(400, dtype)
+    twin_PKX = torch.zeros_like(pages.pages_PKX)
     twin = RowByRowAttention(twin_PKX, shape.attention)
     for segment in (*text.prefix(), text.segment):
         plan = plan_of([segment], shape.page_size)

@@ -38,11 +38,14 @@ def test_options_win_over_the_file_and_leave_the_rest_of_it_alone(tmp_path: Path
     file = tmp_path / "service.yaml"
     file.write_text("engine: {model: {path: /m, dtype: float32}}\nport: 9000\nhost: 0.0.0.0\n")
     config = config_of(
-        EngineFlags(config=file, verify_tp=2, draft_tp=4, max_draft_tokens=0),
+        EngineFlags(
+            config=file, verify_tp=2, draft_tp=4, max_draft_tokens=0, kv_cache_dtype="bfloat16"
+        ),
         ServiceFlags(port=9001),
     )
     assert config.engine.model.path == Path("/m")
     assert config.engine.model.dtype == "float32"
+    assert config.engine.cache.kv_cache_dtype == "bfloat16"
     assert config.engine.parallel.verify_tensor_parallel_size == 2
     assert config.engine.parallel.draft_tensor_parallel_size == 4
     assert config.engine.speculation.max_draft_tokens == 0
