@@ -216,7 +216,7 @@ def decode_prefix(data: memoryview, *, epoch: int) -> Prefix:
     if len(data) < PREFIX_BYTES:
         raise WireError(f"found a message of {len(data)} bytes, expected {PREFIX_BYTES} or more")
     (
-        magic, version, kind, is_inline, found_epoch, round_id, payload_bytes, payload_crc,
+        magic, version, kind, is_inline, epoch_of_sender, round_id, payload_bytes, payload_crc,
         hidden_code, probs_code, *sizes,
     ) = _PREFIX.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
@@ -227,9 +227,9 @@ def decode_prefix(data: memoryview, *, epoch: int) -> Prefix:
         )
     (crc,) = _CRC.unpack_from(data, _PREFIX.size)
     _check("prefix checksum", actual=crc, expected=zlib.crc32(data[: _PREFIX.size]))
-    if found_epoch != epoch:
+    if epoch_of_sender != epoch:
         raise WireError(
-            f"found a message of epoch {found_epoch}, expected {epoch}: its sender "
+            f"found a message of epoch {epoch_of_sender}, expected {epoch}: its sender "
             "belongs to another membership epoch and is ignored"
         )
     if payload_bytes > MAX_PAYLOAD_BYTES:

@@ -57,8 +57,8 @@ def stream_text(
         speculation=SpeculationParams(mode="off" if options.no_speculation else "auto"),
     )
     # Costs are measured at start, for batches of up to this size.
-    alone = config.scheduler.model_copy(update={"max_running": 1})
-    llm = LocalEngine(with_all_cores(config.model_copy(update={"scheduler": alone})))
+    single = config.scheduler.model_copy(update={"max_running": 1})
+    llm = LocalEngine(with_all_cores(config.model_copy(update={"scheduler": single})))
     decoder = StreamDecoder(tokenizer)
     generation = Generation(request_id=request.request_id)
     began_s = time.perf_counter()

@@ -385,7 +385,7 @@ def test_a_length_without_its_bytes_costs_no_memory(kind: wire.Kind, length: byt
 
 
 _PAYLOAD_BYTES, _DTYPE, _ROWS, _COLUMNS = 6, 8, 10, 11
-"""Places of fields in a prefix."""
+"""Indices of fields in a prefix."""
 
 
 @pytest.mark.parametrize(
@@ -404,8 +404,8 @@ def test_a_prefix_that_cannot_be_is_refused_before_there_is_room_for_its_message
 ) -> None:
     content = wire.encode_round(header(), hidden()).joined()
     values = list(wire._PREFIX.unpack_from(content))
-    for place, value in fields.items():
-        values[place] = value
+    for index, value in fields.items():
+        values[index] = value
     prefix = wire._PREFIX.pack(*values)
     content[: wire.PREFIX_BYTES] = prefix + wire._CRC.pack(zlib.crc32(prefix))
     with pytest.raises(WireError, match=error):
