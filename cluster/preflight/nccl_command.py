@@ -104,6 +104,8 @@ def run_nccl_tests(command: NcclTestsCommand, *, hosts: Sequence[str] = ()) -> B
         raise NcclTestsError(f"{argv[0]} did not end within {deadline_s} s") from error
     except FileNotFoundError as error:
         raise ConfigError(f"{argv[0]} is not on the PATH: install Open MPI on this node") from error
+    except OSError as error:  # no right to run it, another processor's, no memory
+        raise ConfigError(f"{argv[0]} cannot run here: {error.strerror}") from error
     if done.returncode not in (0, WRONG_RESULTS_EXIT):
         meaning = EXIT_MEANINGS.get(done.returncode, "unknown code")
         last = (done.stderr or done.stdout).strip().splitlines()[-3:]

@@ -217,6 +217,13 @@ def test_missing_binaries_are_the_operators_to_name(tmp_path: Path) -> None:
         run_nccl_tests(NcclTestsCommand(binaries=tmp_path))
 
 
+def test_a_binary_that_the_machine_refuses_to_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "all_reduce_perf").write_bytes(b"\x7fELF of another processor")
+    (tmp_path / "all_reduce_perf").chmod(0o755)
+    with pytest.raises(ConfigError, match="all_reduce_perf cannot run here: Exec format error"):
+        run_nccl_tests(NcclTestsCommand(binaries=tmp_path))
+
+
 def test_over_nodes_there_is_one_process_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     command = NcclTestsCommand(binaries=Path("/opt/nccl-tests"), num_gpus=8)
