@@ -230,7 +230,7 @@ class LinkedPipeline:
         for slot in list(self._ranks):
             try:
                 has_left = self._call(slot, "leave")()
-            except PeerLost:
+            except EesdError:
                 has_left = False
             if not has_left:
                 self._kill(slot)
@@ -255,7 +255,7 @@ class LinkedPipeline:
         if slot == LEADER:
             self._epoch.abort()
         elif fault.kind == "cut":
-            with suppress(PeerLost):
+            with suppress(EesdError):
                 self._call(slot, "leave")()
         else:
             number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
