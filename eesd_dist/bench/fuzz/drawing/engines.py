@@ -49,24 +49,18 @@ def draw_world(
     if not verify:
         return None
     if in_processes:
-        head = rng.choice(model.heads)
-        small = [d for d in verify if d <= _MOST_PROCESSES] or verify[:1]
-        draft_ranks = 1 if rng.random() < 0.6 else rng.choice(degrees[:2])
-        verify_ranks = rng.choice(small)
-    else:
-        # Ranks in threads cost five times as much per token: a quarter of the worlds has several,
-        # and rather few.
-        is_single = min_verify_ranks == 1 and rng.random() < 0.75
-        head = rng.choice(model.heads)
-        draft_ranks = 1 if is_single or rng.random() < 0.5 else rng.choice(degrees)
-        verify_ranks = 1 if is_single else min(rng.choice(verify), rng.choice(verify))
+        verify = [d for d in verify if d <= _MOST_PROCESSES] or verify[:1]
+        degrees = degrees[:2]
+    # Several ranks cost five times as much per token in threads: a quarter of the worlds has them,
+    # and rather few.
+    is_single = not in_processes and min_verify_ranks == 1 and rng.random() < 0.75
     return World(
         model=model.name,
-        head=head,
+        head=rng.choice(model.heads),
         device=device,
         dtype=dtype,
-        draft_ranks=draft_ranks,
-        verify_ranks=verify_ranks,
+        draft_ranks=1 if is_single or rng.random() < 0.5 else rng.choice(degrees),
+        verify_ranks=1 if is_single else min(rng.choice(verify), rng.choice(verify)),
         page_size=rng.choice(_PAGE_SIZES),
     )
 
