@@ -73,7 +73,7 @@ class LinkedPipeline:
         self._running: _RunningFault | None = None
         self._steps_left = 0
         self._num_own_losses = 0
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter({f"engines with sums in {setup.link.sums}": 1})
         self._leader = self._new_leader()
         try:
             self.engine = self._start()
