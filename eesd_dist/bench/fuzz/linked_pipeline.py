@@ -327,7 +327,7 @@ class LinkedPipeline:
             args = () if argument is None else (argument(slot),)
             if slot == LEADER:
                 return lambda: own[method](*args)
-            return self._call(slot, method, *args, timeout_s=2 * self._timeout_s + _ANSWER_S)
+            return self._call(slot, method, *args, timeout_s=2 * self._timeout_s)
 
         return [call(slot) for slot in self._addresses]
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -31,21 +32,22 @@ class RankProcess:
         self._process.start()
         actor_end.close()
         self._calling = threading.Lock()
-        self._is_late = False
-        """True if an answer is outstanding that nothing waits for."""
+        self._num_calls = 0
 
     def call(self, method: str, *args: object, timeout_s: float) -> object:
         """Returns the result of the actor's method. Raises its error, or PeerLost."""
         peer = f"process {self._process.pid}"
         with self._calling:
+            self._num_calls += 1
+            deadline = time.monotonic() + timeout_s
             try:
-                if not self._is_late:
-                    self._connection.send((method, args))
-                    self._is_late = not self._connection.poll(timeout_s)
-                if self._is_late:
-                    reason = f"no answer within {timeout_s:g} s"
-                    raise PeerLost(peer=peer, operation=method, reason=reason)
-                result: object = self._connection.recv()
+                self._connection.send((self._num_calls, method, args))
+                number, result = 0, None
+                while number != self._num_calls:  # answers to earlier calls may come first
+                    if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                        reason = f"no answer within {timeout_s:g} s"
+                        raise PeerLost(peer=peer, operation=method, reason=reason)
+                    number, result = self._connection.recv()
             except (EOFError, OSError) as error:
                 raise PeerLost(peer=peer, operation=method, reason=PROCESS_DIED) from error
         if isinstance(result, BaseException):
@@ -93,7 +95,7 @@ async def _answer(connection: Connection) -> None:
     actor: object = None
     while True:
         try:
-            method, args = await asyncio.to_thread(connection.recv)
+            number, method, args = await asyncio.to_thread(connection.recv)
         except EOFError:
             os._exit(0)
         result: object = None
@@ -106,7 +108,7 @@ async def _answer(connection: Connection) -> None:
             result = error
         except Exception as error:  # cannot always be sent
             result = EngineError(f"{method} broke: {type(error).__name__}: {error}")
-        connection.send(result)
+        connection.send((number, result))
 
 
 def _build_actor(config: EngineConfig, stage: StageName, rank: int, address: str) -> object:
