@@ -92,7 +92,7 @@ def test_faults_of_rank_processes_cost_rounds_and_no_token_and_leave_nothing(
     assert (cut["trouble cut"], cut["lost stages"]) == (1, 1)
     assert cut["migrated pages"] > 0
     assert cut["migrations that failed"] == 0
-    assert _left() <= left_before
+    until(lambda: _left() <= left_before, timeout_s=10.0)  # a store's thread closes its socket
 
 
 @pytest.mark.slow
