@@ -202,9 +202,10 @@ class FuzzOptions:
 
     Each engine is drawn from the seed and its number: controllers, trees, batch, pages,
     microbatches, ranks, links; requests with every sampling parameter; arrivals, aborts, lost
-    stages, migrations. Each text, its finish reason and its log-probabilities are compared with
-    those of the same request alone, with speculation off. A failing engine is written to a
-    case file that --case replays. Exit status 1 if anything differs.
+    stages, migrations. Ranks are threads, so that a case repeats exactly, or processes. Each text,
+    its finish reason and its log-probabilities are compared with those of the same request alone,
+    with speculation off. A failing engine is written to a case file that --case replays. Exit
+    status 1 if anything differs.
     """
 
     random: Annotated[int | None, "seed of all random choices"] = None
@@ -215,6 +216,9 @@ class FuzzOptions:
     device: Annotated[Device, "where to compute"] = "auto"
     dtype: Annotated[tuple[DType, ...], "only these types (all)"] = ()
     ranks: Annotated[int, "fewest verify ranks of an engine"] = 1
+    processes: Annotated[
+        bool, "ranks as processes over links, killed and stopped; timing does not repeat"
+    ] = False
     tokens: Annotated[int | None, f"approximate tokens to compare ({DEFAULT_FUZZ_TOKENS})"] = None
     minutes: Annotated[float | None, "time limit; with --tokens, whichever comes first"] = None
     state: Annotated[Path | None, "state file; the same command continues from it"] = None

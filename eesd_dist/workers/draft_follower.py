@@ -25,11 +25,12 @@ from eesd_dist.workers.process import freeze_heap
 class ShardFollower:
     """Implements `roles.DraftFollower`; keeps weights and pages from one epoch to the next."""
 
-    def __init__(self, config: EngineConfig, *, rank: int) -> None:
+    def __init__(self, config: EngineConfig, *, rank: int, address: str | None = None) -> None:
+        """`address`: in place of the node's."""
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
         self._rank = rank
-        self._groups = EpochGroups(config)
+        self._groups = EpochGroups(config, address=address)
         self._handle = GroupHandle(
             UnconnectedGroup(rank=rank, size=config.parallel.draft_tensor_parallel_size)
         )

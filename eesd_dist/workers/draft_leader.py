@@ -4,7 +4,6 @@ Owns the state that outlives an epoch: weights, pages, live requests, the exit h
 and the beliefs of requests that the router does not know yet.
 """
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 
 from eesd_dist.backends.cpu.ahead import wait_for_layers
 from eesd_dist.config import EngineConfig
-from eesd_dist.control.calibrator import CALIBRATION_FILE, Calibrator
+from eesd_dist.control.calibrator import Calibrator
 from eesd_dist.control.cost import CostModel
 from eesd_dist.engine.build import (
     DraftWeights,
@@ -24,13 +23,12 @@ from eesd_dist.engine.build import (
     load_next_head,
 )
 from eesd_dist.engine.core import EngineCore, StepResult
-from eesd_dist.engine.layout import Layout, layout_of
+from eesd_dist.engine.layout import layout_of
+from eesd_dist.engine.masks import Masks
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.recording.recorder import RecorderSink
 from eesd_dist.engine.requests import EngineLoad
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError
-from eesd_dist.model.heads.head_config import HeadConfig
-from eesd_dist.model.heads.head_files import head_digest
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
 from eesd_dist.schedule.page_leases import KvLayout
 from eesd_dist.telemetry.tracing import Tracing
@@ -49,9 +47,10 @@ from eesd_dist.workers.epochs.epoch_groups import (
     naming_the_lost,
 )
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.messages import Address, ControlReport, Epoch, HeadReport, LoadedRank
+from eesd_dist.workers.messages import Address, ControlReport, Epoch, LoadedRank
 from eesd_dist.workers.page_moves import PageMoves, PageSharing
 from eesd_dist.workers.process import freeze_heap
+from eesd_dist.workers.serving_head import ServingHead, require_compatible, serving_head
 
 
 class Recorder(RecorderSink, Protocol):
@@ -61,15 +60,6 @@ class Recorder(RecorderSink, Protocol):
     def flush(self) -> None:
         """Waits until everything taken so far is on disk or dropped."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ServingHead:
-    """Describes an exit head as it was loaded; its folder may have changed since."""
-
-    report: HeadReport
-    config: HeadConfig
-    calibration: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +101,11 @@ class EngineLeader:
         tracing: Tracing,
         *,
         open_recorder: Callable[[], Recorder] | None = None,
+        masks: Masks | None = None,
+        address: str | None = None,
     ) -> None:
-        """`open_recorder` is called once, by the first engine that may record."""
+        """`open_recorder` is called once, by the first engine that may record. `masks`: in place of
+        those of the model's grammars, for one engine; `address`: in place of the node's."""
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
         """Includes the exit head of the next engine; `load_head` replaces it."""
@@ -122,7 +115,7 @@ class EngineLeader:
         """None where nothing is recorded, or no engine was built yet."""
         self._book = BeliefBook(discount=config.speculation.discount)
         """Beliefs about requests that the router does not know yet, and while it is silent."""
-        self._head: _ServingHead | None = None
+        self._head: ServingHead | None = None
         """The newest engine's exit head; None when it drafts nothing."""
         self._running: _Running | None = None
         """None while an engine is being built, and after a build that failed."""
@@ -134,8 +127,9 @@ class EngineLeader:
         """Held while weights are loaded."""
         self._loaded: LoadedRank | None = None
         """Report of the first load; None before it."""
+        self._masks = masks
         self._grammars = GrammarCompiler.of_folder(config.model.path)
-        self._groups = EpochGroups(config)
+        self._groups = EpochGroups(config, address=address)
         self._connected: list[ProcessGroup] = []
         """Groups of the newest epoch until `join` uses them: rounds, then draft."""
         self.loading = LoadWatch()
@@ -207,7 +201,7 @@ class EngineLeader:
                 self._running = self._build(channel, epoch, draft)
                 if not epoch.is_degraded:  # a fallback serves for seconds, and should soon begin
                     freeze_heap()
-                self._head = _serving_head(self._config, layout_of(self._config))
+                self._head = serving_head(self._config, layout_of(self._config))
             else:
                 if self._running.followers is not None and draft:
                     self._running.followers.join(draft[0])
@@ -231,9 +225,9 @@ class EngineLeader:
                     "head and a positive engine.speculation.max_draft_tokens"
                 )
             layout = layout_of(requested)
-            new = _serving_head(requested, layout)
+            new = serving_head(requested, layout)
             assert new is not None, "its folder was named"
-            _require_compatible(folder, new, serving=self._head, sha256=sha256)
+            require_compatible(folder, new, serving=self._head, sha256=sha256)
             group = SingleGroup() if running.followers is None else running.followers.handle
             head = load_next_head(requested, layout, Path(folder), group=group)
             running.engine.swap_head(head, Calibrator.load(Path(folder)))
@@ -331,6 +325,7 @@ class EngineLeader:
             shard=prepared.weights.shard(num_pages=epoch.num_pages, compiles_in_background=True),
             cost=prepared.cost,
             grammars=self._grammars,
+            masks=self._masks,
         )
         # Cleared last: when a lost peer fails the build, the next attempt need not load again.
         self._prepared = None
@@ -341,67 +336,24 @@ class LeaderEpoch:
     """The engine over the groups of one epoch."""
 
     def __init__(self, engine: EngineCore, groups: list[ProcessGroup]) -> None:
-        self._engine = engine
+        self.engine = engine
         self._groups = groups
 
     def add(self, request: Request) -> None:
-        self._engine.add(request)
+        self.engine.add(request)
 
     def drop(self, request_id: RequestId) -> None:
-        self._engine.abort(request_id)
+        self.engine.abort(request_id)
 
     def step(self, *, wait_s: float) -> StepResult:
         with naming_the_lost(self._groups):
-            return self._engine.step(wait_s=wait_s)
+            return self.engine.step(wait_s=wait_s)
 
     def apply_plans(self, plans: Mapping[RequestId, DraftPlan]) -> None:
-        self._engine.apply_plans(plans)
+        self.engine.apply_plans(plans)
 
     def load(self) -> EngineLoad:
-        return self._engine.load()
+        return self.engine.load()
 
     def abort(self) -> None:
         abort_all(self._groups, "the epoch was ended")
-
-
-def _serving_head(config: EngineConfig, layout: Layout) -> _ServingHead | None:
-    """Returns the configured exit head, or None where drafting is off. Raises CheckpointError for
-    a head that does not fit the target."""
-    folder = layout.head_folder
-    if folder is None or config.speculation.max_draft_tokens == 0:
-        return None
-    head = HeadConfig.read(folder, target=layout.spec, target_path=config.model.path)
-    file = folder / CALIBRATION_FILE
-    version = json.loads(file.read_text()).get("version") if file.exists() else None
-    return _ServingHead(
-        report=HeadReport(
-            folder=str(folder),
-            sha256=head_digest(folder),
-            exit_layer=head.exit_layer,
-            kind=head.kind,
-        ),
-        config=head,
-        calibration={"num_judged": Calibrator.load(folder).num_judged, "version": version},
-    )
-
-
-def _require_compatible(
-    folder: str, new: _ServingHead, *, serving: _ServingHead, sha256: str | None
-) -> None:
-    """Raises CheckpointError where the new head differs in a property that the engine depends on.
-    Kind and draft vocabulary are among them: drafting costs are measured only once."""
-    if sha256 is not None:
-        _require_same(folder, "digest", actual=new.report.sha256, expected=sha256)
-    for what in ("exit_layer", "layer", "kind", "draft_vocab_size"):
-        actual, expected = getattr(new.config, what), getattr(serving.config, what)
-        _require_same(folder, what, actual=actual, expected=expected)
-
-
-def _require_same(folder: str, what: str, *, actual: object, expected: object) -> None:
-    if actual != expected:
-        raise CheckpointError(
-            file=folder,
-            found=f"{what} {actual}",
-            expected=f"{expected}, as in the present head",
-            advice="restart the service with --head to change it",
-        )

@@ -24,25 +24,33 @@ class EngineStages:
 
     open_recorder: "Callable[[EngineConfig], Recorder] | None" = None
     """Opens the recorder of the drafting actor; None records nothing."""
+    address: str | None = None
+    """Address at which other ranks reach the process; None: its node's."""
+    compiles_kernels: bool = True
+    """Compiles missing kernels in a process of its own, while ranks start."""
 
     def draft_leader(self, config: EngineConfig, tracing: "Tracing") -> DraftLeader:
-        start_compiling(config)
+        self._prepare(config)
         from eesd_dist.workers.draft_leader import EngineLeader
 
         opened = None if self.open_recorder is None else partial(self.open_recorder, config)
-        return EngineLeader(config, tracing, open_recorder=opened)
+        return EngineLeader(config, tracing, open_recorder=opened, address=self.address)
 
     def draft_follower(
         self, config: EngineConfig, tracing: "Tracing", *, rank: int
     ) -> DraftFollower:
-        start_compiling(config)
+        self._prepare(config)
         from eesd_dist.workers.draft_follower import ShardFollower
 
         del tracing  # a follower's time is part of the drafting actor's spans
-        return ShardFollower(config, rank=rank)
+        return ShardFollower(config, rank=rank, address=self.address)
 
     def verify_worker(self, config: EngineConfig, tracing: "Tracing", *, rank: int) -> RankWorker:
-        start_compiling(config)
+        self._prepare(config)
         from eesd_dist.workers.verify_worker import StageVerifier
 
-        return StageVerifier(config, tracing, rank=rank)
+        return StageVerifier(config, tracing, rank=rank, address=self.address)
+
+    def _prepare(self, config: EngineConfig) -> None:
+        if self.compiles_kernels:
+            start_compiling(config)

@@ -32,12 +32,15 @@ from eesd_dist.workers.process import freeze_heap
 class StageVerifier:
     """Implements `roles.RankWorker`; keeps weights and pages from one epoch to the next."""
 
-    def __init__(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> None:
+    def __init__(
+        self, config: EngineConfig, tracing: Tracing, *, rank: int, address: str | None = None
+    ) -> None:
+        """`address`: in place of the node's."""
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
         self._spans = tracing.rounds
         self._rank = rank
-        self._groups = EpochGroups(config)
+        self._groups = EpochGroups(config, address=address)
         size = config.parallel.verify_tensor_parallel_size
         self._handle = GroupHandle(
             UnconnectedGroup(rank=rank, size=size) if size > 1 else SingleGroup()

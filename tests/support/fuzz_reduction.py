@@ -30,6 +30,7 @@ from eesd_dist.bench.fuzz.cases import (
 )
 from eesd_dist.bench.fuzz.check import ENGINE, PLAIN, Checked, Failure, check
 from eesd_dist.bench.fuzz.models import ModelShelf
+from eesd_dist.bench.fuzz.rank_processes import RankProcesses
 from eesd_dist.bench.fuzz.reference import PlainTexts
 from eesd_dist.command_line import run_command
 from eesd_dist.config import Section
@@ -238,7 +239,13 @@ def _with_entry(case: Case, changed: Entry) -> Case:
 
 
 def reduced(
-    case: Case, checked: Checked, shelf: ModelShelf, plain: PlainTexts, *, limit_s: float
+    case: Case,
+    checked: Checked,
+    shelf: ModelShelf,
+    plain: PlainTexts,
+    *,
+    limit_s: float,
+    processes: RankProcesses | None = None,
 ) -> Case:
     """Returns the smallest case found within the limit that fails in the same way: an engine that
     failed, or a text that differs."""
@@ -246,7 +253,7 @@ def reduced(
 
     def fails(candidate: Case) -> bool:
         try:
-            failures = check(candidate, shelf, plain).failures
+            failures = check(candidate, shelf, plain, processes).failures
         except Exception:  # a case that cannot be built is not a reduction
             return False
         return any(_is_of_a_text(failure) == _is_of_a_text(first) for failure in failures)
@@ -265,11 +272,11 @@ def main(
     """Reduces a case file; writes the result next to it, as NAME-smaller.json."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
         shelf = ModelShelf(Path(scratch))
-        plain = PlainTexts(shelf)
+        plain, processes = PlainTexts(shelf), RankProcesses()
         drawn = load_case(case)
-        checked = check(drawn, shelf, plain)
+        checked = check(drawn, shelf, plain, processes)
         if checked.failures:
-            smaller = reduced(drawn, checked, shelf, plain, limit_s=limit_s)
+            smaller = reduced(drawn, checked, shelf, plain, limit_s=limit_s, processes=processes)
             save_case(smaller, case.with_name(f"{case.stem}-smaller.json"))
             sys.stdout.write(
                 f"{len(drawn.entries)} requests and {len(drawn.troubles)} troubles became "
@@ -278,6 +285,7 @@ def main(
         else:
             sys.stdout.write(f"{case}: nothing fails\n")
         plain.close()
+        processes.close()
     return 1 if checked.failures else 0
 
 

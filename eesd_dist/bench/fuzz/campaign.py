@@ -11,6 +11,7 @@ from eesd_dist.bench.fuzz.cases import Case, save_case
 from eesd_dist.bench.fuzz.check import Checked, check
 from eesd_dist.bench.fuzz.drawing.cases import GROUP_SIZE, Source
 from eesd_dist.bench.fuzz.models import ModelShelf
+from eesd_dist.bench.fuzz.rank_processes import RankProcesses
 from eesd_dist.bench.fuzz.reference import PlainTexts
 from eesd_dist.bench.fuzz.totals import EngineRow, StateFile, Totals
 
@@ -50,6 +51,7 @@ class Campaign:
         self._case_folder = case_folder
         self._say = say
         self._plain = PlainTexts(shelf)
+        self._processes = RankProcesses()
         self._started_s = time.monotonic()
         self._last_line_s = -_EVERY_S
         self.totals = Totals()
@@ -71,6 +73,7 @@ class Campaign:
                 number += 1
         finally:
             self._plain.close()
+            self._processes.close()
 
     def _is_over(self) -> bool:
         limits = self._limits
@@ -84,7 +87,7 @@ class Campaign:
     def _one(self, number: int) -> None:
         started_s, plain_before = time.monotonic(), self._plain.num_tokens
         case = self._source.case(number)
-        checked = check(case, self._shelf, self._plain)
+        checked = check(case, self._shelf, self._plain, self._processes)
         seconds = time.monotonic() - started_s
         plain_tokens = self._plain.num_tokens - plain_before
         case_file = self._case_file(case) if checked.failures else None

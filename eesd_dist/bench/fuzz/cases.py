@@ -1,7 +1,8 @@
 """An engine of the fuzz as plain values: its configuration, requests and troubles.
 
 A case is complete: written to a file it can be replayed on another machine that has the model
-folder. Random models are named by the seed that generates them.
+folder. Random models are named by the seed that generates them. A case with processes repeats its
+requests and faults, but not the moment within a round at which a fault happens.
 """
 
 from dataclasses import dataclass
@@ -61,16 +62,20 @@ class World:
 class Link:
     """Links between the engine and its verify stage, and between the ranks of a stage."""
 
-    kind: Literal["inline", "thread"]
+    kind: Literal["inline", "thread", "processes"]
     """`inline`: verified while the engine waits, so that a case repeats exactly. `thread`: verified
-    in a separate thread, so that replies arrive at any time."""
+    in a separate thread, so that replies arrive at any time. `processes`: every rank but draft rank
+    0 is a process, and they talk as in a service."""
     encoded: bool = False
     """True if rounds and replies are encoded and decoded as between processes."""
     sums: Literal["memory", "messages"] = "memory"
-    """Way in which the ranks of a stage sum: inside of compiled calls, or between two calls."""
+    """Way in which the ranks of a stage sum: inside of compiled calls, or between two calls. Of
+    processes, as on one host, or as on two, with sockets between them."""
     late_masks: float = 0.0
     """Probability that a mask is late: its request sits the round out, or its draft is cut."""
     seed: int = 0
+    timeout_s: float = TIMEOUT_S
+    """Deadline of every wait between ranks; short where ranks are stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +157,27 @@ class Migration:
     """False: the reservation is abandoned, and the requests are recomputed."""
 
 
-Trouble = Abort | Resume | Loss | Migration
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A rank that is a process is killed, stopped for longer than the deadline, or has its links
+    cut. A new epoch starts, as in a service."""
+
+    kind: Literal["kill", "stop", "cut"]
+    """Draft rank 0, which is in the process of the fuzz, is not stopped; instead of a kill, its
+    engine is dropped and its requests are submitted again with their tokens so far."""
+    turn: int
+    engine: int
+    stage: Literal["draft", "verify"]
+    rank: int
+    after: int
+    """Further steps of the engine before the fault."""
+    delay_s: float
+    """Seconds after the beginning of the step."""
+    is_replaced: bool
+    """True if a stopped or cut process is killed too; a stopped one goes on otherwise."""
+
+
+Trouble = Abort | Resume | Loss | Migration | Fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +213,7 @@ def engine_config(world: World, setup: EngineSetup, *, folder: Path) -> EngineCo
         parallel=ParallelConfig(
             draft_tensor_parallel_size=world.draft_ranks,
             verify_tensor_parallel_size=world.verify_ranks,
-            timeout_s=TIMEOUT_S,
+            timeout_s=setup.link.timeout_s,
         ),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from eesd_dist.bench.fuzz.cases import Case
 from eesd_dist.bench.fuzz.models import ModelShelf
 from eesd_dist.bench.fuzz.play import play
+from eesd_dist.bench.fuzz.rank_processes import RankProcesses
 from eesd_dist.bench.fuzz.reference import PlainTexts, difference
 from eesd_dist.errors import ConfigError
 
@@ -31,8 +32,11 @@ class Checked:
     counts: Counter[str]
 
 
-def check(case: Case, shelf: ModelShelf, plain: PlainTexts) -> Checked:
+def check(
+    case: Case, shelf: ModelShelf, plain: PlainTexts, processes: RankProcesses | None = None
+) -> Checked:
     """Runs a case. A failed engine is one failure; texts that ended before that are still compared.
+    `processes`: for a case with ranks in processes.
 
     Raises ConfigError if plain decoding cannot build the world.
     """
@@ -43,7 +47,7 @@ def check(case: Case, shelf: ModelShelf, plain: PlainTexts) -> Checked:
     except Exception:  # a finding too, although in plain decoding
         broke = Failure(entry=PLAIN, what=traceback.format_exc(limit=-6))
         return Checked(failures=(broke,), num_texts=0, num_tokens=0, counts=Counter())
-    played = play(case, shelf)
+    played = play(case, shelf, processes)
     failures = [] if played.error is None else [Failure(entry=ENGINE, what=played.error)]
     for stream in played.streams:
         mismatch = difference(stream, texts[stream.entry.name])

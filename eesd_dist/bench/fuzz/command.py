@@ -20,6 +20,7 @@ from eesd_dist.bench.fuzz.check import check
 from eesd_dist.bench.fuzz.drawing.cases import Source
 from eesd_dist.bench.fuzz.drawing.requests import Prompt
 from eesd_dist.bench.fuzz.models import KnownModel, ModelShelf
+from eesd_dist.bench.fuzz.rank_processes import RankProcesses
 from eesd_dist.bench.fuzz.reference import PlainTexts
 from eesd_dist.bench.fuzz.totals import StateFile
 from eesd_dist.bench.options import DEFAULT_FUZZ_TOKENS, SHIPPED_PROMPTS, FuzzOptions
@@ -110,14 +111,18 @@ def _source(options: FuzzOptions, seed: int, shelf: ModelShelf) -> Source:
     if not models:
         raise ConfigError("found no model: use --model FOLDER or --random-models N")
     has_cuda = torch.cuda.is_available()
+    is_on_cpu = options.device == "cpu" or (options.device == "auto" and not has_cuda)
+    if options.processes and not is_on_cpu:
+        raise ConfigError("ranks in processes compute on CPUs here: add --device cpu")
     return Source(
         seed=seed,
         models=tuple(models),
         prompts={model.name: _prompts(options, model, shelf) for model in models},
         dtypes=options.dtype or get_args(DType),
         device=options.device,
-        is_on_cpu=options.device == "cpu" or (options.device == "auto" and not has_cuda),
+        is_on_cpu=is_on_cpu,
         min_verify_ranks=options.ranks,
+        in_processes=options.processes,
     )
 
 
@@ -137,6 +142,7 @@ def _settings(source: Source) -> dict[str, object]:
         "num_prompts": {name: len(prompts) for name, prompts in source.prompts.items()},
         "dtypes": list(source.dtypes),
         "device": source.device,
+        **({"processes": True} if source.in_processes else {}),
     }
 
 
@@ -144,11 +150,14 @@ def _replay(options: FuzzOptions, file: Path, shelf: ModelShelf) -> int:
     """Runs a case file."""
     say = say_unless(options.json)
     case = load_case(file)
-    plain = PlainTexts(shelf)
-    checked = check(case, shelf, plain)
+    plain, processes = PlainTexts(shelf), RankProcesses()
+    try:
+        checked = check(case, shelf, plain, processes)
+    finally:
+        plain.close()
+        processes.close()
     for failure in checked.failures:
         say(f"{failure.entry}: {failure.what.rstrip()}")
-    plain.close()
     report = {
         "seed": case.seed,
         "engine": case.number,

@@ -1,9 +1,19 @@
 """The engine of one case with its stages: builds, breaks, restores and closes it."""
 
+from collections import Counter
 from pathlib import Path
 from random import Random
+from typing import Protocol
 
-from eesd_dist.bench.fuzz.cases import TIMEOUT_S, EngineSetup, Link, Loss, World, engine_config
+from eesd_dist.bench.fuzz.cases import (
+    TIMEOUT_S,
+    EngineSetup,
+    Fault,
+    Link,
+    Loss,
+    World,
+    engine_config,
+)
 from eesd_dist.bench.fuzz.drawing.grammars import grammars_of
 from eesd_dist.bench.fuzz.links import ON_PURPOSE, FaultyChannel, FutureChannel, encoded
 from eesd_dist.bench.fuzz.ranks import DraftRanks, VerifyRanks
@@ -14,11 +24,53 @@ from eesd_dist.engine.page_store import PageStore
 from eesd_dist.errors import PeerLost
 from eesd_dist.model.spec import ModelSpec
 from eesd_dist.routing.beliefs import BeliefBook
+from eesd_dist.schedule.page_leases import PageReservation
 from eesd_dist.transport.memory import MemoryChannel, Verify
+from eesd_dist.transport.page_wire import chunks_of
+
+
+class AnyPipeline(Protocol):
+    """Both stages and their engine."""
+
+    @property
+    def engine(self) -> EngineCore:
+        """The engine; another one after a step in which it was lost."""
+        ...
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of losses and of other events."""
+        ...
+
+    def step(self) -> StepResult:
+        """Runs one turn of the engine's loop, and recovers from losses."""
+        ...
+
+    def lose(self, trouble: Loss | Fault) -> bool:
+        """Schedules a loss; returns False if this pipeline cannot have it now."""
+        ...
+
+    def fits(self, target: "AnyPipeline") -> bool:
+        """Returns whether the other pipeline can use pages of this one."""
+        ...
+
+    def copy_pages(
+        self, target: "AnyPipeline", reservation: PageReservation, *, chunk_bytes: int
+    ) -> bool:
+        """Copies leased pages to their reserved ones; returns False if that has failed."""
+        ...
+
+    def close(self) -> None:
+        """Ends both stages after their work. Raises errors of followers."""
+        ...
+
+    def abandon(self) -> None:
+        """Ends both stages at once."""
+        ...
 
 
 class Pipeline:
-    """Both stages and their engine."""
+    """Both stages and their engine, with ranks in threads."""
 
     verify_ranks: type[VerifyRanks] = VerifyRanks
 
@@ -31,7 +83,7 @@ class Pipeline:
         self._channel = _channel(self._link, self._verify.verify)
         self._epoch = 0
         self._loss: Loss | None = None
-        self.num_lost = 0
+        self.counts: Counter[str] = Counter()
         self.engine: EngineCore = build_draft_engine(
             config,
             self._channel,
@@ -40,7 +92,7 @@ class Pipeline:
             group=self._draft.group,
             commands=self._draft.commands,
             shard=self._draft.shard,
-            masks=_masks(ModelSpec.from_folder(folder), setup.link),
+            masks=masks_of(ModelSpec.from_folder(folder), setup.link),
         )
 
     def step(self) -> StepResult:
@@ -55,9 +107,10 @@ class Pipeline:
             self._restore(fresh=self._loss.fresh)
             return StepResult()
 
-    def lose(self, loss: Loss) -> bool:
-        """Schedules a loss; returns False while another one is pending."""
-        if self._loss is not None:
+    def lose(self, loss: Loss | Fault) -> bool:
+        """Schedules a loss; returns False while another one is pending, and for a fault of a
+        process."""
+        if self._loss is not None or isinstance(loss, Fault):
             return False
         self._loss = loss
         component = loss.part
@@ -69,9 +122,26 @@ class Pipeline:
             self._channel.lose_at("receive" if component == "receive" else "send", after=loss.after)
         return True
 
-    def stores(self) -> list[PageStore]:
-        """Returns the page stores of every rank, the draft stage's first."""
-        return [*self._draft.stores(), *self._verify.stores()]
+    def fits(self, target: AnyPipeline) -> bool:
+        """Returns whether page layouts agree: a pipeline without drafts has no exit head pages."""
+        assert isinstance(target, Pipeline)
+        return [store.page_bytes for store in self._stores()] == [
+            store.page_bytes for store in target._stores()
+        ]
+
+    def copy_pages(
+        self, target: AnyPipeline, reservation: PageReservation, *, chunk_bytes: int
+    ) -> bool:
+        assert isinstance(target, Pipeline)
+        source_pages = [page for page, _ in reservation.moves]
+        target_pages = [page for _, page in reservation.moves]
+        for source_store, target_store in zip(self._stores(), target._stores(), strict=True):
+            for chunk in chunks_of(
+                source_store.page_bytes, len(source_pages), max_bytes=chunk_bytes
+            ):
+                target_store.write(chunk, target_pages, source_store.read(chunk, source_pages))
+            target_store.settle()
+        return True
 
     def close(self) -> None:
         """Ends both stages. Raises errors of followers that were not raised before."""
@@ -88,13 +158,17 @@ class Pipeline:
 
     def _restore(self, *, fresh: bool) -> None:
         self._loss = None
-        self.num_lost += 1
+        self.counts["lost stages"] += 1
         self.abandon()
         self._epoch += 1
         self._verify.begin(fresh=fresh)
         self._draft.begin()
         self._channel = _channel(self._link, self._verify.verify)
         self.engine.attach(self._channel, epoch=self._epoch)
+
+    def _stores(self) -> list[PageStore]:
+        """Returns the page stores of every rank, the draft stage's first."""
+        return [*self._draft.stores(), *self._verify.stores()]
 
     def _errors(self) -> list[BaseException]:
         return [*self._verify.errors, *self._draft.errors]
@@ -104,7 +178,7 @@ class Pipeline:
             raise error
 
 
-def _masks(spec: ModelSpec, link: Link) -> Masks:
+def masks_of(spec: ModelSpec, link: Link) -> Masks:
     """Makes masks some of which are late, so that requests sit rounds out and drafts are cut."""
     rng = Random(f"{link.seed}/masks")
     return Masks(

@@ -6,16 +6,26 @@ engines share this thread, so that a case with inline links repeats exactly.
 
 import traceback
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 
-from eesd_dist.bench.fuzz.cases import Abort, Case, Entry, Loss, Migration, Resume, Trouble
+from eesd_dist.bench.fuzz.cases import (
+    Abort,
+    Case,
+    EngineSetup,
+    Entry,
+    Fault,
+    Loss,
+    Migration,
+    Resume,
+    Trouble,
+)
 from eesd_dist.bench.fuzz.models import ModelShelf
-from eesd_dist.bench.fuzz.pipeline import Pipeline
+from eesd_dist.bench.fuzz.pipeline import AnyPipeline, Pipeline
+from eesd_dist.bench.fuzz.rank_processes import RankProcesses
 from eesd_dist.engine.core import StepResult
 from eesd_dist.schedule.page_leases import PageLease, PageReservation
-from eesd_dist.transport.page_wire import chunks_of
 from eesd_dist.types import Emission, FinishReason, Request, RequestId, TokenId, TokenLogprobs
 
 _MAX_IDLE_TURNS = 3000
@@ -66,9 +76,9 @@ class Played:
     """The error that ended the case early; None if all texts ended."""
 
 
-def play(case: Case, shelf: ModelShelf) -> Played:
+def play(case: Case, shelf: ModelShelf, processes: RankProcesses | None = None) -> Played:
     """Runs a case to its end; returns errors of engines as part of the results."""
-    player = _Player(case, shelf)
+    player = _Player(case, shelf, processes)
     error = None
     try:
         player.run()
@@ -87,11 +97,12 @@ class _Moving:
     lease: PageLease
     reservation: PageReservation | None = None
     """None until pages are reserved."""
+    is_copied: bool = False
     next_turn: int
 
 
 class _Player:
-    def __init__(self, case: Case, shelf: ModelShelf) -> None:
+    def __init__(self, case: Case, shelf: ModelShelf, processes: RankProcesses | None) -> None:
         self._case = case
         self.counts: Counter[str] = Counter()
         self.streams = {
@@ -111,13 +122,14 @@ class _Player:
         self._num_submissions = 0
         self._turn = 0
         self._shelf = shelf
-        self._pipelines: list[Pipeline] = []
+        self._processes = processes
+        self._pipelines: list[AnyPipeline] = []
 
     def run(self) -> None:
         case = self._case
         folder = self._shelf.folder(case.world.model)
         for setup in case.engines:
-            self._pipelines.append(Pipeline(case.world, setup, folder=folder))
+            self._pipelines.append(self._pipeline(setup, folder))
         idle_turns = 0
         while not self._is_over():
             self._arrive()
@@ -131,9 +143,19 @@ class _Player:
         self._finish()
 
     def close(self) -> None:
-        """Ends all threads, also those of a failed engine."""
+        """Ends all threads and the work of processes, also those of a failed engine."""
         for pipeline in self._pipelines:
             pipeline.abandon()
+            self.counts += pipeline.counts
+
+    def _pipeline(self, setup: EngineSetup, folder: Path) -> AnyPipeline:
+        if setup.link.kind != "processes":
+            return Pipeline(self._case.world, setup, folder=folder)
+        assert self._processes is not None, "this case has ranks in processes"
+        # Needs Ray, without which the other links can be tried.
+        from eesd_dist.bench.fuzz.linked_pipeline import LinkedPipeline
+
+        return LinkedPipeline(self._case.world, setup, folder=folder, processes=self._processes)
 
     def _is_over(self) -> bool:
         return (
@@ -183,7 +205,7 @@ class _Player:
                 return self._abort(trouble)
             case Resume():
                 return self._resume(trouble)
-            case Loss():
+            case Loss() | Fault():
                 return self._pipelines[trouble.engine].lose(trouble)
             case Migration():
                 return self._lease(trouble)
@@ -223,25 +245,22 @@ class _Player:
     # Migrations: lease, copy, and adopt or abandon, each in a separate turn.
 
     def _lease(self, migration: Migration) -> bool:
-        if len(self._pipelines) < 2 or not self._pages_fit():
+        if len(self._pipelines) < 2:
+            return False
+        source, target = self._ends(migration)
+        if not source.fits(target):
             return False
         names = [self.streams[name] for name in migration.entries]
         live = [s for s in names if s.state is _State.LIVE and s.engine == migration.source]
         if migration.entries and not live:
             return False
-        engine = self._pipelines[migration.source].engine
-        lease = engine.kv_sharing.lease([s.request_id for s in live] if migration.entries else None)
+        lease = source.engine.kv_sharing.lease(
+            [s.request_id for s in live] if migration.entries else None
+        )
         self._moving.append(
             _Moving(migration=migration, lease=lease, next_turn=self._turn + migration.copy_after)
         )
         return True
-
-    def _pages_fit(self) -> bool:
-        """Returns whether page layouts agree: a pipeline without drafts has no exit head pages."""
-        ours, theirs = (
-            [store.page_bytes for store in pipeline.stores()] for pipeline in self._pipelines
-        )
-        return ours == theirs
 
     def _move_on(self) -> None:
         for moving in [moving for moving in self._moving if moving.next_turn <= self._turn]:
@@ -256,20 +275,15 @@ class _Player:
         source, target = self._ends(moving.migration)
         reservation = target.engine.kv_sharing.reserve(moving.lease.requests)
         moving.reservation = reservation
-        leased: Sequence[int] = [source_page for source_page, _ in reservation.moves]
-        target_pages: Sequence[int] = [page for _, page in reservation.moves]
-        for source_store, target_store in zip(source.stores(), target.stores(), strict=True):
-            for chunk in chunks_of(
-                source_store.page_bytes, len(leased), max_bytes=moving.migration.chunk_bytes
-            ):
-                target_store.write(chunk, target_pages, source_store.read(chunk, leased))
-            target_store.settle()
-        self.counts["migrated pages"] += len(leased)
+        moving.is_copied = source.copy_pages(
+            target, reservation, chunk_bytes=moving.migration.chunk_bytes
+        )
+        self.counts["migrated pages"] += len(reservation.moves) * moving.is_copied
 
     def _adopt(self, moving: _Moving, reservation: PageReservation) -> None:
         source, target = self._ends(moving.migration)
         has_held = source.engine.kv_sharing.end_lease(moving.lease.number)
-        if has_held and moving.migration.is_adopted:
+        if has_held and moving.is_copied and moving.migration.is_adopted:
             target.engine.kv_sharing.adopt(reservation.number)
         else:
             target.engine.kv_sharing.abandon(reservation.number)
@@ -283,7 +297,7 @@ class _Player:
         for pipeline in (source, target):
             pipeline.engine.check()
 
-    def _ends(self, migration: Migration) -> tuple[Pipeline, Pipeline]:
+    def _ends(self, migration: Migration) -> tuple[AnyPipeline, AnyPipeline]:
         return self._pipelines[migration.source], self._pipelines[1 - migration.source]
 
     # Turns.
@@ -291,9 +305,14 @@ class _Player:
     def _step(self, index: int) -> bool:
         """Runs one step; returns whether a token was emitted."""
         pipeline = self._pipelines[index]
-        if not pipeline.engine.has_work:
+        engine = pipeline.engine
+        if not engine.has_work:
             return False
         result = pipeline.step()
+        if pipeline.engine is not engine:
+            self.counts["lost engines"] += 1
+            for stream in [s for (at, _), s in self._by_id.items() if at == index]:
+                self._submit(stream)
         self._count(result)
         for emission in result.emissions:
             self._take(index, emission)
@@ -329,7 +348,6 @@ class _Player:
             pipeline.engine.check()
             load = pipeline.engine.load()
             self.counts["preemptions"] += load.num_preemptions
-            self.counts["lost stages"] += pipeline.num_lost
             if load.free_pages != load.num_pages or load.num_running or load.num_waiting:
                 raise BrokenError(f"found {load} at the end: pages or requests have leaked")
             pipeline.close()

@@ -25,9 +25,10 @@ _DRAFTER = "draft rank 0"
 class EpochGroups:
     """Owns the rendezvous of one process: the stores it hosts and the groups it is joining."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, address: str | None = None) -> None:
+        """`address`: the one at which other ranks reach this process; None: its node's."""
         self._config = config
-        self.address = ray.util.get_node_ip_address()
+        self.address = address or ray.util.get_node_ip_address()
         self._hosted: list[StoreHost] = []
         """The newest store hosted here, if any."""
         self._connecting: set[StoreClient] = set()

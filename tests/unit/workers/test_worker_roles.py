@@ -163,7 +163,7 @@ def test_groups_that_an_epoch_has_are_its_own_to_end(
     meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_leader, "DistVerifyChannel", lambda _: None)
-    monkeypatch.setattr(draft_leader, "_serving_head", lambda *_: None)
+    monkeypatch.setattr(draft_leader, "serving_head", lambda *_: None)
     leader = EngineLeader(_config(), Tracing())
     monkeypatch.setattr(leader, "_build", lambda *_: SimpleNamespace(engine=SimpleNamespace()))
     leader.connect(_epoch(1, num_ranks=2))

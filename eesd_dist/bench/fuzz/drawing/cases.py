@@ -42,6 +42,8 @@ class Source:
     device: Device
     is_on_cpu: bool
     min_verify_ranks: int = 1
+    in_processes: bool = False
+    """True if ranks are processes, with faults; other losses are not drawn."""
 
     def case(self, number: int) -> Case:
         world, model, pool = self._group(number // GROUP_SIZE)
@@ -56,7 +58,14 @@ class Source:
         min_ranks = self.min_verify_ranks
         # A model may have fewer heads or channels than that: try the next combination.
         for model, dtype in combinations[offset:] + combinations[:offset]:
-            world = draw_world(rng, model, dtype, device=self.device, min_verify_ranks=min_ranks)
+            world = draw_world(
+                rng,
+                model,
+                dtype,
+                device=self.device,
+                min_verify_ranks=min_ranks,
+                in_processes=self.in_processes,
+            )
             if world is not None:
                 break
         else:
@@ -95,7 +104,12 @@ class Source:
                 for _ in range(num_engines)
             ),
             entries=tuple(entries),
-            troubles=draw_troubles(rng, entries, num_engines=num_engines),
+            troubles=draw_troubles(
+                rng,
+                entries,
+                num_engines=num_engines,
+                processes_of=world if self.in_processes else None,
+            ),
         )
 
     def _setup(
@@ -109,6 +123,7 @@ class Source:
             is_on_cpu=self.is_on_cpu,
             is_single=is_single,
             is_plain=is_plain,
+            in_processes=self.in_processes,
         )
 
 

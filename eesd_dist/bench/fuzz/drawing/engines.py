@@ -17,6 +17,10 @@ from eesd_dist.model.spec import ModelSpec
 
 _DEGREES = (1, 2, 3, 4, 6, 8)
 _PAGE_SIZES = (4, 8, 16, 32)
+_MOST_PROCESSES = 4
+"""Maximum number of ranks of a stage in processes, if the run does not require more."""
+_STOPPED_S = 3.0
+"""Deadline of waits between processes: a stopped one is lost after so long."""
 
 
 def degrees_of(spec: ModelSpec) -> tuple[int, ...]:
@@ -37,15 +41,19 @@ def draw_world(
     *,
     device: Device,
     min_verify_ranks: int = 1,
+    in_processes: bool = False,
 ) -> World | None:
     """Returns a world, or None if the model cannot be split among so many ranks."""
     degrees = degrees_of(model.spec)
     verify = [d for d in degrees if d >= min_verify_ranks]
     if not verify:
         return None
-    # Ranks in threads cost five times as much per token: a quarter of the worlds has several, and
-    # rather few.
-    is_single = min_verify_ranks == 1 and rng.random() < 0.75
+    if in_processes:
+        verify = [d for d in verify if d <= _MOST_PROCESSES] or verify[:1]
+        degrees = degrees[:2]
+    # Several ranks cost five times as much per token in threads: a quarter of the worlds has them,
+    # and rather few.
+    is_single = not in_processes and min_verify_ranks == 1 and rng.random() < 0.75
     return World(
         model=model.name,
         head=rng.choice(model.heads),
@@ -65,6 +73,7 @@ def draw_setup(
     is_on_cpu: bool,
     is_single: bool,
     is_plain: bool,
+    in_processes: bool = False,
 ) -> EngineSetup:
     """Draws an engine. `num_needed`: pages of the largest request; `num_all`: pages of all
     requests; `is_plain`: no trees. One of two engines mostly has room and a prefix cache for
@@ -85,7 +94,7 @@ def draw_setup(
         ),
         speculation=_speculation(rng, max_draft_tokens=max_draft_tokens, is_plain=is_plain),
         cost=_cost(rng, max_draft_tokens=max_draft_tokens),
-        link=_link(rng, is_on_cpu=is_on_cpu),
+        link=_link(rng, is_on_cpu=is_on_cpu, in_processes=in_processes),
     )
 
 
@@ -133,7 +142,15 @@ def _cost(rng: Random, *, max_draft_tokens: int) -> CostModel:
     )
 
 
-def _link(rng: Random, *, is_on_cpu: bool) -> Link:
+def _link(rng: Random, *, is_on_cpu: bool, in_processes: bool) -> Link:
+    if in_processes:
+        return Link(
+            kind="processes",
+            sums=rng.choice(("memory", "messages")),
+            seed=rng.randrange(1000),
+            late_masks=rng.choice((0.0, 0.1, 0.4)),
+            timeout_s=_STOPPED_S,
+        )
     return Link(
         kind=rng.choice(("inline", "inline", "thread")),
         encoded=is_on_cpu and rng.random() < 0.3,
