@@ -18,12 +18,12 @@ from eesd_dist.model.spec import ModelSpec
 EVALUATION_FILE = "evaluation.json"
 
 
-def read_shape(folder: Path, *, on_cpu: bool = False) -> ModelShape:
+def read_shape(folder: Path) -> ModelShape:
     """Reads the config.json in a checkpoint's folder. Raises CheckpointError for a model that is
     not supported.
 
-    On a CPU, matrices are as wide as on a GPU (16-bit weights are packed as float16), and keys and
-    values are float32.
+    On a CPU, matrices are as wide as on a GPU (16-bit weights are packed as float16); keys and
+    values have a type of their own.
     """
     spec = ModelSpec.from_folder(folder)
     config = read_json(folder / "config.json")
@@ -41,7 +41,7 @@ def read_shape(folder: Path, *, on_cpu: bool = False) -> ModelShape:
         norms_heads_jointly=spec.traits.joint_qk_norm,
         num_ropes=len(set(spec.ropes)),
         bytes_per_weight=num_bytes,
-        bytes_per_kv=4 if on_cpu else num_bytes,
+        bytes_per_kv=num_bytes,
     )
 
 

@@ -66,10 +66,13 @@ def _shape_of(options: PlanOptions) -> ModelShape:
             else "found no model: give --model FOLDER or --shape NAME"
         )
     if options.model is not None:
-        return read_shape(options.model, on_cpu=options.on_cpu)
-    assert options.shape is not None
-    shape = named_shape(options.shape)
-    return replace(shape, bytes_per_kv=4) if options.on_cpu else shape
+        shape = read_shape(options.model)
+    else:
+        assert options.shape is not None
+        shape = named_shape(options.shape)
+    if not options.on_cpu:
+        return shape
+    return replace(shape, bytes_per_kv=2 if options.kv_cache_dtype == "bfloat16" else 4)
 
 
 def _machine_of(options: PlanOptions, shape: ModelShape, costs: StageCosts | None) -> Machine:

@@ -6,7 +6,7 @@ Imports nothing heavy.
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Option
 
@@ -49,7 +49,10 @@ class PlanOptions:
     verify_tp: Annotated[int | None, "ranks of the verify stage, without search (1)"] = None
     shared_gpu: Annotated[bool, "both stages on one GPU, without search"] = False
     fallback: Annotated[bool, "verify ranks also load the draft ranks' layers"] = False
-    on_cpu: Annotated[bool, "ranks on CPUs, which keep keys and values in float32"] = False
+    on_cpu: Annotated[bool, "ranks on CPUs"] = False
+    kv_cache_dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, "type of stored keys and values on CPUs (float32)"
+    ] = None
     draft_vocab_size: Annotated[int | None, "tokens of a truncated exit head"] = None
     draft_coverage: Annotated[
         float | None,
@@ -140,6 +143,11 @@ class PlanOptions:
                 "a head belongs to a model: give --model",
             ),
             (("shared_gpu",), self.on_cpu, "--on-cpu has no GPU: leave one of them out"),
+            (
+                ("kv_cache_dtype",),
+                not self.on_cpu,
+                "a GPU stores keys and values in the type of the weights: leave it out",
+            ),
         ):
             for name in names:
                 value = getattr(self, name)

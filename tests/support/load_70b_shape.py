@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,7 +56,7 @@ def planned_bytes(folder: Path) -> dict[str, int]:
         draft_tensor_parallel_size=NUM_RANKS,
         verify_tensor_parallel_size=NUM_RANKS,
     )
-    shape = read_shape(folder, on_cpu=True)
+    shape = replace(read_shape(folder), bytes_per_kv=4)
     stages = memory_of(shape, split=split, load=Load())
     return {stage_memory.stage: stage_memory.weights_bytes for stage_memory in stages}
 

@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -158,7 +158,7 @@ def main(options: Options) -> int:
     """Prints a table and the report."""
     say = say_unless(options.json)
     prompts = load_prompts(Tokenizer.load(options.model), SHIPPED_PROMPTS, limit=_NUM_PROMPTS)
-    shape = read_shape(Path(options.model), on_cpu=True)
+    shape = replace(read_shape(Path(options.model)), bytes_per_kv=4)
     inputs = _settings(1, (1, 8), (0, 1, 2, 4, 8))
     targets = [
         *_settings(1, _BATCHES, _LENGTHS),

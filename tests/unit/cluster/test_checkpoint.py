@@ -74,8 +74,6 @@ def test_weights_are_as_wide_as_the_checkpoint_says(
     config.write_text(json.dumps({**FIELDS, **fields}))
     shape = read_shape(tmp_path)
     assert (shape.bytes_per_weight, shape.bytes_per_kv) == (expected, expected)
-    shape = read_shape(tmp_path, on_cpu=True)
-    assert (shape.bytes_per_weight, shape.bytes_per_kv) == (expected, 4)
 
 
 def _head(folder: Path, *rates: tuple[float, float]) -> Path:

@@ -190,6 +190,21 @@ def test_a_head_that_was_measured_untruncated_is_accepted_less_when_truncated(
     assert "found --draft-coverage 0.99, which would have no effect" in message
 
 
+def test_keys_and_values_of_ranks_on_cpus_take_the_bytes_of_their_type(capsys: Output) -> None:
+    words = ["--model", str(BUNDLED_MODEL), "--on-cpu", "--exit-layer", "1", "--json"]
+    by_type = {
+        name: json.loads(_shown([*words, *option], capsys))["memory"]
+        for name, option in {
+            "auto": [],
+            "float32": ["--kv-cache-dtype", "float32"],
+            "bfloat16": ["--kv-cache-dtype", "bfloat16"],
+        }.items()
+    }
+    assert by_type["auto"] == by_type["float32"]
+    for wide, narrow in zip(by_type["float32"], by_type["bfloat16"], strict=True):
+        assert wide["kv_bytes"] == 2 * narrow["kv_bytes"] > 0
+
+
 def test_the_defaults_of_the_engine_are_those_of_the_forecast() -> None:
     assert CacheConfig().gpu_memory_utilization == USUAL_SHARE
     assert SchedulerConfig().token_budget == ROWS_OF_PREFILL
@@ -240,6 +255,7 @@ def test_what_cannot_be_is_refused_in_one_line(
         (["--acceptance", "0.5", "--head", "x"], "replace what was measured"),
         (["--temperature", "0"], "give --model"),
         (["--exit-layer", "1", "--shared-gpu", "--on-cpu"], "--on-cpu has no GPU"),
+        (["--kv-cache-dtype", "bfloat16"], "a GPU stores keys and values in the type of the"),
     ],
 )
 def test_an_option_without_effect_is_refused(

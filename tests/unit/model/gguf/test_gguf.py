@@ -126,7 +126,7 @@ def test_a_file_or_its_folder_is_converted_once(file: Path, cache: Path) -> None
     assert local_folder(file.parent) == folder
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     assert ModelSpec.from_folder(folder).num_layers == 2
-    assert read_shape(folder, on_cpu=True).num_layers == 2
+    assert read_shape(folder).num_layers == 2
     config = config_of(EngineFlags(model=file))
     assert config.engine.model.path == folder
     assert config.served_model_name == "tiny"
