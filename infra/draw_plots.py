@@ -16,11 +16,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs" / "pictures"
 RECORDS = ROOT / "docs" / "benchmarks"
-LIBRARY_RUN = (
-    "steps queued ahead for rules that take any guess; pinned uploads; library decoding in the "
-    "same run"
-)
-"""Newest of the runs in the record of the H200."""
 
 _WIDTH, _HEIGHT = 860, 300
 _BASE, _UNIT, _MAX_RATIO = 244, 60, 2.6
@@ -91,7 +86,7 @@ def smollm2_panels() -> Sequence[Panel]:
 def machine_panels() -> Sequence[Panel]:
     service = _record("2026-11-26-online-2cpu")["summary"]["tokens_per_s_on_over_off"]
     gpu_service = _record("2026-11-26-gpu-h100-service")["default"]["throughput"]
-    rows = _record("2026-11-27-gpu-h200")["runs"][LIBRARY_RUN]
+    engine = _record("2026-11-27-gpu-h200-second")["after"]["goodput_over_plain"]
     return (
         Panel(
             title="Two CPU cores, service",
@@ -113,13 +108,10 @@ def machine_panels() -> Sequence[Panel]:
         Panel(
             title="One H200, engine",
             note="shape of Llama 3 8B, random weights",
-            speedups=_ratios(
-                [row for row in rows if "kind" in row],
-                requests="batch",
-                mode="kind",
-                speed="steady_tok_s",
-                modes=("goodput", "plain"),
-            ),
+            speedups={
+                int(count): engine[count]["steady_tok_s, with the first"]["ratio"]
+                for count in sorted(engine, key=int)
+            },
         ),
     )
 

@@ -42,6 +42,7 @@ def read_shape(folder: Path) -> ModelShape:
         num_ropes=len(set(spec.ropes)),
         bytes_per_weight=num_bytes,
         bytes_per_kv=num_bytes,
+        bytes_per_activation=num_bytes,
     )
 
 

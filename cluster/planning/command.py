@@ -16,7 +16,7 @@ from cluster.planning.memory import RankMemory, with_fallbacks
 from cluster.planning.options import PlanOptions
 from cluster.planning.report import as_json, render, render_search, search_as_json
 from cluster.planning.search import search, splits_of
-from cluster.planning.shapes import Load, ModelShape, Split, named_shape
+from cluster.planning.shapes import Load, ModelShape, Split, named_shape, on_cpu
 from eesd_dist.bench.costs.form import StageCosts, read_costs
 from eesd_dist.command_line import run_command
 from eesd_dist.errors import ConfigError
@@ -72,7 +72,7 @@ def _shape_of(options: PlanOptions) -> ModelShape:
         shape = named_shape(options.shape)
     if not options.on_cpu:
         return shape
-    return replace(shape, bytes_per_kv=2 if options.kv_cache_dtype == "bfloat16" else 4)
+    return on_cpu(shape, kv_bytes=2 if options.kv_cache_dtype == "bfloat16" else 4)
 
 
 def _machine_of(options: PlanOptions, shape: ModelShape, costs: StageCosts | None) -> Machine:

@@ -1,6 +1,6 @@
 """Inputs of the planner: dimensions of a model, its split, the load, the acceptance of drafts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
@@ -27,7 +27,9 @@ class ModelShape:
     """A norm covers all heads of a row, so that one rank must have them."""
     bytes_per_weight: int = 2
     bytes_per_kv: int = 2
-    """Bytes of one number of a key or a value: as of weights on a GPU, 4 on a CPU."""
+    """Bytes of one number of a key or a value: as of weights on a GPU, by a setting on a CPU."""
+    bytes_per_activation: int = 2
+    """Bytes of one number of a hidden state: as of weights on a GPU, 4 on a CPU."""
 
     @property
     def layer_weights(self) -> int:
@@ -43,11 +45,6 @@ class ModelShape:
     def head_weights(self) -> int:
         """Weights of the LM head, and of the embedding."""
         return self.hidden_size * self.vocab_size
-
-    @property
-    def bytes_per_activation(self) -> int:
-        """Bytes of one number of a hidden state: the type of keys and values."""
-        return self.bytes_per_kv
 
     def layer_weights_of(self, num_ranks: int) -> int:
         """Weights of one decoder layer in each of so many ranks, which may share a KV head."""
@@ -128,3 +125,9 @@ class Acceptance:
 def named_shape(name: ShapeName) -> ModelShape:
     """Returns the dimensions of a well-known model."""
     return ModelShape(**SHAPES[name])
+
+
+def on_cpu(shape: ModelShape, *, kv_bytes: int = 4) -> ModelShape:
+    """Returns the shape on a CPU: hidden states are float32, and `kv_bytes` are those of one number
+    of a key or a value."""
+    return replace(shape, bytes_per_kv=kv_bytes, bytes_per_activation=4)

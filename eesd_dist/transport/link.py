@@ -381,6 +381,7 @@ class Link:
 
 def bytes_of(x: Tensor) -> memoryview:
     """Returns the memory of a contiguous tensor on the CPU, of any type."""
+    assert x.is_contiguous(), "a copy would be sent, or received into"
     if x.dtype == torch.bfloat16:  # which NumPy lacks
         x = x.view(torch.int16)
     return x.numpy().reshape(-1).view(np.uint8).data

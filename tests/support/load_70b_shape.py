@@ -13,14 +13,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from cluster.planning.checkpoint import read_shape
 from cluster.planning.memory import memory_of
-from cluster.planning.shapes import Load, Split
+from cluster.planning.shapes import Load, Split, on_cpu
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.build import load_draft_weights, load_verify_weights
 from eesd_dist.engine.layout import layout_of
@@ -56,7 +55,7 @@ def planned_bytes(folder: Path) -> dict[str, int]:
         draft_tensor_parallel_size=NUM_RANKS,
         verify_tensor_parallel_size=NUM_RANKS,
     )
-    shape = replace(read_shape(folder), bytes_per_kv=4)
+    shape = on_cpu(read_shape(folder))
     stages = memory_of(shape, split=split, load=Load())
     return {stage_memory.stage: stage_memory.weights_bytes for stage_memory in stages}
 

@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from cluster.planning.fitting import fit
 from cluster.planning.forecast import PipelineForecast
 from cluster.planning.machine import Machine
 from cluster.planning.network import Network
-from cluster.planning.shapes import Load, ModelShape, Split
+from cluster.planning.shapes import Load, ModelShape, Split, on_cpu
 from cluster.planning.stage_times import StageTimes
 from eesd_dist.bench.costs.form import RoundCost, StageCosts, write_costs
 from eesd_dist.bench.costs.measure import (
@@ -158,7 +158,7 @@ def main(options: Options) -> int:
     """Prints a table and the report."""
     say = say_unless(options.json)
     prompts = load_prompts(Tokenizer.load(options.model), SHIPPED_PROMPTS, limit=_NUM_PROMPTS)
-    shape = replace(read_shape(Path(options.model)), bytes_per_kv=4)
+    shape = on_cpu(read_shape(Path(options.model)))
     inputs = _settings(1, (1, 8), (0, 1, 2, 4, 8))
     targets = [
         *_settings(1, _BATCHES, _LENGTHS),

@@ -28,6 +28,7 @@ SHAPE = ModelShape(
     head_dim=24,
     vocab_size=4096,
     bytes_per_kv=4,
+    bytes_per_activation=4,
 )
 MODEL = MeasuredModel(
     num_layers=32,

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.planning.memory import memory_of, render_memory, with_fallbacks
-from cluster.planning.shapes import Load, Split
+from cluster.planning.shapes import Load, Split, on_cpu
 from eesd_dist.errors import ConfigError
 from tests.unit.cluster.test_planner import LLAMA_70B
 
@@ -62,6 +62,6 @@ def test_a_rank_has_a_table_of_rotations_for_its_layers_and_one_for_its_exit_hea
 def test_a_cpu_keeps_keys_and_values_in_float32_and_weights_as_a_gpu_does() -> None:
     split, load = Split(exit_layer=4, verify_tensor_parallel_size=8), Load()
     gpu = memory_of(LLAMA_3_70B, split=split, load=load)
-    cpu = memory_of(replace(LLAMA_3_70B, bytes_per_kv=4), split=split, load=load)
+    cpu = memory_of(on_cpu(LLAMA_3_70B), split=split, load=load)
     assert [row.kv_bytes for row in cpu] == [2 * row.kv_bytes for row in gpu]
     assert [row.weights_bytes for row in cpu] == [row.weights_bytes for row in gpu]

@@ -1,7 +1,6 @@
 """The forecast against recorded figures: rounds of the bundled model on two CPU cores."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -9,6 +8,7 @@ import pytest
 
 from cluster.link_figures import read_links
 from cluster.planning.checkpoint import read_shape
+from cluster.planning.shapes import on_cpu
 from eesd_dist.bench.costs.form import RoundCost, read_costs
 from eesd_dist.bundled_model import BUNDLED_MODEL
 from serve_app.cli.main import main
@@ -23,7 +23,7 @@ def _comparisons() -> list[Comparison]:
         int(ranks): [msgspec.convert(cost, RoundCost) for cost in rounds]
         for ranks, rounds in report["rounds"].items()
     }
-    shape = replace(read_shape(BUNDLED_MODEL), bytes_per_kv=4)
+    shape = on_cpu(read_shape(BUNDLED_MODEL))
     return compare(shape, read_costs(RECORDED), read_links(RECORDED), measured)
 
 

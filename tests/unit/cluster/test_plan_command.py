@@ -203,6 +203,7 @@ def test_keys_and_values_of_ranks_on_cpus_take_the_bytes_of_their_type(capsys: O
     assert by_type["auto"] == by_type["float32"]
     for wide, narrow in zip(by_type["float32"], by_type["bfloat16"], strict=True):
         assert wide["kv_bytes"] == 2 * narrow["kv_bytes"] > 0
+        assert wide["activation_bytes"] == narrow["activation_bytes"]
 
 
 def test_the_defaults_of_the_engine_are_those_of_the_forecast() -> None:
