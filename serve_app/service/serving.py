@@ -171,10 +171,10 @@ def _serve_locally(
         stopping.listen()
         if check is not None:  # it ran while Ray started
             line.stage("checking the model")
-            check.finish()
-        start_compiling(config.engine)  # while Serve starts
+            check.finish(stopped=stopping.wait)
         if stopping.is_set():
             return
+        start_compiling(config.engine)  # while Serve starts
         line.stage("starting Serve")
         require_local_room(config)
         router_handle(config)  # starts while Serve does, instead of when a pipeline asks for it

@@ -166,7 +166,7 @@ class LinkedPipeline:
         self.abandon()
 
     def abandon(self) -> None:
-        self._settle_fault()
+        self._settle_fault(goes_on=False)
         self._leave()
         for process in self._ranks.values():
             self._processes.give_back(process)
@@ -246,7 +246,6 @@ class LinkedPipeline:
         if self._steps_left == 0:
             fault, self._scheduled = self._scheduled, None
             self._running = _RunningFault(fault, lambda: self._act(fault))
-            self.counts[f"trouble {fault.kind}"] += 1
         self._steps_left -= 1
 
     def _act(self, fault: Fault) -> None:
@@ -260,8 +259,9 @@ class LinkedPipeline:
         else:
             number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
             self._ranks[slot].signal(number)
+        self.counts[f"trouble {fault.kind}"] += 1
 
-    def _settle_fault(self) -> bool:
+    def _settle_fault(self, *, goes_on: bool = True) -> bool:
         """Removes what the fault has left; returns whether there was one."""
         if self._running is None:
             return False
@@ -272,7 +272,8 @@ class LinkedPipeline:
             if fault.kind == "kill":
                 self.engine.masks.close()
                 self._leave()
-                self._leader = self._new_leader()
+                if goes_on:
+                    self._leader = self._new_leader()
         elif fault.kind == "kill" or fault.is_replaced:
             self._kill(slot)
         elif fault.kind == "stop":

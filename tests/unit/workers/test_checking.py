@@ -63,3 +63,15 @@ def test_another_architecture_and_a_head_of_another_model(model: Path, tmp_path:
     (other / "config.json").write_text(json.dumps({**config, "architectures": ["Unheard"]}))
     with pytest.raises(ConfigError, match="Unheard"):
         _check(other)
+
+
+def test_a_check_that_is_stopped_is_not_waited_for(model: Path) -> None:
+    config = EngineConfig(model=ModelConfig(path=model.parent / "nothing"))
+    waits: list[float] = []
+
+    def stopped(seconds: float) -> bool:
+        waits.append(seconds)
+        return True
+
+    ModelCheck(config).finish(stopped=stopped)  # its error would be raised
+    assert len(waits) == 1

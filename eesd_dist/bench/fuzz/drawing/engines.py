@@ -51,8 +51,8 @@ def draw_world(
     if in_processes:
         verify = [d for d in verify if d <= _MOST_PROCESSES] or verify[:1]
         degrees = degrees[:2]
-    # Several ranks cost five times as much per token in threads: a quarter of the worlds has them,
-    # and rather few.
+    # Several ranks cost five times as much per token in threads: there a quarter of the worlds has
+    # them, and rather few.
     is_single = not in_processes and min_verify_ranks == 1 and rng.random() < 0.75
     return World(
         model=model.name,
