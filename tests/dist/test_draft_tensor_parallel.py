@@ -111,7 +111,7 @@ class Pipeline:
 
     @property
     def engine(self):  # type: ignore[no-untyped-def]
-        return self.drafter.part._engine
+        return self.drafter.part.engine
 
     def requests(self, name: str, speculation: SpeculationParams, *, count: int) -> list[Request]:
         self._count += 1

@@ -5,8 +5,7 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+import time
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +91,10 @@ def test_faults_of_rank_processes_cost_rounds_and_no_token_and_leave_nothing(
     assert (cut["trouble cut"], cut["lost stages"]) == (1, 1)
     assert cut["migrated pages"] > 0
     assert cut["migrations that failed"] == 0
-    until(lambda: _left() <= left_before, timeout_s=10.0)  # a store's thread closes its socket
+    deadline = time.monotonic() + 10.0  # a store's thread closes its socket
+    while (left := _left() - left_before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == set()
 
 
 @pytest.mark.slow
@@ -101,6 +103,7 @@ def test_the_command_replays_a_case_with_processes_and_leaves_none(
 ) -> None:
     case, scratch = tmp_path / "case.json", tmp_path / "scratch"
     scratch.mkdir()
+    shared_before = _shared()
     save_case(cases(model)[0], case)
     command = [sys.executable, "-m", "eesd_dist.bench.fuzz", "--case", str(case), "--json"]
     environment = {**os.environ, "TMPDIR": str(scratch)}
@@ -113,6 +116,7 @@ def test_the_command_replays_a_case_with_processes_and_leaves_none(
     assert report["counts"]["trouble kill"] == 2
     until(lambda: not _of_session(process.pid), timeout_s=5.0)
     assert list(scratch.iterdir()) == []
+    assert _shared() <= shared_before
 
 
 def test_engines_in_processes_are_drawn_with_every_fault(make_source: MakeSource) -> None:
@@ -139,14 +143,15 @@ def _of_session(leader: int) -> list[int]:
 
 
 def _left() -> set[str]:
-    """Returns the processes, sockets and files that engines may leave."""
+    """Returns the processes and sockets that engines may leave."""
     gc.unfreeze()
     gc.collect()  # engines refer to themselves, and have sockets
-    children = {f"{p.pid}" for p in descendants()}
-    files = {f"{file}" for folder in ("/dev/shm", tempfile.gettempdir()) for file in _eesd(folder)}
+    children = {f"process {process.pid}" for process in descendants()}
     sockets = {f"{c.laddr} {c.raddr}" for c in psutil.Process().net_connections("all")}
-    return children | files | sockets
+    return children | sockets
 
 
-def _eesd(folder: str) -> Iterator[Path]:
-    return Path(folder).glob("eesd-*")
+def _shared() -> set[Path]:
+    """Returns this project's and torch's files in shared memory; those of services are others."""
+    folder = Path("/dev/shm")
+    return {*folder.glob("eesd*"), *folder.glob("torch*")}
