@@ -2,11 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor
 
 from eesd_dist.backends.cpu.model import CpuModel
 from eesd_dist.backends.torch.model import TorchModel
@@ -22,13 +20,11 @@ from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.errors import ConfigError
-from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import KvCacheDType, LoadProgress, SpeculationParams, TreeShape
 from serve_app.batch.local_engine import identity_of
 from tests.support.drafters import save_head, save_target
-from tests.support.thread_ranks import on_ranks
 from tests.unit.engine.test_exactness import SAMPLING, requests
 from tests.unit.engine.test_kv_sharing import Pipeline, _migrate, _move, _request
 from tests.unit.engine.test_trees import COST, PLAIN, engine_of, run, tree
@@ -108,24 +104,6 @@ def test_the_type_is_that_of_the_pages_and_changes_logprobs(make: Make) -> None:
         batch = requests(2, SAMPLING["biased"], PLAIN, "r")
         logprobs[setting] = list(run(engine, batch).logprobs.values())
     assert logprobs["auto"] == logprobs["float32"] != logprobs["bfloat16"]
-
-
-def test_two_verify_ranks_keep_the_promise(make: Make) -> None:
-    config = make(dtype="bfloat16")
-    batch = requests(4, SAMPLING["penalised"], PLAIN, "plain")
-    stages = on_ranks(2, lambda group: build_verify_stage(config, group))
-
-    def verify(header: RoundHeader, hidden_TD: Tensor, probs_KV: Tensor | None) -> VerifyReply:
-        with ThreadPoolExecutor(2) as pool:  # the two ranks sum over their group
-            replies = list(pool.map(lambda s: s.verify(header, hidden_TD, probs_KV), stages))
-        assert replies[0].tokens.tolist() == replies[1].tokens.tolist()
-        return replies[0]
-
-    engine = engine_of(config, verify)
-    expected = run(engine, batch).in_order(batch)
-    for shape in SHAPES:
-        drafted = requests(4, SAMPLING["penalised"], tree(shape), shape)
-        assert run(engine, drafted).in_order(drafted) == expected, shape
 
 
 def test_cached_prefixes_and_resumed_requests_go_on_with_the_same_text(make: Make) -> None:

@@ -31,6 +31,7 @@ from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import (
     Emission,
+    KvCacheDType,
     Outcome,
     Request,
     RequestId,
@@ -76,13 +77,17 @@ def make(targets: dict[str, tuple[Path, Path]]) -> Make:
         max_running: int = 16,
         overlap: bool = False,
         prefix_caching: bool = True,
+        kv_cache_dtype: KvCacheDType = "auto",
         speculation: SpeculationConfig | None = None,
     ) -> EngineConfig:
         target, head = targets[name]
         return EngineConfig(
             model=ModelConfig(path=target, head=head, dtype=dtype, numerics=numerics),
             cache=CacheConfig(
-                num_pages=num_pages, page_size=page_size, prefix_caching=prefix_caching
+                num_pages=num_pages,
+                page_size=page_size,
+                prefix_caching=prefix_caching,
+                kv_cache_dtype=kv_cache_dtype,
             ),
             scheduler=SchedulerConfig(prefill_chunk=24, max_running=max_running, overlap=overlap),
             speculation=speculation
@@ -288,8 +293,9 @@ def test_a_lost_verify_stage_voids_the_moves_it_was_to_make(make: Make) -> None:
     assert len(stages) == 4
 
 
-def test_two_verify_ranks_keep_the_promise_for_trees(make: Make) -> None:
-    config = make(dtype="bfloat16")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16"])
+def test_two_verify_ranks_keep_the_promise(make: Make, kv_cache_dtype: KvCacheDType) -> None:
+    config = make(dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
     plain_batch = requests(4, SAMPLING["penalised"], PLAIN, "plain")
     stages = on_ranks(2, lambda group: build_verify_stage(config, group))
 
@@ -301,7 +307,7 @@ def test_two_verify_ranks_keep_the_promise_for_trees(make: Make) -> None:
 
     engine = engine_of(config, verify)
     expected = run(engine, plain_batch).in_order(plain_batch)
-    for shape in SHAPES:
+    for shape in ("none", *SHAPES):
         batch = requests(4, SAMPLING["penalised"], tree(shape), shape)
         assert run(engine, batch).in_order(batch) == expected, shape
 
