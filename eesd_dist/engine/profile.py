@@ -64,8 +64,9 @@ def measure_cost(
     Drafts that do not fit into the pages or the positions are not measured: they get the cost of
     the longest draft that fits.
 
-    Figures are lower quartiles: on a shared machine disturbances only make a run longer. Times are
-    made non-decreasing over the row counts, so that remaining noise does not make a row look free.
+    Figures are lower quartiles: on a shared machine disturbances only make a run longer. Rounds
+    that are compared run in turn, so that one disturbance is not in all runs of one figure. Times
+    are made non-decreasing over the row counts: remaining noise does not make a row look free.
     """
     longest = max_draft_tokens + 1
     num = min(num_pages, -(-(longest + 2 * page_size) // page_size))
@@ -77,14 +78,22 @@ def measure_cost(
     bench = _Bench(draft=draft, channel=channel, kv_range=kv_range, epoch=epoch)
     bench.capture(max_running, fitting=fitting)
     sizes = _batch_sizes(max_running)
-    verify_s = isotonic([bench.verify_s([rows]) for rows in range(1, fitting + 1)])
+    measured_s = bench.verify_s(
+        [[rows] for rows in range(1, fitting + 1)] + [[fitting] * size for size in sizes]
+    )
+    verify_s = isotonic(measured_s[:fitting])
     verify_s += [verify_s[-1]] * (longest - fitting)
     request_s = bench.request_s(min(8, max_running), verify_s)
-    batches = [bench.verify_s([fitting] * size) - request_s * (size - 1) for size in sizes]
-    committed_s = isotonic([bench.draft_s(size, length=0) for size in (1, *sizes)])
+    batches = [
+        seconds - request_s * (size - 1)
+        for size, seconds in zip(sizes, measured_s[fitting:], strict=True)
+    ]
     # A draft of a few tokens, since the first costs more: the exit head also reads the known row.
     length = min(4, max_draft_tokens, fitting - 1)
-    drafts_s = [bench.draft_s(size, length=length) for size in (1, *sizes)]
+    drafts = [(size, tokens) for tokens in (0, length) for size in (1, *sizes)]
+    measured_s = bench.draft_s(drafts)
+    committed_s = isotonic(measured_s[: len(sizes) + 1])
+    drafts_s = measured_s[len(sizes) + 1 :]
     steps_s = isotonic(
         [
             max(d - k, _LEAST_SHARE * d) / max(length, 1)
@@ -129,10 +138,10 @@ def _context_costs(
         short_s = measure(bench)
         return max(measure(long) - short_s, 0.0) / more
 
-    request_s = position_s(lambda b: b.verify_s([1]))
-    rows_s = position_s(lambda b: b.verify_s([fitting]))
+    request_s = position_s(lambda b: b.verify_s([[1]])[0])
+    rows_s = position_s(lambda b: b.verify_s([[fitting]])[0])
     row_s = min(max(rows_s - request_s, 0.0) / max(fitting - 1, 1), request_s)
-    draft_s = position_s(lambda b: b.draft_s(1, length=length))
+    draft_s = position_s(lambda b: b.draft_s([(1, length)])[0])
     return request_s - row_s, row_s, draft_s / (1 + length)
 
 
@@ -178,9 +187,9 @@ class _Bench:
             if num_rows <= max_running and fitting > 1:
                 self._draft(num_rows, 1)
 
-    def verify_s(self, rows: Sequence[int]) -> float:
-        """Measures a verify pass over `rows`, a row count per request."""
-        return self._usual_s(partial(self._verify, rows))
+    def verify_s(self, batches: Sequence[Sequence[int]]) -> list[float]:
+        """Measures verify passes over batches, each a row count per request."""
+        return self._usual_s([partial(self._verify, rows) for rows in batches])
 
     def request_s(self, max_requests: int, verify_s: Sequence[float]) -> float:
         """Measures what a request costs in addition to its rows: up to `max_requests` requests of
@@ -188,34 +197,36 @@ class _Bench:
         num = min(max_requests, len(verify_s))
         if num < 2:
             return 0.0
-        return max(self.verify_s([1] * num) - verify_s[num - 1], 0.0) / (num - 1)
+        return max(self.verify_s([[1] * num])[0] - verify_s[num - 1], 0.0) / (num - 1)
 
-    def draft_s(self, num: int, *, length: int) -> float:
-        """Measures known rows and drafts of `length` tokens of `num` requests."""
-        return self._usual_s(partial(self._draft, num, length))
+    def draft_s(self, drafts: Sequence[tuple[int, int]]) -> list[float]:
+        """Measures known rows and drafts; `drafts` has the requests and the tokens of each."""
+        return self._usual_s([partial(self._draft, num, length) for num, length in drafts])
 
     def row_s(self) -> float:
         """Measures what a drafted token costs after its guess: a draft of one token against a guess
         that is not taken."""
         drafter = self.draft.drafter
+        runs: list[Callable[[], object]]
         if drafter is None:
-            refusing = partial(self._draft, 1, 1, _Refusing)
-            return self.draft_s(1, length=1) - self._usual_s(refusing)
-        segment = RowSegment(self.kv_range.start, 1, self.kv_range.pages)
-        refusal_s, token_s = (
-            self._usual_s(partial(drafter.draft, [ChainStart([0], segment, 1, rule)]))
-            for rule in (REFUSAL, of_length(1))
-        )
+            runs = [partial(self._draft, 1, 1, kind) for kind in (_Refusing, DraftPolicy)]
+        else:
+            segment = RowSegment(self.kv_range.start, 1, self.kv_range.pages)
+            runs = [
+                partial(drafter.draft, [ChainStart([0], segment, 1, rule)])
+                for rule in (REFUSAL, of_length(1))
+            ]
+        refusal_s, token_s = self._usual_s(runs)
         return token_s - refusal_s
 
-    def _usual_s(self, run: Callable[[], object]) -> float:
+    def _usual_s(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         """Measures until the device is done: a draft only queues rows that no guess follows."""
 
-        def settled() -> None:
+        def settled(run: Callable[[], object]) -> None:
             run()
             engine_on(self.draft.device).synchronize(self.draft.device)
 
-        return _usual(settled)
+        return _usual([partial(settled, run) for run in runs])
 
     def _draft(self, num: int, length: int, kind: type[DraftPolicy] = DraftPolicy) -> None:
         fixed = SpeculationConfig(controller="fixed", fixed_length=length)
@@ -264,17 +275,25 @@ class _Bench:
         self.channel.receive()
 
 
-def _usual(run: Callable[[], object]) -> float:
-    """Returns the lower quartile of a run's time in seconds."""
-    took: list[float] = []
-    began = time.perf_counter()
-    while len(took) < _WARM_UPS + _REPEATS:
-        started = time.perf_counter()
-        run()
-        took.append(time.perf_counter() - started)
-        if len(took) > _FEWEST and time.perf_counter() - began > _POINT_S:
-            break
-    settled = took[_WARM_UPS:] if len(took) > _WARM_UPS + _FEWEST else took[1:]
+def _usual(runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Returns the lower quartiles of the runs' times in seconds. The runs take turns."""
+    took: list[list[float]] = [[] for _ in runs]
+    while remaining := [i for i, times in enumerate(took) if not _is_enough(times)]:
+        for i in remaining:
+            started = time.perf_counter()
+            runs[i]()
+            took[i].append(time.perf_counter() - started)
+    return [_lower_quartile(times) for times in took]
+
+
+def _is_enough(times: Sequence[float]) -> bool:
+    if len(times) == _WARM_UPS + _REPEATS:
+        return True
+    return len(times) > _FEWEST and sum(times) > _POINT_S
+
+
+def _lower_quartile(times: Sequence[float]) -> float:
+    settled = times[_WARM_UPS:] if len(times) > _WARM_UPS + _FEWEST else times[1:]
     return statistics.quantiles(settled, n=4, method="inclusive")[0]
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,21 @@ PINNED = CostModel(
     request_s=0.01,
     draft_rows_s=((8, 0.2),),
 )
+
+
+def test_a_disturbance_of_as_long_as_a_figure_takes_is_in_no_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+
+    def run(seconds: float) -> None:
+        nonlocal now
+        is_disturbed = 0.02 < now < 0.02 + profile._POINT_S
+        now += seconds + (6e-3 if is_disturbed else 0.0)
+
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: now)
+    figures = [1e-4 * rows for rows in range(1, 11)]
+    assert profile._usual([partial(run, s) for s in figures]) == pytest.approx(figures)
 
 
 @pytest.fixture
@@ -63,7 +79,10 @@ def test_the_profile_knows_one_request_and_batches_and_never_a_free_row(
 def test_noise_does_not_make_a_draft_look_free(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile._Bench, "draft_s", lambda *_, length: 0.9 if length else 1.0)
+    def draft_s(_: profile._Bench, drafts: Sequence[tuple[int, int]]) -> list[float]:
+        return [0.9 if length else 1.0 for _, length in drafts]
+
+    monkeypatch.setattr(profile._Bench, "draft_s", draft_s)
     cost = LocalEngine(make_config()).engine.cost
     assert cost is not None
     assert 0.0 < cost.draft_step_s < 0.1
@@ -72,11 +91,15 @@ def test_noise_does_not_make_a_draft_look_free(
 def test_the_profile_knows_what_context_costs(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def verify_s(bench: profile._Bench, rows: Sequence[int]) -> float:
-        return 1.0 + bench.kv_range.start * (2e-3 * len(rows) + 0.5e-3 * sum(rows))
+    def verify_s(bench: profile._Bench, batches: Sequence[Sequence[int]]) -> list[float]:
+        start = bench.kv_range.start
+        return [1.0 + start * (2e-3 * len(rows) + 0.5e-3 * sum(rows)) for rows in batches]
 
-    def draft_s(bench: profile._Bench, num: int, *, length: int) -> float:
-        return 0.1 + 0.01 * length + bench.kv_range.start * 0.1e-3 * num * (1 + length)
+    def draft_s(bench: profile._Bench, drafts: Sequence[tuple[int, int]]) -> list[float]:
+        start = bench.kv_range.start
+        return [
+            0.1 + 0.01 * length + start * 0.1e-3 * num * (1 + length) for num, length in drafts
+        ]
 
     monkeypatch.setattr(profile._Bench, "verify_s", verify_s)
     monkeypatch.setattr(profile._Bench, "draft_s", draft_s)
