@@ -35,14 +35,14 @@ PINNED = CostModel(
 def test_a_disturbance_of_as_long_as_a_figure_takes_is_in_no_figure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = 0.0
+    clock_s = 0.0
 
     def run(seconds: float) -> None:
-        nonlocal now
-        is_disturbed = 0.02 < now < 0.02 + profile._POINT_S
-        now += seconds + (6e-3 if is_disturbed else 0.0)
+        nonlocal clock_s
+        is_disturbed = 0.02 < clock_s < 0.02 + profile._POINT_S
+        clock_s += seconds + (6e-3 if is_disturbed else 0.0)
 
-    monkeypatch.setattr(profile.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock_s)
     figures = [1e-4 * rows for rows in range(1, 11)]
     assert profile._usual([partial(run, s) for s in figures]) == pytest.approx(figures)
 
@@ -97,9 +97,7 @@ def test_the_profile_knows_what_context_costs(
 
     def draft_s(bench: profile._Bench, drafts: Sequence[tuple[int, int]]) -> list[float]:
         start = bench.kv_range.start
-        return [
-            0.1 + 0.01 * length + start * 0.1e-3 * num * (1 + length) for num, length in drafts
-        ]
+        return [0.1 + 0.01 * length + start * 0.1e-3 * num * (1 + length) for num, length in drafts]
 
     monkeypatch.setattr(profile._Bench, "verify_s", verify_s)
     monkeypatch.setattr(profile._Bench, "draft_s", draft_s)
