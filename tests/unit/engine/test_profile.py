@@ -32,14 +32,14 @@ PINNED = CostModel(
 )
 
 
-def test_a_disturbance_of_as_long_as_a_figure_takes_is_in_no_figure(
+def test_a_disturbance_of_twice_as_long_as_a_figure_takes_is_in_no_figure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock_s = 0.0
 
     def run(seconds: float) -> None:
         nonlocal clock_s
-        is_disturbed = 0.02 < clock_s < 0.02 + profile._POINT_S
+        is_disturbed = 0.02 < clock_s < 0.02 + 2 * profile._POINT_S
         clock_s += seconds + (6e-3 if is_disturbed else 0.0)
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock_s)
