@@ -41,6 +41,9 @@ _POINT_S = 0.05
 """Time for one figure; slow rounds are repeated less often, but at least `_FEWEST` times."""
 
 
+Run = Callable[[], object]
+
+
 class _Refusing(DraftPolicy):
     """Policy that wants guesses and drafts none of them."""
 
@@ -78,20 +81,24 @@ def measure_cost(
     bench = _Bench(draft=draft, channel=channel, kv_range=kv_range, epoch=epoch)
     bench.capture(max_running, fitting=fitting)
     sizes = _batch_sizes(max_running)
-    measured_s = bench.verify_s(
-        [[rows] for rows in range(1, fitting + 1)] + [[fitting] * size for size in sizes]
+    num_single = min(8, max_running, longest)
+    *rows_s, singles_s = bench.usual_s(
+        [bench.verify_run([rows]) for rows in range(1, fitting + 1)]
+        + [bench.verify_run([fitting] * size) for size in sizes]
+        + [bench.verify_run([1] * num_single)]
     )
-    verify_s = isotonic(measured_s[:fitting])
+    verify_s = isotonic(rows_s[:fitting])
     verify_s += [verify_s[-1]] * (longest - fitting)
-    request_s = bench.request_s(min(8, max_running), verify_s)
+    # What a request costs in addition to its rows: several of one row against one of as many rows.
+    request_s = max(singles_s - verify_s[num_single - 1], 0.0) / max(num_single - 1, 1)
     batches = [
         seconds - request_s * (size - 1)
-        for size, seconds in zip(sizes, measured_s[fitting:], strict=True)
+        for size, seconds in zip(sizes, rows_s[fitting:], strict=True)
     ]
     # A draft of a few tokens, since the first costs more: the exit head also reads the known row.
     length = min(4, max_draft_tokens, fitting - 1)
-    drafts = [(size, tokens) for tokens in (0, length) for size in (1, *sizes)]
-    measured_s = bench.draft_s(drafts)
+    runs = [bench.draft_run(size, tokens) for tokens in (0, length) for size in (1, *sizes)]
+    measured_s = bench.usual_s(runs)
     committed_s = isotonic(measured_s[: len(sizes) + 1])
     drafts_s = measured_s[len(sizes) + 1 :]
     steps_s = isotonic(
@@ -128,20 +135,21 @@ def _context_costs(
     bench: "_Bench", long: "_Bench", *, fitting: int, length: int
 ) -> tuple[float, float, float]:
     """Measures seconds by stored position: of a request, of a row in addition, and of a row in the
-    draft stage. `long`: the same bench at a long context; each figure is measured at both in turn,
-    since a machine's speed changes. `length`: of the drafts."""
+    draft stage. `long`: the same bench at a long context; `length`: of the drafts."""
     more = long.kv_range.start - bench.kv_range.start
     if more < _LEAST_MORE:
         return 0.0, 0.0, 0.0
-
-    def position_s(measure: Callable[[_Bench], float]) -> float:
-        short_s = measure(bench)
-        return max(measure(long) - short_s, 0.0) / more
-
-    request_s = position_s(lambda b: b.verify_s([[1]])[0])
-    rows_s = position_s(lambda b: b.verify_s([[fitting]])[0])
+    runs = [
+        run
+        for b in (bench, long)
+        for run in (b.verify_run([1]), b.verify_run([fitting]), b.draft_run(1, length))
+    ]
+    measured_s = bench.usual_s(runs)
+    request_s, rows_s, draft_s = (
+        max(long_s - short_s, 0.0) / more
+        for short_s, long_s in zip(measured_s[:3], measured_s[3:], strict=True)
+    )
     row_s = min(max(rows_s - request_s, 0.0) / max(fitting - 1, 1), request_s)
-    draft_s = position_s(lambda b: b.draft_s([(1, length)])[0])
     return request_s - row_s, row_s, draft_s / (1 + length)
 
 
@@ -187,27 +195,19 @@ class _Bench:
             if num_rows <= max_running and fitting > 1:
                 self._draft(num_rows, 1)
 
-    def verify_s(self, batches: Sequence[Sequence[int]]) -> list[float]:
-        """Measures verify passes over batches, each a row count per request."""
-        return self._usual_s([partial(self._verify, rows) for rows in batches])
+    def verify_run(self, rows: Sequence[int]) -> Run:
+        """Returns a verify pass over `rows`, a row count per request."""
+        return partial(self._verify, rows)
 
-    def request_s(self, max_requests: int, verify_s: Sequence[float]) -> float:
-        """Measures what a request costs in addition to its rows: up to `max_requests` requests of
-        one row each against one request of as many rows."""
-        num = min(max_requests, len(verify_s))
-        if num < 2:
-            return 0.0
-        return max(self.verify_s([[1] * num])[0] - verify_s[num - 1], 0.0) / (num - 1)
-
-    def draft_s(self, drafts: Sequence[tuple[int, int]]) -> list[float]:
-        """Measures known rows and drafts; `drafts` has the requests and the tokens of each."""
-        return self._usual_s([partial(self._draft, num, length) for num, length in drafts])
+    def draft_run(self, num: int, length: int) -> Run:
+        """Returns known rows and drafts of `length` tokens of `num` requests."""
+        return partial(self._draft, num, length)
 
     def row_s(self) -> float:
         """Measures what a drafted token costs after its guess: a draft of one token against a guess
         that is not taken."""
         drafter = self.draft.drafter
-        runs: list[Callable[[], object]]
+        runs: list[Run]
         if drafter is None:
             runs = [partial(self._draft, 1, 1, kind) for kind in (_Refusing, DraftPolicy)]
         else:
@@ -216,13 +216,14 @@ class _Bench:
                 partial(drafter.draft, [ChainStart([0], segment, 1, rule)])
                 for rule in (REFUSAL, of_length(1))
             ]
-        refusal_s, token_s = self._usual_s(runs)
+        refusal_s, token_s = self.usual_s(runs)
         return token_s - refusal_s
 
-    def _usual_s(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Measures until the device is done: a draft only queues rows that no guess follows."""
+    def usual_s(self, runs: Sequence[Run]) -> list[float]:
+        """Measures runs in turn, each until the device is done: a draft only queues rows that no
+        guess follows."""
 
-        def settled(run: Callable[[], object]) -> None:
+        def settled(run: Run) -> None:
             run()
             engine_on(self.draft.device).synchronize(self.draft.device)
 
@@ -275,7 +276,7 @@ class _Bench:
         self.channel.receive()
 
 
-def _usual(runs: Sequence[Callable[[], object]]) -> list[float]:
+def _usual(runs: Sequence[Run]) -> list[float]:
     """Returns the lower quartiles of the runs' times in seconds. The runs take turns."""
     took: list[list[float]] = [[] for _ in runs]
     while remaining := [i for i, times in enumerate(took) if not _is_enough(times)]:

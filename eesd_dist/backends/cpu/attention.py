@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from eesd_dist.backends.cpu.calls import call_in_threads, threads_for
-from eesd_dist.backends.cpu.kernels.attention import Geometry, Stored, attention_kernel
+from eesd_dist.backends.cpu.kernels.attention import attention_kernel
+from eesd_dist.backends.cpu.kernels.kv_store import Geometry, Stored
 from eesd_dist.backends.cpu.packed import kind_array
 from eesd_dist.model.attention.rows import RowPlan
 from eesd_dist.model.attention_shape import AttentionShape

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from eesd_dist.backends.cpu.attention import STORED
 from eesd_dist.backends.cpu.calls import call_in_threads, threads_for
-from eesd_dist.backends.cpu.kernels.attention import Geometry
+from eesd_dist.backends.cpu.kernels.kv_store import Geometry
 from eesd_dist.backends.cpu.kernels.layers import (
     ATTENTION_NORM,
     ATTENTION_POST_NORM,

@@ -32,17 +32,27 @@ PINNED = CostModel(
 )
 
 
-def test_a_disturbance_of_twice_as_long_as_a_figure_takes_is_in_no_figure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock_s = 0.0
+class Clock:
+    """Stands still until it is moved."""
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+
+    def move(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_disturbance_of_twice_as_long_as_a_figure_takes_is_in_no_figure(clock: Clock) -> None:
     def run(seconds: float) -> None:
-        nonlocal clock_s
-        is_disturbed = 0.02 < clock_s < 0.02 + 2 * profile._POINT_S
-        clock_s += seconds + (6e-3 if is_disturbed else 0.0)
+        is_disturbed = 0.02 < clock.now_s < 0.02 + 2 * profile._POINT_S
+        clock.move(seconds + (6e-3 if is_disturbed else 0.0))
 
-    monkeypatch.setattr(time, "perf_counter", lambda: clock_s)
     figures = [1e-4 * rows for rows in range(1, 11)]
     assert profile._usual([partial(run, s) for s in figures]) == pytest.approx(figures)
 
@@ -77,36 +87,37 @@ def test_the_profile_knows_one_request_and_batches_and_never_a_free_row(
 
 
 def test_noise_does_not_make_a_draft_look_free(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    def draft_s(_: profile._Bench, drafts: Sequence[tuple[int, int]]) -> list[float]:
-        return [0.9 if length else 1.0 for _, length in drafts]
+    def draft(_: profile._Bench, num: int, length: int, *__: object) -> None:
+        clock.move(0.9 if length else 1.0)
 
-    monkeypatch.setattr(profile._Bench, "draft_s", draft_s)
+    monkeypatch.setattr(profile._Bench, "_draft", draft)
+    monkeypatch.setattr(profile._Bench, "_verify", lambda *_: clock.move(1.0))
     cost = LocalEngine(make_config()).engine.cost
     assert cost is not None
     assert 0.0 < cost.draft_step_s < 0.1
 
 
-def test_the_profile_knows_what_context_costs(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+def test_the_profile_knows_what_context_and_a_request_cost(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    def verify_s(bench: profile._Bench, batches: Sequence[Sequence[int]]) -> list[float]:
-        start = bench.kv_range.start
-        return [1.0 + start * (2e-3 * len(rows) + 0.5e-3 * sum(rows)) for rows in batches]
+    def verify(bench: profile._Bench, rows: Sequence[int]) -> None:
+        position_s = 2e-3 * len(rows) + 0.5e-3 * sum(rows)
+        clock.move(1.0 + 0.25 * len(rows) + bench.kv_range.start * position_s)
 
-    def draft_s(bench: profile._Bench, drafts: Sequence[tuple[int, int]]) -> list[float]:
-        start = bench.kv_range.start
-        return [0.1 + 0.01 * length + start * 0.1e-3 * num * (1 + length) for num, length in drafts]
+    def draft(bench: profile._Bench, num: int, length: int, *_: object) -> None:
+        clock.move(0.1 + 0.01 * length + bench.kv_range.start * 0.1e-3 * num * (1 + length))
 
-    monkeypatch.setattr(profile._Bench, "verify_s", verify_s)
-    monkeypatch.setattr(profile._Bench, "draft_s", draft_s)
+    monkeypatch.setattr(profile._Bench, "_verify", verify)
+    monkeypatch.setattr(profile._Bench, "_draft", draft)
     cost = LocalEngine(make_config(page_size=16, num_pages=16)).engine.cost
     assert cost is not None
     assert (cost.context_s, cost.row_context_s, cost.draft_context_s) == pytest.approx(
         (2e-3, 0.5e-3, 0.1e-3)
     )
     assert 0 < cost.context < 40
+    assert cost.request_s == pytest.approx(0.25 + cost.context * 2e-3)
     # Pages for a few positions only: nothing is known, and nothing is assumed.
     cost = LocalEngine(make_config(page_size=16, num_pages=4)).engine.cost
     assert cost is not None

@@ -6,24 +6,24 @@ positions, and the softmax sums 16 lanes of keys and then the lanes. Rows of a r
 loads of keys and values, which changes no chain. So a row has the same bits alone, in a verify
 pass, in a prefill chunk and in a tree, with any page size, and on any machine.
 
-Keys of a page are stored with the keys side by side, values with the channels side by side, so that
-both products are chains over whole vectors. They are float32 or bfloat16: rounded once when they
-are stored, and widened when they are read, also by rows of the pass that stores them. Where a width
-is no multiple of the vector, the last vector overlaps the one before, and some lanes are computed
-twice.
-
 The functions are Python that Numba compiles. Independent of layers, plans and torch.
 """
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numba import float32
 
 from eesd_dist.backends.cpu.compiled import inner, kernel
+from eesd_dist.backends.cpu.kernels.kv_store import (
+    Geometry,
+    Stored,
+    copy_numbers,
+    gather,
+    store_rows,
+)
 from eesd_dist.backends.cpu.kernels.lanes import (
     add,
     address_of,
@@ -36,12 +36,9 @@ from eesd_dist.backends.cpu.kernels.lanes import (
     minimum,
     mul,
     number_bytes,
-    numbers,
     splat,
     store,
     store_input,
-    store_number,
-    store_numbers,
     store_one_input,
     total,
     zero_where_less,
@@ -51,7 +48,6 @@ from eesd_dist.backends.cpu.kernels.threads import wait
 from eesd_dist.backends.cpu.kernels.tiles import MOST_ROWS, add_tile
 from eesd_dist.backends.cpu.kernels.vector_math import exp
 from eesd_dist.model import kv_layout
-from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.kv_layout import LANES, RowArrays
 
 # Shapes: R rows, B page tables, W pages of the longest one, K KV heads, G queries per KV head,
@@ -63,36 +59,9 @@ _MAX_QUERIES = 64
 _MAX_SCORES = 1 << 18
 """Maximum scores of these queries: what fits the second-level cache."""
 _FLOAT_BYTES = 4
-Stored = np.float32 | np.uint16
-"""A zero. Its type is that of stored keys and values: float32, or uint16 for bfloat16."""
 _NO_WEIGHT = -64.0
 """A score that is further below the largest counts for nothing: e^-64 of a value is lost in a sum,
 and products that small are no normal numbers, which are slow."""
-
-
-class Geometry(NamedTuple):
-    """Sizes and factors that are the same for every row of a layer."""
-
-    num_kv: int
-    per_kv: int
-    channels: int
-    page_size: int
-    scale: np.float32
-    softcap: np.float32
-    """0: scores are not capped."""
-    stored: Stored
-
-    @classmethod
-    def of(cls, shape: AttentionShape, stored: Stored) -> "Geometry":
-        return cls(
-            num_kv=shape.num_kv_heads,
-            per_kv=shape.queries_per_kv,
-            channels=shape.head_dim,
-            page_size=shape.page_size,
-            scale=np.float32(shape.scale),
-            softcap=np.float32(shape.scores.softcap or 0.0),
-            stored=stored,
-        )
 
 
 @inner
@@ -190,33 +159,6 @@ def _zero(scores_at: int, first: int, end: int) -> None:
 
 
 @inner
-def _copy(target_at: int, source_at: int, width: int) -> None:
-    """Copies numbers; the last vector overlaps the one before."""
-    if width < LANES:
-        target = floats(target_at)
-        source = floats(source_at)
-        for e in range(width):
-            target[e] = source[e]
-        return
-    for e in range(0, width - LANES, LANES):
-        store(target_at, e, load(source_at, e))
-    store(target_at, width - LANES, load(source_at, width - LANES))
-
-
-@inner
-def _store_values(stored: Stored, target_at: int, source_at: int, width: int) -> None:
-    """Stores numbers; the last vector overlaps the one before."""
-    if width < LANES:
-        source = floats(source_at)
-        for e in range(width):
-            store_number(stored, target_at, e, source[e])
-        return
-    for e in range(0, width - LANES, LANES):
-        store_numbers(stored, target_at, e, load(source_at, e))
-    store_numbers(stored, target_at, width - LANES, load(source_at, width - LANES))
-
-
-@inner
 def _write_mixed(
     kind: Kind, mixed_at: int, at: int, sums_at: int, width: int, inverse: np.float32
 ) -> None:
@@ -231,69 +173,6 @@ def _write_mixed(
         store_input(kind, mixed_at, at + e, mul(load(sums_at, e), factor))
     last = width - LANES
     store_input(kind, mixed_at, at + last, mul(load(sums_at, last), factor))
-
-
-@inner
-def store_rows(
-    geometry: Geometry,
-    rows: RowArrays,
-    heads_at: int,
-    row_numbers: int,
-    pages_at: int,
-    first_row: int,
-    end_row: int,
-) -> None:
-    """Writes the keys and values of rows to their slots. `heads_at`, `pages_at`: addresses;
-    `row_numbers`: from one row of heads to the next."""
-    heads = floats(heads_at)
-    stored = geometry.stored
-    num_kv, channels, size = geometry.num_kv, geometry.channels, geometry.page_size
-    key_width, value_width = max(size, LANES), max(channels, LANES)
-    kv_numbers = channels * key_width + size * value_width
-    first_key = geometry.per_kv * num_kv * channels
-    for row in range(first_row, end_row):
-        slot = rows.kv_slot_R[row]
-        page, within = rows.tables_BW[rows.table_R[row], slot // size], slot % size
-        for kv in range(num_kv):
-            key = row * row_numbers + first_key + kv * channels
-            value = key + num_kv * channels
-            key_at = (page * num_kv + kv) * kv_numbers + within
-            value_at = key_at - within + channels * key_width + within * value_width
-            for e in range(channels):
-                store_number(stored, pages_at, key_at + e * key_width, heads[key + e])
-            values_at = pages_at + number_bytes(stored) * value_at
-            _store_values(stored, values_at, heads_at + _FLOAT_BYTES * value, channels)
-
-
-@inner
-def _gather(
-    geometry: Geometry,
-    rows: RowArrays,
-    row: int,
-    pages_at: int,
-    kv: int,
-    first_key: int,
-    num_keys: int,
-    gathered_at: int,
-) -> None:
-    """Copies the keys and values from position `first_key` on of a tree's row, in the layout of a
-    page."""
-    pages = numbers(geometry.stored, pages_at)
-    gathered = numbers(geometry.stored, gathered_at)
-    num_kv, channels, size = geometry.num_kv, geometry.channels, geometry.page_size
-    key_width, value_width = max(size, LANES), max(channels, LANES)
-    key_numbers = channels * key_width
-    kv_numbers = key_numbers + size * value_width
-    for j in range(num_keys):
-        slot = first_key + j
-        if slot >= rows.in_order_R[row]:
-            slot = rows.branch_slots[rows.branch_R[row] + slot - rows.in_order_R[row]]
-        page, within = rows.tables_BW[rows.table_R[row], slot // size], slot % size
-        source = (page * num_kv + kv) * kv_numbers
-        source_value = source + key_numbers + within * value_width
-        for e in range(channels):
-            gathered[e * key_width + j] = pages[source + e * key_width + within]
-            gathered[key_numbers + j * value_width + e] = pages[source_value + e]
 
 
 @inner
@@ -373,7 +252,7 @@ def attend_rows(
                 for g in range(per_kv):
                     source = own * row_numbers + (g * num_kv + kv) * channels
                     target = queries + ((own - row) * per_kv + g) * value_bytes
-                    _copy(target, heads_at + _FLOAT_BYTES * source, channels)
+                    copy_numbers(float32(0.0), target, heads_at + _FLOAT_BYTES * source, channels)
             for page in range(first_page, end_page):
                 begin = page * size
                 num_keys = min(size, end_key - begin)
@@ -384,7 +263,7 @@ def attend_rows(
                     prefetch_at = pages_at + kv_bytes * (table_W[first_page] * num_kv + kv)
                     prefetch_at += key_bytes
                 if is_tree and begin + num_keys > rows.in_order_R[row]:
-                    _gather(geometry, rows, row, pages_at, kv, begin, num_keys, gathered)
+                    gather(geometry, rows, row, pages_at, kv, begin, num_keys, gathered)
                     keys = gathered
                 width = min(key_width, (num_keys + LANES - 1) // LANES * LANES)
                 for left in range(0, width, 2 * LANES):
@@ -432,7 +311,7 @@ def attend_rows(
                     else:  # the keys of the next KV head follow in memory
                         prefetch_at = pages_at + kv_bytes * (table_W[first_page] * num_kv + kv + 1)
                     if is_tree and begin + num_keys > rows.in_order_R[row]:
-                        _gather(geometry, rows, row, pages_at, kv, begin, num_keys, gathered)
+                        gather(geometry, rows, row, pages_at, kv, begin, num_keys, gathered)
                         values = gathered + key_bytes
                     skipped = max(first_key - begin, 0)
                     _add_product(

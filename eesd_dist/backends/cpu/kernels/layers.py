@@ -19,7 +19,8 @@ import numpy.typing as npt
 from numba import float32
 
 from eesd_dist.backends.cpu.compiled import inner, is_kept, kernel
-from eesd_dist.backends.cpu.kernels.attention import Geometry, attend_rows, store_rows
+from eesd_dist.backends.cpu.kernels.attention import attend_rows
+from eesd_dist.backends.cpu.kernels.kv_store import Geometry, store_rows
 from eesd_dist.backends.cpu.kernels.lanes import (
     floats,
     fma,

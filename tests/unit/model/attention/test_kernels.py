@@ -137,6 +137,14 @@ class Text:
         return [RowSegment(0, start, self.segment.pages)] if start else []
 
 
+def draw_texts(shape: Shape, seed: int) -> tuple[Random, list[Text]]:
+    """Returns one to five texts in pages of a store of 400, and the generator they are of."""
+    rng = Random(seed)
+    free = list(range(400))
+    rng.shuffle(free)
+    return rng, [Text.drawn(shape, rng, pages=free) for _ in range(rng.randint(1, 5))]
+
+
 SHAPES = [
     Shape(),
     Shape(page_size=16, head_dim=128, per_kv=8, num_kv=1),
@@ -154,10 +162,7 @@ SHAPES = [
 def test_every_row_of_a_batch_is_attention_by_definition_and_has_the_bits_of_the_row_alone(
     shape: Shape, seed: int
 ) -> None:
-    rng = Random(seed)
-    free = list(range(400))
-    rng.shuffle(free)
-    texts = [Text.drawn(shape, rng, pages=free) for _ in range(rng.randint(1, 5))]
+    rng, texts = draw_texts(shape, seed)
     pages = shape.pages(400)
     for text in texts:
         for segment in text.prefix():
@@ -238,10 +243,7 @@ def test_in_bfloat16_rows_have_the_bits_of_rounded_keys_and_values_in_float32(
     shape: Shape, seed: int
 ) -> None:
     """Also those of the keys of their own pass: chunks and trees."""
-    rng = Random(seed)
-    free = list(range(400))
-    rng.shuffle(free)
-    texts = [Text.drawn(shape, rng, pages=free) for _ in range(rng.randint(1, 5))]
+    _, texts = draw_texts(shape, seed)
     wide, narrow = shape.pages(400), shape.pages(400, dtype=torch.bfloat16)
     for segments in ([s for text in texts for s in text.prefix()], [t.segment for t in texts]):
         if not segments:
