@@ -84,6 +84,11 @@ class BundleConfig(Section):
 class PlacementConfig(Section):
     """Placement of one pipeline's actors: one bundle each, in one placement group or two."""
 
+    mode: PlacementMode | None = None
+    """`dedicated`: the drafting actor has its own process, and on GPUs its own GPU. `shared`: it
+    holds verify rank 0 too, in the bundle of `draft`: no messages between the stages, and one GPU
+    less. None: dedicated; where all GPUs of the cluster are one too few for that, shared."""
+
     strategy: Strategy | None = None
     """Short form: one strategy for all actors of the pipeline. Excludes the three others."""
 

@@ -398,6 +398,19 @@ def compile_kernels(config: EngineConfig) -> None:
     load_draft_weights(config, replace(layout, split=1), group).shard(num_pages=1)
 
 
+def without_overlap(config: EngineConfig) -> EngineConfig:
+    """Returns the configuration of stages in one process: nothing overlaps, so that there is one
+    microbatch with all requests."""
+    scheduler = config.scheduler.model_copy(update={"overlap": False})
+    return config.model_copy(update={"scheduler": scheduler})
+
+
+def shared_room(draft: DraftWeights, verify: VerifyWeights) -> KvRoom:
+    """Returns the room for KV pages of a process that has loaded a rank of each stage."""
+    page_bytes = draft.room.page_bytes + verify.room.page_bytes
+    return kv_room(draft.config, draft.span.layers, page_bytes=page_bytes)
+
+
 def build_local_engine(
     config: EngineConfig,
     *,
@@ -408,10 +421,7 @@ def build_local_engine(
     grammars: GrammarCompiler | None = None,
     masks: Masks | None = None,
 ) -> EngineCore:
-    """Builds both stages in this process, over a channel in memory.
-
-    The stages do not overlap here, so that there is one microbatch with all requests.
-    """
+    """Builds both stages in this process, over a channel in memory."""
     for name in ("draft", "verify"):
         if getattr(config.parallel, f"{name}_tensor_parallel_size") != 1:
             raise ConfigError(
@@ -419,17 +429,11 @@ def build_local_engine(
                 "at 1, or start the service"
             )
     torch.set_num_threads(config.parallel.num_threads)
-    config = config.model_copy(
-        update={
-            "scheduler": config.scheduler.model_copy(update={"overlap": False}),
-        }
-    )
+    config = without_overlap(config)
     layout, group = layout_of(config), SingleGroup()
     draft = load_draft_weights(config, layout, group)
     remaining = load_verify_weights(config, group)
-    page_bytes = draft.room.page_bytes + remaining.room.page_bytes
-    room = kv_room(config, remaining.span.layers, page_bytes=page_bytes)
-    num_pages = num_pages_of(config, {"this process": room})
+    num_pages = num_pages_of(config, {"this process": shared_room(draft, remaining)})
     return build_draft_engine(
         config,
         MemoryChannel(remaining.stage(num_pages=num_pages).verify),

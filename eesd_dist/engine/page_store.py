@@ -23,10 +23,13 @@ from eesd_dist.transport.page_wire import Chunk
 
 
 class PageStore:
-    """All paged layers of a rank, in order: the span's, then the exit head's."""
+    """All paged layers of a process, in order: the span's, the exit head's, and those of a verify
+    rank that shares the process."""
 
-    def __init__(self, span: LlamaSpan, head: ExitHead | None = None) -> None:
-        self._paged = [span.paged] if head is None else [span.paged, head.paged]
+    def __init__(
+        self, span: LlamaSpan, head: ExitHead | None = None, verify: LlamaSpan | None = None
+    ) -> None:
+        self._paged = [part.paged for part in (span, head, verify) if part is not None]
         self._layers = [
             (paged, layer) for paged in self._paged for layer in range(len(paged.page_bytes))
         ]

@@ -286,14 +286,23 @@ def serve_rounds(
                 share_close(shared)
             return
         began_unix_s = time.time()
-        reply = (
-            stage.verify(*round_message)
-            if shared is None
-            else _verify_with_group(stage, shared, round_message)
-        )
+        reply = verify_on_ranks(stage, *round_message)
         ended_unix_s = time.time()
         source.reply(reply)
         observe(round_message[0], began_unix_s, ended_unix_s)
+
+
+def verify_on_ranks(
+    stage: VerifyStage, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None
+) -> VerifyReply:
+    """Verifies a round on rank 0 and on the other ranks of the stage, which are in `follow_rounds`.
+
+    Raises PeerLost when one of them is lost.
+    """
+    group = process_group_of(stage.group)
+    if group is None:
+        return stage.verify(header, hidden_TD, draft_probs_KV)
+    return _verify_with_group(stage, group, (header, hidden_TD, draft_probs_KV))
 
 
 def _verify_with_group(

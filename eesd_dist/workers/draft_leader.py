@@ -1,11 +1,12 @@
-"""Draft rank 0: builds the engine and connects it to the groups of each epoch.
+"""Draft rank 0: builds the engine and connects it to the groups of each epoch. Verify rank 0 may be
+in the same process.
 
 Owns the state that outlives an epoch: weights, pages, live requests, the exit head, the recorder
 and the beliefs of requests that the router does not know yet.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +22,8 @@ from eesd_dist.engine.build import (
     build_draft_engine,
     load_draft_weights,
     load_next_head,
+    shared_room,
+    without_overlap,
 )
 from eesd_dist.engine.core import EngineCore, StepResult
 from eesd_dist.engine.layout import layout_of
@@ -28,6 +31,7 @@ from eesd_dist.engine.masks import Masks
 from eesd_dist.engine.page_store import PageStore, kv_layout
 from eesd_dist.engine.recording.recorder import RecorderSink
 from eesd_dist.engine.requests import EngineLoad
+from eesd_dist.engine.shared_channel import SharedVerifyChannel
 from eesd_dist.errors import CheckpointError, ConfigError, EngineError
 from eesd_dist.routing.beliefs import BeliefBook, DraftPlan, Priors
 from eesd_dist.schedule.page_leases import KvLayout
@@ -51,6 +55,7 @@ from eesd_dist.workers.messages import Address, ControlReport, Epoch, LoadedRank
 from eesd_dist.workers.page_moves import PageMoves, PageSharing
 from eesd_dist.workers.process import freeze_heap
 from eesd_dist.workers.serving_head import ServingHead, require_compatible, serving_head
+from eesd_dist.workers.verify_rank import VerifyRank, rank_observer
 
 
 class Recorder(RecorderSink, Protocol):
@@ -70,6 +75,21 @@ class _Prepared:
     handle: GroupHandle
     cost: CostModel | None
     """The cost model that the engine would measure, where it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Connected:
+    """The groups of an epoch."""
+
+    verify: ProcessGroup | None
+    """The group to verify rank 0, or, where this process has that rank, to the others; None where
+    there are none."""
+    draft: ProcessGroup | None
+    """The draft stage's group; None where it has one rank."""
+
+    @property
+    def all(self) -> list[ProcessGroup]:
+        return [group for group in (self.verify, self.draft) if group is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +123,13 @@ class EngineLeader:
         open_recorder: Callable[[], Recorder] | None = None,
         masks: Masks | None = None,
         address: str | None = None,
+        holds_verify_rank: bool = False,
     ) -> None:
         """`open_recorder` is called once, by the first engine that may record. `masks`: in place of
-        those of the model's grammars, for one engine; `address`: in place of the node's."""
+        those of the model's grammars, for one engine; `address`: in place of the node's.
+        `holds_verify_rank`: verify rank 0 is in this process too."""
         torch.set_num_threads(config.parallel.num_threads)
-        self._config = config
+        self._config = without_overlap(config) if holds_verify_rank else config
         """Includes the exit head of the next engine; `load_head` replaces it."""
         self._spans = tracing.rounds
         self._open_recorder = open_recorder
@@ -130,9 +152,14 @@ class EngineLeader:
         self._masks = masks
         self._grammars = GrammarCompiler.of_folder(config.model.path)
         self._groups = EpochGroups(config, address=address)
-        self._connected: list[ProcessGroup] = []
-        """Groups of the newest epoch until `join` uses them: rounds, then draft."""
+        self._connected: _Connected | None = None
+        """Groups of the newest epoch until `join` uses them."""
         self.loading = LoadWatch()
+        self._verify: VerifyRank | None = None
+        """Verify rank 0; None where it has a process of its own."""
+        if holds_verify_rank:
+            self._verify = VerifyRank(config, rank=0, groups=self._groups, loading=self.loading)
+        self._observe = rank_observer(tracing.rounds, rank=0)
         self.pages = PageMoves(
             address=self._groups.address,
             store=self._page_store,
@@ -174,23 +201,25 @@ class EngineLeader:
 
     def connect(self, epoch: Epoch) -> None:
         self.disconnect()
+        verify, draft = None, None
         with all_or_none() as groups:
-            groups.append(self._groups.rounds(epoch, rank=0))
+            if self._verify is None:
+                groups.append(verify := self._groups.rounds(epoch, rank=0))
+            elif (verify := self._verify.connect(epoch)) is not None:
+                groups.append(verify)
             if epoch.num_draft_ranks > 1:
-                groups.append(self._groups.stage(epoch, "draft", rank=0))
-        self._connected = groups
+                groups.append(draft := self._groups.stage(epoch, "draft", rank=0))
+        self._connected = _Connected(verify=verify, draft=draft)
 
     def disconnect(self) -> None:
         self._groups.leave()
-        abort_all(self._connected, "its epoch was not joined")
+        if self._connected is not None:
+            abort_all(self._connected.all, "its epoch was not joined")
 
     def join(self, epoch: Epoch, *, new_engine: bool) -> "LeaderEpoch":
         groups = self._connected
-        assert groups, "connect comes first"
-        rounds, *draft = groups
-        channel: VerifyChannel = DistVerifyChannel(rounds)
-        if epoch.shares_gpu or epoch.is_degraded:
-            channel = ThroughHost(channel)
+        assert groups is not None, "connect comes first"
+        channel = self._channel(epoch, groups.verify)
         self.pages.enter(epoch.number)
         self.sharing.forget()
         with self._changing:
@@ -198,16 +227,24 @@ class EngineLeader:
                 if self._running is not None:
                     self._running = None
                     freeze_heap()  # frees the former engine, which refers to itself
-                self._running = self._build(channel, epoch, draft)
+                self._running = self._build(channel, epoch, groups.draft)
                 if not epoch.is_degraded:  # a fallback serves for seconds, and should soon begin
                     freeze_heap()
                 self._head = serving_head(self._config, layout_of(self._config))
             else:
-                if self._running.followers is not None and draft:
-                    self._running.followers.join(draft[0])
+                if self._running.followers is not None and groups.draft is not None:
+                    self._running.followers.join(groups.draft)
                 self._running.engine.attach(channel, epoch=epoch.number)
-            self._connected = []
-            return LeaderEpoch(self._running.engine, groups)
+            self._connected = None
+            return LeaderEpoch(self._running.engine, groups.all)
+
+    def _channel(self, epoch: Epoch, group: ProcessGroup | None) -> VerifyChannel:
+        if self._verify is not None:
+            stage = self._verify.begin(epoch)
+            return SharedVerifyChannel(stage, group, observe=self._observe)
+        assert group is not None, "verify rank 0 is in another process"
+        channel = DistVerifyChannel(group)
+        return ThroughHost(channel) if epoch.shares_gpu or epoch.is_degraded else channel
 
     def adopt(self, priors: Priors) -> None:
         self._book.adopt(priors)
@@ -259,7 +296,8 @@ class EngineLeader:
 
     def _page_store(self) -> PageStore:
         draft = self._engine().draft_stage
-        return PageStore(draft.span, draft.head)
+        verify = None if self._verify is None else self._verify.present().span
+        return PageStore(draft.span, draft.head, verify)
 
     def _kv_layout(self) -> KvLayout:
         with self._changing:
@@ -280,9 +318,10 @@ class EngineLeader:
             handle,
             on_progress=self.loading.of("draft rank 0"),
         )
-        loaded = LoadedRank(
-            weights=weights.span.digest, products=weights.span.products, room=weights.room
-        )
+        room = weights.room
+        if self._verify is not None:
+            room = shared_room(weights, self._verify.load())
+        loaded = LoadedRank(weights=weights.span.digest, products=weights.span.products, room=room)
         if self._loaded is None:
             self._loaded = loaded
         if loaded.weights != self._loaded.weights:
@@ -294,10 +333,8 @@ class EngineLeader:
             )
         return _Prepared(weights=weights, handle=handle, cost=cost)
 
-    def _build(
-        self, channel: VerifyChannel, epoch: Epoch, draft: Sequence[ProcessGroup]
-    ) -> _Running:
-        """Builds an engine. `draft` holds the draft stage's group where it has several ranks."""
+    def _build(self, channel: VerifyChannel, epoch: Epoch, draft: ProcessGroup | None) -> _Running:
+        """Builds an engine. `draft` is the draft stage's group where it has several ranks."""
         # A fallback records nothing: the drafting actor that owns the folder may be starting.
         if self._recorder is None and self._open_recorder is not None and not epoch.is_degraded:
             self._recorder = self._open_recorder()
@@ -307,12 +344,12 @@ class EngineLeader:
         self._book.adopt(pools)
         with self._preparing:
             if self._prepared is None:
-                self._prepared = self._load(GroupHandle(draft[0] if draft else SingleGroup()))
+                self._prepared = self._load(GroupHandle(draft or SingleGroup()))
             prepared = self._prepared
         followers = None
-        if draft:
-            prepared.handle.join(draft[0])
-            followers = _Followers(handle=prepared.handle, commands=DistCommandSink(draft[0]))
+        if draft is not None:
+            prepared.handle.join(draft)
+            followers = _Followers(handle=prepared.handle, commands=DistCommandSink(draft))
         engine = build_draft_engine(
             self._config,
             channel,

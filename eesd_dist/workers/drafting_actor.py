@@ -72,7 +72,10 @@ class _Connected:
 
 
 class DraftActor(WorkerActor):
-    """Draft rank 0 of a pipeline; its methods run in the actor's event loop, rounds in a thread."""
+    """Draft rank 0 of a pipeline, and verify rank 0 where stages share a process.
+
+    Its methods run in the actor's event loop, rounds in a thread.
+    """
 
     def __init__(
         self,
@@ -83,11 +86,13 @@ class DraftActor(WorkerActor):
         telemetry: TelemetryOptions,
         ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None = None,
         tenure: Callable[[], Tenure] | None = None,
+        holds_verify_rank: bool = False,
     ) -> None:
-        """`tenure` makes its lease; a fallback has none, and ends with its host."""
+        """`tenure` makes its lease; a fallback has none, and ends with its host.
+        `holds_verify_rank`: verify rank 0 is in this process too."""
         prepare_process(telemetry.log_format)
         tracing = tracing_of(telemetry, process=name)
-        self._leader = stages.draft_leader(config, tracing)
+        self._leader = stages.draft_leader(config, tracing, holds_verify_rank=holds_verify_rank)
         lease = None if tenure is None else tenure()
         self._is_fallback = lease is None
         super().__init__(name=name, role=self._leader, tenure=lease)

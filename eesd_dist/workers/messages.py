@@ -20,6 +20,8 @@ from eesd_dist.transport.authentication.handshake import Address as Address
 from eesd_dist.types import Emission, Outcome, RecorderCounts, RequestId
 
 StageName = Literal["draft", "verify"]
+PlacementMode = Literal["dedicated", "shared"]
+"""`dedicated`: the drafting actor has draft rank 0 alone; `shared`: verify rank 0 too."""
 
 StreamItem = tuple[Emission, ...] | EesdError
 
@@ -114,6 +116,8 @@ class WorkerIdentity:
     """Digest of the configuration that it was started with."""
     bundle: str = ""
     """Name of the slot with the bundle it runs in; empty: its own."""
+    mode: PlacementMode = "dedicated"
+    """Mode of its pipeline, which the cluster's GPUs may have decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

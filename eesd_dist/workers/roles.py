@@ -277,7 +277,12 @@ class DraftFollower(RankWorker, Protocol):
 class StageFactory(Protocol):
     """Builds the role of a process inside that process. Sent there by pickle."""
 
-    def draft_leader(self, config: EngineConfig, tracing: "Tracing") -> DraftLeader: ...
+    def draft_leader(
+        self, config: EngineConfig, tracing: "Tracing", *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
+        """`holds_verify_rank`: this process also has verify rank 0."""
+        ...
+
     def draft_follower(
         self, config: EngineConfig, tracing: "Tracing", *, rank: int
     ) -> DraftFollower: ...

@@ -29,12 +29,20 @@ class EngineStages:
     compiles_kernels: bool = True
     """Compiles missing kernels in a process of its own, while ranks start."""
 
-    def draft_leader(self, config: EngineConfig, tracing: "Tracing") -> DraftLeader:
+    def draft_leader(
+        self, config: EngineConfig, tracing: "Tracing", *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
         self._prepare(config)
         from eesd_dist.workers.draft_leader import EngineLeader
 
         opened = None if self.open_recorder is None else partial(self.open_recorder, config)
-        return EngineLeader(config, tracing, open_recorder=opened, address=self.address)
+        return EngineLeader(
+            config,
+            tracing,
+            open_recorder=opened,
+            address=self.address,
+            holds_verify_rank=holds_verify_rank,
+        )
 
     def draft_follower(
         self, config: EngineConfig, tracing: "Tracing", *, rank: int

@@ -2,19 +2,15 @@
 
 import torch
 
-from eesd_dist.backends.cpu.ahead import wait_for_layers
 from eesd_dist.config import EngineConfig
-from eesd_dist.engine.build import VerifyWeights, load_verify_weights
 from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.page_store import PageStore, kv_layout
-from eesd_dist.engine.verify import VerifyStage, follow_rounds, serve_rounds
+from eesd_dist.engine.verify import Observe, VerifyStage, follow_rounds, serve_rounds
 from eesd_dist.schedule.page_leases import KvLayout
-from eesd_dist.telemetry.round_spans import RoundSpans
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.transport.channel import DistRoundSource
-from eesd_dist.transport.contracts import RoundHeader, RoundSource
+from eesd_dist.transport.contracts import RoundSource
 from eesd_dist.transport.group import ProcessGroup
-from eesd_dist.transport.group_handles import GroupHandle, SingleGroup, UnconnectedGroup
 from eesd_dist.transport.memory import OntoDevice
 from eesd_dist.workers.epochs.epoch_groups import (
     EpochGroups,
@@ -23,10 +19,9 @@ from eesd_dist.workers.epochs.epoch_groups import (
     naming_the_lost,
 )
 from eesd_dist.workers.load_watch import LoadWatch
-from eesd_dist.workers.loaded_once import PagedOnce
 from eesd_dist.workers.messages import Epoch, LoadedRank
 from eesd_dist.workers.page_moves import PageMoves
-from eesd_dist.workers.process import freeze_heap
+from eesd_dist.workers.verify_rank import VerifyRank, rank_observer
 
 
 class StageVerifier:
@@ -38,15 +33,11 @@ class StageVerifier:
         """`address`: in place of the node's."""
         torch.set_num_threads(config.parallel.num_threads)
         self._config = config
-        self._spans = tracing.rounds
+        self._observe = rank_observer(tracing.rounds, rank=rank)
         self._rank = rank
         self._groups = EpochGroups(config, address=address)
-        size = config.parallel.verify_tensor_parallel_size
-        self._handle = GroupHandle(
-            UnconnectedGroup(rank=rank, size=size) if size > 1 else SingleGroup()
-        )
-        self._stage = PagedOnce(self._load, _stage_of)
         self.loading = LoadWatch()
+        self._verify = VerifyRank(config, rank=rank, groups=self._groups, loading=self.loading)
         self.pages = PageMoves(
             address=self._groups.address,
             store=self._page_store,
@@ -55,7 +46,7 @@ class StageVerifier:
         )
 
     def prepare(self) -> LoadedRank:
-        weights = self._stage.load()
+        weights = self._verify.load()
         return LoadedRank(
             weights=weights.span.digest, products=weights.span.products, room=weights.room
         )
@@ -65,14 +56,12 @@ class StageVerifier:
         with all_or_none() as groups:
             if self._rank == 0:
                 groups.append(self._groups.rounds(epoch, rank=1))
-            if epoch.num_verify_ranks > 1:
-                groups.append(self._groups.stage(epoch, "verify", rank=self._rank))
-                self._handle.join(groups[-1])
-            stage = self._stage.get(num_pages=epoch.num_pages)
-            stage.span.paged.begin()
+            if (group := self._verify.connect(epoch)) is not None:
+                groups.append(group)
+            stage = self._verify.begin(epoch)
             # Built now: from here on the drafting actor may send rounds.
             source = self._source(epoch, groups[0]) if self._rank == 0 else None
-            return VerifyEpoch(stage, groups, source=source, rank=self._rank, spans=self._spans)
+            return VerifyEpoch(stage, groups, source=source, observe=self._observe)
 
     def disconnect(self) -> None:
         self._groups.leave()
@@ -83,23 +72,12 @@ class StageVerifier:
             return OntoDevice(source, layout_of(self._config).device)
         return source
 
-    def _load(self) -> VerifyWeights:
-        wait_for_layers()
-        on_progress = self.loading.of(f"verify rank {self._rank}")
-        return load_verify_weights(self._config, self._handle, on_progress=on_progress)
-
     def _page_store(self) -> PageStore:
-        return PageStore(self._stage.present("no pages can be moved").span)
+        return PageStore(self._verify.present().span)
 
     def _kv_layout(self) -> KvLayout:
         weights = self._page_store().weights
         return kv_layout(self._config, layout_of(self._config), weights=weights, head="")
-
-
-def _stage_of(weights: VerifyWeights, num_pages: int) -> VerifyStage:
-    stage = weights.stage(num_pages=num_pages, compiles_in_background=True)
-    freeze_heap()
-    return stage
 
 
 class VerifyEpoch:
@@ -111,23 +89,21 @@ class VerifyEpoch:
         groups: list[ProcessGroup],
         *,
         source: RoundSource | None,
-        rank: int,
-        spans: RoundSpans | None,
+        observe: Observe,
     ) -> None:
-        """`source` is None except on rank 0. `spans` is None where tracing is off."""
+        """`source` is None except on rank 0."""
         self._stage = stage
         self._groups = groups
         self._source = source
-        self._rank = rank
-        self._spans = spans
+        self._observe = observe
 
     def run(self) -> None:
         try:
             with naming_the_lost(self._groups):
                 if self._source is not None:
-                    serve_rounds(self._stage, self._source, observe=self._record)
+                    serve_rounds(self._stage, self._source, observe=self._observe)
                 else:
-                    follow_rounds(self._stage, observe=self._record)
+                    follow_rounds(self._stage, observe=self._observe)
         finally:
             self.abort()  # so that ranks that wait for this one fail before their deadline
 
@@ -137,15 +113,3 @@ class VerifyEpoch:
 
     def abort(self) -> None:
         abort_all(self._groups, "the epoch was ended")
-
-    def _record(self, header: RoundHeader, began_unix_s: float, ended_unix_s: float) -> None:
-        if self._spans is None or header.span_id == 0:
-            return
-        self._spans.record_rank(
-            trace_id=int.from_bytes(header.trace_id),
-            span_id=header.span_id,
-            rank=self._rank,
-            num_rows=header.num_rows,
-            began_unix_s=began_unix_s,
-            ended_unix_s=ended_unix_s,
-        )

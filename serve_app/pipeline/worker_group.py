@@ -337,7 +337,7 @@ class WorkerGroup:
         epoch = Epoch(
             number=self.epoch,
             store=store,
-            num_verify_ranks=len(self._verify_slots),
+            num_verify_ranks=self._parallel.verify_tensor_parallel_size,
             num_draft_ranks=len(self._draft_slots),
             timeout_s=self._parallel.timeout_s,
             num_pages=num_pages,

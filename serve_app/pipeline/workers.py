@@ -26,6 +26,7 @@ from eesd_dist.workers.crash_report import crash_report, last_words, require_roo
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
     Lease,
+    PlacementMode,
     ProcessInfo,
     RouterAdvice,
     RouterNews,
@@ -65,6 +66,7 @@ class WorkerSpec:
     telemetry: TelemetryOptions
     ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None
     timings: Timings
+    mode: PlacementMode = "dedicated"
 
     def with_head(self, folder: str) -> "WorkerSpec":
         """The same with another exit head."""
@@ -297,6 +299,7 @@ class Workers:
             slot=slot.name,
             digest=how.digest,
             bundle=bundle.name,
+            mode=how.mode,
         )
         common = {
             "name": f"{slot.name if slot.rank is not None else LEADER} of {how.pipeline}",
@@ -313,7 +316,12 @@ class Workers:
         engine = engine_on(slot, how.engine)
         if slot.rank is None:
             drafter = actor_class(DraftActor).options(**options)
-            return drafter.remote(engine, **common, ask_router=how.ask_router)
+            return drafter.remote(
+                engine,
+                **common,
+                ask_router=how.ask_router,
+                holds_verify_rank=how.mode == "shared",
+            )
         rank = actor_class(RankActor).options(**options)
         return rank.remote(engine, **common, stage=slot.stage, rank=slot.rank)
 

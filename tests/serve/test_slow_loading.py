@@ -45,7 +45,9 @@ class _SlowWorker(ToyWorker):
 
 
 class _SlowStages(ToyStages):
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+    def draft_leader(
+        self, config: EngineConfig, tracing: Tracing, *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
         return _SlowLeader(config)
 
     def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:

@@ -112,7 +112,9 @@ class PoisonedWorker(ToyWorker):
 
 
 class PoisonedStages(ToyStages):
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+    def draft_leader(
+        self, config: EngineConfig, tracing: Tracing, *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
         return PoisonedLeader(config)
 
     def verify_worker(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> RankWorker:

@@ -366,7 +366,9 @@ class ToyWorker:
 class ToyStages:
     """Builds the toys of every role."""
 
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+    def draft_leader(
+        self, config: EngineConfig, tracing: Tracing, *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
         return ToyLeader(config)
 
     def draft_follower(self, config: EngineConfig, tracing: Tracing, *, rank: int) -> DraftFollower:

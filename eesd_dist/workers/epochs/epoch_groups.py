@@ -1,7 +1,8 @@
 """Builds the process groups of one rank for each epoch.
 
-Groups are called `rounds` (drafting actor and verify rank 0), `verify` and `draft` (the ranks of a
-stage that has several). An epoch owns its groups: they are built together and end together.
+Groups are called `rounds` (drafting actor and verify rank 0, where they are two processes),
+`verify` and `draft` (the ranks of a stage that has several). An epoch owns its groups: they are
+built together and end together.
 """
 
 from collections.abc import Iterator, Sequence

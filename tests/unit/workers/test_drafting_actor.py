@@ -180,7 +180,9 @@ class _Leading(ToyStages):
 
     leader: Callable[[EngineConfig], DraftLeader]
 
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+    def draft_leader(
+        self, config: EngineConfig, tracing: Tracing, *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
         return self.leader(config)
 
 

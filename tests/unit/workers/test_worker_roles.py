@@ -72,11 +72,11 @@ def test_draft_weights_are_read_once_though_the_first_peer_is_lost(
     if is_prepared:
         leader.prepare()
     with pytest.raises(PeerLost, match="its connection is gone"):
-        leader._build(MemoryChannel(lost), _epoch(1), [])
-    running = leader._build(MemoryChannel(verify_stage.verify), _epoch(2), [])
+        leader._build(MemoryChannel(lost), _epoch(1), None)
+    running = leader._build(MemoryChannel(verify_stage.verify), _epoch(2), None)
     assert num_read == 1
     assert running.engine.cost is not None
-    leader._build(MemoryChannel(verify_stage.verify), _epoch(3), [])
+    leader._build(MemoryChannel(verify_stage.verify), _epoch(3), None)
     assert num_read == 2, "an engine that broke may have spoilt its own"
 
 

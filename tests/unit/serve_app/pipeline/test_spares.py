@@ -103,7 +103,9 @@ class _Loads(ToyStages):
     may_load: threading.Event = field(default_factory=threading.Event)
     num_loaded: int = 0
 
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+    def draft_leader(
+        self, config: EngineConfig, tracing: Tracing, *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
         return _SlowLeader(config, self)
 
 
@@ -275,7 +277,9 @@ class _HeadLeader(ToyLeader):
 
 
 class _Heads(ToyStages):
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+    def draft_leader(
+        self, config: EngineConfig, tracing: Tracing, *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
         return _HeadLeader(config)
 
 

@@ -300,7 +300,9 @@ class _HasNoRoom(ToyLeader):
 
 
 class _NoRoomForFallback(ToyStages):
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+    def draft_leader(
+        self, config: EngineConfig, tracing: Tracing, *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
         return _HasNoRoom(config)
 
 
@@ -379,7 +381,9 @@ def test_a_draft_stage_that_cannot_be_restored_is_tried_again_while_fallbacks_de
 class _HeadGone(ToyStages):
     """The drafting actor cannot load this head."""
 
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+    def draft_leader(
+        self, config: EngineConfig, tracing: Tracing, *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
         return _HeadlessLeader(config) if config.model.head is not None else ToyLeader(config)
 
 

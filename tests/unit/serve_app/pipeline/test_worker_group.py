@@ -254,7 +254,9 @@ class _Costs(ToyStages):
 
     costs: list[object] = field(default_factory=list)
 
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+    def draft_leader(
+        self, config: EngineConfig, tracing: Tracing, *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
         return _MeasuredLeader(config, self.costs)
 
 
@@ -365,7 +367,9 @@ class _Hanging(ToyStages):
     hangs: threading.Event = field(default_factory=threading.Event)
     is_over: threading.Event = field(default_factory=threading.Event)
 
-    def draft_leader(self, config: EngineConfig, tracing: Tracing) -> DraftLeader:
+    def draft_leader(
+        self, config: EngineConfig, tracing: Tracing, *, holds_verify_rank: bool = False
+    ) -> DraftLeader:
         return _HangingLeader(config, self)
 
 
