@@ -6,6 +6,7 @@ environment when it is imported, so the imports are inside the functions.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ and that returns middlewares. They run before Serve reads the headers."""
 
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 """Environment variable of all nodes: "1" puts HAProxy in the place of Serve's own HTTP proxies."""
+
+_NAMELESS_TYPE = re.compile(r"node_[0-9a-f]{56}")
+"""The type of a node that no autoscaler has started: its id."""
 
 
 @cache
@@ -120,12 +124,28 @@ def autoscaler_news() -> tuple[str, ...]:
     return (*_news_of_v1(), *_news_of_v2(ray.get_runtime_context().gcs_address))
 
 
-def _news_of_v1() -> Iterator[str]:
+def has_autoscaler() -> bool:
+    """Returns whether one of Ray's autoscalers manages nodes of the cluster: without one, nodes
+    have no types, or types named after their ids."""
+    import ray
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    names = [node.ray_node_type_name for node in (*status.active_nodes, *status.idle_nodes)]
+    names += _report_of_v1().get("active_nodes") or ()
+    return bool(reported_node_types()) or not all(map(_NAMELESS_TYPE.fullmatch, names))
+
+
+def _report_of_v1() -> dict[str, Any]:
     from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
     from ray.experimental.internal_kv import _internal_kv_get
 
     page = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or b"{}")
-    report = page.get("autoscaler_report") or {}
+    return page.get("autoscaler_report") or {}
+
+
+def _news_of_v1() -> Iterator[str]:
+    report = _report_of_v1()
     for name, count in (report.get("pending_launches") or {}).items():
         yield f"{count} x {name} requested"
     for address, name, status in report.get("pending_nodes") or ():

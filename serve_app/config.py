@@ -26,7 +26,7 @@ from eesd_dist.errors import ConfigError
 from eesd_dist.routing.fleet.size import FleetTargets
 from eesd_dist.telemetry.logs import LogFormat
 from eesd_dist.telemetry.tracing_options import MAX_ROUND_SPANS, OtlpProtocol, TracingOptions
-from eesd_dist.workers.messages import TelemetryOptions
+from eesd_dist.workers.messages import PlacementMode, TelemetryOptions
 
 _MIN_HEARTBEATS = 3
 """Heartbeats that have to fit into the time after which a pipeline is forgotten."""
@@ -55,8 +55,7 @@ class BundleConfig(Section):
     """Logical CPUs: for placing actors, not a limit on what they use."""
 
     num_gpus: NonNegativeFloat | None = None
-    """None: one where the model's device is `cuda`, or `auto` in a cluster with GPUs; half of one
-    where both stages share a single GPU."""
+    """None: one where the model's device is `cuda`, or `auto` in a cluster with GPUs."""
 
     resources: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Custom Ray resources, for nodes that offer them."""
@@ -547,23 +546,31 @@ def service_config(tree: dict[str, object]) -> ServiceConfig:
         raise ConfigError(complaint_of(error, ServiceConfig)) from error
     entry_of(config.engine.speculation.controller)
     _require_whole_gpus(config)
+    _require_fallback_apart(config)
     return config
 
 
 def _require_whole_gpus(config: ServiceConfig) -> None:
-    """Raises ConfigError for a part of a GPU where a stage has several ranks."""
+    """Raises ConfigError for a part of a GPU, except in a pipeline of one process."""
     parallel, placement = config.engine.parallel, config.placement
-    for stage, bundle, num_ranks in (
-        ("draft", placement.draft, parallel.draft_tensor_parallel_size),
-        ("verify", placement.verify, parallel.verify_tensor_parallel_size),
-    ):
-        if num_ranks > 1 and 0 < (bundle.num_gpus or 0) < 1:
+    if placement.mode == "shared" and parallel.num_ranks == 2:
+        return
+    for stage, bundle in (("draft", placement.draft), ("verify", placement.verify)):
+        if 0 < (bundle.num_gpus or 0) < 1:
             raise ConfigError(
-                f"placement.{stage}.num_gpus is {bundle.num_gpus:g} with engine.parallel."
-                f"{stage}_tensor_parallel_size {num_ranks}, and NCCL refuses two ranks of a group "
-                f"on one GPU: drop placement.{stage}.num_gpus, or lower engine.parallel."
-                f"{stage}_tensor_parallel_size to 1"
+                f"placement.{stage}.num_gpus is {bundle.num_gpus:g}, and NCCL refuses two ranks "
+                f"of a group on one GPU: drop placement.{stage}.num_gpus, or put both stages, of "
+                "one rank each, into one process with placement.mode: shared"
             )
+
+
+def _require_fallback_apart(config: ServiceConfig) -> None:
+    """Raises ConfigError for a fallback that would die with the drafting actor."""
+    if config.placement.mode == "shared" and config.engine.parallel.fallback:
+        raise ConfigError(
+            "engine.parallel.fallback is true with placement.mode: shared, in which verify rank 0 "
+            "and its fallback die with the drafting actor: leave one of them out"
+        )
 
 
 def live_config(tree: object) -> LiveConfig:

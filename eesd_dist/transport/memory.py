@@ -1,11 +1,11 @@
-"""Verify channels in one process, and between two processes on one GPU.
+"""The verify channel in one process, and channels through the host.
 
 `MemoryChannel` calls the verifier in the thread that waits for the reply: nothing runs
 concurrently, so a test repeats exactly. Nothing is copied: hidden states belong to the channel from
 `send` until their reply.
 
-NCCL needs one GPU per rank, so stages on one GPU exchange tensors through host memory: the
-receiving end gets them on the CPU and moves them to the device of its weights.
+A fallback may be on the GPU of its peer, and NCCL needs one GPU per rank: in a degraded epoch
+tensors go through host memory, and the receiving end moves them to the device of its weights.
 """
 
 from collections import deque

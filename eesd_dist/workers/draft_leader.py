@@ -244,7 +244,7 @@ class EngineLeader:
             return SharedVerifyChannel(stage, group, observe=self._observe)
         assert group is not None, "verify rank 0 is in another process"
         channel = DistVerifyChannel(group)
-        return ThroughHost(channel) if epoch.shares_gpu or epoch.is_degraded else channel
+        return ThroughHost(channel) if epoch.is_degraded else channel
 
     def adopt(self, priors: Priors) -> None:
         self._book.adopt(priors)

@@ -38,8 +38,6 @@ class Epoch:
     """KV pages of each rank: the same in every epoch of a pipeline."""
     num_draft_ranks: int = 1
     """The drafting actor included."""
-    shares_gpu: bool = False
-    """Both stages use one GPU: rows go through the host, since NCCL needs one GPU per rank."""
     is_degraded: bool = False
     """The draft ranks run in the verify ranks' processes, without drafting. Rows go through the
     host; each stage still has its own group on the GPUs."""

@@ -68,7 +68,7 @@ class StageVerifier:
 
     def _source(self, epoch: Epoch, rounds: ProcessGroup) -> RoundSource:
         source = DistRoundSource(rounds)
-        if epoch.shares_gpu or epoch.is_degraded:  # draft probabilities too, which the rounds bring
+        if epoch.is_degraded:  # draft probabilities too, which the rounds bring
             return OntoDevice(source, layout_of(self._config).device)
         return source
 

@@ -3,13 +3,15 @@
 import asyncio
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from eesd_dist.config import EngineConfig
+from cluster.ray_compat import has_autoscaler
 from eesd_dist.errors import EngineError
+from eesd_dist.workers.messages import PlacementMode
 from eesd_dist.workers.roles import StageFactory
 from eesd_dist.workers.tenure import workers_named
 from serve_app.config import ServiceConfig
@@ -24,8 +26,9 @@ from serve_app.pipeline.placement.placement_groups import (
 )
 from serve_app.pipeline.placement.rank_slots import (
     LEADER,
+    GpuPlan,
     RankSlot,
-    gpus_per_rank,
+    gpu_plan,
     groups_of,
     rank_slots,
     relation_of,
@@ -82,7 +85,10 @@ class Assembly:
         """Waits for room. Raises ConfigError for a bundle that can never be placed, LeaseLost when
         another supervisor has claimed the workers of this pipeline."""
         if self._orphans is not None:
-            slots = self._slots(_gpus_per_rank(self._config.engine))
+            gpus = _gpu_plan(self._config)
+            for tenancy in self._orphans.workers.values():  # GPUs may have come or gone since
+                gpus = replace(gpus, mode=tenancy.identity.mode)
+            slots = _slots(self._config, gpus)
             try:
                 groups = present_placement_groups(
                     slots,
@@ -95,7 +101,8 @@ class Assembly:
                 logger.warning("not claimed: pipeline=%s error=%s", self._spec.pipeline, error)
                 await asyncio.to_thread(end_workers, self._config, self._spec.pipeline, names)
             else:
-                group = await claim(self._orphans, Workers(groups, slots, spec=self._spec))
+                spec = replace(self._spec, mode=gpus.mode)
+                group = await claim(self._orphans, Workers(groups, slots, spec=spec))
                 slots_of = {t.identity.slot for t in self._orphans.workers.values()}
                 if self._head is not None and LEADER not in slots_of:  # it cannot say which it has
                     group.set_head(self._head)
@@ -104,11 +111,12 @@ class Assembly:
         await self._sweep()
         telling = asyncio.ensure_future(self._tell_waiting())
         try:
-            slots, groups = await self._placed()
+            mode, slots, groups = await self._placed()
         finally:
             telling.cancel()
             self.waiting_for = ""
-        group = WorkerGroup(Workers(groups, slots, spec=self._spec))
+        spec = replace(self._spec, mode=mode)
+        group = WorkerGroup(Workers(groups, slots, spec=spec))
         if self._head is not None:
             group.set_head(self._head)
         return group
@@ -137,58 +145,63 @@ class Assembly:
     def _wait(self, why: str) -> None:
         self.waiting_for = why
 
-    async def _placed(self) -> tuple[tuple[RankSlot, ...], PlacementGroups]:
-        """Nodes may join during the wait for room: if that changes the GPUs per rank, the groups
-        are placed again."""
-        engine, placement = self._config.engine, self._config.placement
-        gpus = _gpus_per_rank(engine)
+    async def _placed(self) -> tuple[PlacementMode, tuple[RankSlot, ...], PlacementGroups]:
+        """Nodes may join during the wait for room: if that changes the mode or the GPUs per rank,
+        the groups are placed again."""
+        config = self._config
+        gpus = await asyncio.to_thread(_gpu_plan, config)
         while True:
-            slots = self._slots(gpus)
+            slots = _slots(config, gpus)
             groups = await placement_groups_for(
                 slots,
-                placement=placement,
+                placement=config.placement,
                 name=self._name,
                 owner=self._spec.owner,
                 on_wait=self._wait,
             )
-            old_gpus, gpus = gpus, _gpus_per_rank(engine)
+            old_gpus, gpus = gpus, await asyncio.to_thread(_gpu_plan, config)
             if old_gpus == gpus:
-                return slots, groups
-            logger.info(
-                "placed again: pipeline=%s gpus_per_rank=%g, was %g", self._name, gpus, old_gpus
-            )
+                self._log_mode(gpus.mode)
+                return gpus.mode, slots, groups
+            logger.info("placed again: pipeline=%s %s, was %s", self._name, gpus, old_gpus)
             groups.remove()
 
-    def _slots(self, gpus: float) -> tuple[RankSlot, ...]:
-        return _slots(self._config, gpus)
+    def _log_mode(self, mode: PlacementMode) -> None:
+        if mode == "shared" and self._config.placement.mode is None:
+            logger.warning(
+                "placement.mode: pipeline=%s shared: the cluster has a GPU too few for a drafting "
+                "actor of its own, so that it also holds verify rank 0, and drafting and verifying "
+                "do not overlap; set placement.mode to say which is meant",
+                self._name,
+            )
 
 
 def require_local_room(config: ServiceConfig) -> None:
     """Raises ConfigError if the present nodes, when nothing else runs on them, have no room for a
     pipeline: for a Ray that no node will join."""
-    slots = _slots(config, _gpus_per_rank(config.engine))
+    slots = _slots(config, _gpu_plan(config))
     nodes = nodes_now()
     require_room(groups_of(slots, config.placement, nodes), relation_of(config.placement), nodes)
 
 
-def _slots(config: ServiceConfig, gpus: float) -> tuple[RankSlot, ...]:
+def _slots(config: ServiceConfig, gpus: GpuPlan) -> tuple[RankSlot, ...]:
     parallel, spares = config.engine.parallel, config.recovery.spares
     return rank_slots(
         config.placement,
         num_verify_ranks=parallel.verify_tensor_parallel_size,
         num_draft_ranks=parallel.draft_tensor_parallel_size,
-        gpus_per_rank=gpus,
+        gpus=gpus,
         num_draft_spares=spares.num_draft,
         num_verify_spares=spares.num_verify,
     )
 
 
-def _gpus_per_rank(engine: EngineConfig) -> float:
-    if engine.model.device == "cpu":
-        return 0.0
-    return gpus_per_rank(
-        num_gpus=ray.cluster_resources().get("GPU", 0.0),
-        num_verify_ranks=engine.parallel.verify_tensor_parallel_size,
-        num_draft_ranks=engine.parallel.draft_tensor_parallel_size,
-        needs_gpu=engine.model.device == "cuda",
+def _gpu_plan(config: ServiceConfig) -> GpuPlan:
+    device = config.engine.model.device
+    return gpu_plan(
+        config.placement,
+        config.engine.parallel,
+        num_gpus=0.0 if device == "cpu" else ray.cluster_resources().get("GPU", 0.0),
+        needs_gpu=device == "cuda",
+        may_grow=has_autoscaler(),
     )

@@ -341,7 +341,6 @@ class WorkerGroup:
             num_draft_ranks=len(self._draft_slots),
             timeout_s=self._parallel.timeout_s,
             num_pages=num_pages,
-            shares_gpu=any(0 < p.resources.get("GPU", 0) < 1 for p in self.workers.slots),
             is_degraded=bool(self._fallbacks),
         )
         await _all(

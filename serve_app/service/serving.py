@@ -414,9 +414,11 @@ def _welcome(
     """`end`: what ends the service."""
     took_s = time.monotonic() - began_s
     key = f' -H "Authorization: Bearer ${config.api_key_env}"' if has_key else ""
-    parallel = config.engine.parallel
-    drafting = ["a drafting actor", *_several(parallel.draft_tensor_parallel_size - 1, "draft")]
-    names = " and ".join([*drafting, *_several(parallel.verify_tensor_parallel_size, "verify")])
+    parallel, is_shared = config.engine.parallel, config.placement.mode == "shared"
+    leader = "a drafting actor with verify rank 0" if is_shared else "a drafting actor"
+    drafting = [leader, *_several(parallel.draft_tensor_parallel_size - 1, "draft")]
+    num_verify = parallel.verify_tensor_parallel_size - is_shared
+    names = " and ".join([*drafting, *_several(num_verify, "verify")])
     return f"""\
 ready after {took_s:.0f} s: {config.served_model_name} on {where}
 ({names}; {end})

@@ -13,7 +13,6 @@ import torch
 
 from eesd_dist.config import EngineConfig
 from eesd_dist.engine.layout import layout_of
-from eesd_dist.errors import ConfigError
 from eesd_dist.transport.authentication.key_store import StoreClient, StoreHost
 from eesd_dist.transport.authentication.refused import RefusedConnections
 from eesd_dist.transport.group import ProcessGroup
@@ -46,18 +45,12 @@ class EpochGroups:
         return self._build(epoch, "rounds", rank, (_DRAFTER, "verify rank 0"), sums=False)
 
     def stage(self, epoch: Epoch, stage: StageName, *, rank: int) -> ProcessGroup:
-        """Joins the ranks of a stage with several. Raises ConfigError where they share a GPU."""
+        """Joins the ranks of a stage with several."""
         names: tuple[str, ...]
         if stage == "draft":
             names = (_DRAFTER, *(f"draft rank {r}" for r in range(1, epoch.num_draft_ranks)))
         else:
             names = tuple(f"verify rank {r}" for r in range(epoch.num_verify_ranks))
-        if epoch.shares_gpu:
-            raise ConfigError(
-                f"{len(names)} {stage} ranks share a GPU, and each needs one of its own: set "
-                "placement.draft.num_gpus and placement.verify.num_gpus to 1, or "
-                f"{stage}_tensor_parallel_size to 1"
-            )
         return self._build(epoch, stage, rank, names, sums=True)
 
     def leave(self) -> None:
@@ -93,7 +86,7 @@ class EpochGroups:
 
     def _device_of(self, epoch: Epoch, group: str) -> torch.device:
         """Returns the device of the tensors that this group sends. Raises ConfigError."""
-        through_host = epoch.shares_gpu or (epoch.is_degraded and group == "rounds")
+        through_host = epoch.is_degraded and group == "rounds"
         return torch.device("cpu") if through_host else layout_of(self._config).device
 
 

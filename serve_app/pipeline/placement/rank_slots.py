@@ -8,8 +8,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from eesd_dist.config import ParallelConfig
 from eesd_dist.errors import ConfigError
-from eesd_dist.workers.messages import StageName
+from eesd_dist.workers.messages import PlacementMode, StageName
 from serve_app.config import BundleConfig, PlacementConfig, Strategy
 
 Resources = Mapping[str, float]
@@ -88,22 +89,60 @@ class Bundles:
         return node.node_id not in self.apart_from and not _labels_missed(slot, node)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuPlan:
+    """Mode and GPUs of a pipeline's processes, as far as the cluster's GPUs decide them."""
+
+    mode: PlacementMode
+    gpus_per_rank: float
+    """GPUs of a bundle that states none."""
+
+
+def gpu_plan(
+    placement: PlacementConfig,
+    parallel: ParallelConfig,
+    *,
+    num_gpus: float,
+    needs_gpu: bool,
+    may_grow: bool,
+) -> GpuPlan:
+    """Returns the configured mode, or the one for which the GPUs of the cluster are enough.
+
+    `num_gpus`: all of them; `needs_gpu`: the device is set to CUDA; `may_grow`: an autoscaler may
+    add more. Stages that the configuration places are never put into one process.
+    """
+    gpus_per_rank = 1.0 if num_gpus or needs_gpu else 0.0
+    if placement.mode is not None:
+        return GpuPlan(mode=placement.mode, gpus_per_rank=gpus_per_rank)
+    is_one_short = parallel.num_ranks - 1 <= num_gpus < parallel.num_ranks
+    is_free = placement == PlacementConfig(front=placement.front)
+    is_shared = is_one_short and is_free and not (may_grow or parallel.fallback)
+    return GpuPlan(mode="shared" if is_shared else "dedicated", gpus_per_rank=gpus_per_rank)
+
+
 def rank_slots(
     placement: PlacementConfig,
     *,
     num_verify_ranks: int,
-    gpus_per_rank: float,
+    gpus: GpuPlan,
     num_draft_ranks: int = 1,
     num_draft_spares: int = 0,
     num_verify_spares: int = 0,
 ) -> tuple[RankSlot, ...]:
-    """Returns the drafting actor first, then the other draft ranks, the verify ranks and spares."""
-    draft = _slot(LEADER, "draft", placement.draft, gpus_per_rank)
-    verify = _slot("verify rank 0", "verify", placement.verify, gpus_per_rank)
+    """Returns the drafting actor first, then the other draft ranks, the verify ranks and spares.
+
+    A shared drafting actor is verify rank 0 too, which has no slot then; without another verify
+    rank there are no spares for them.
+    """
+    draft = _slot(LEADER, "draft", placement.draft, gpus.gpus_per_rank)
+    verify = _slot("verify rank 0", "verify", placement.verify, gpus.gpus_per_rank)
+    verify_ranks = range(1 if gpus.mode == "shared" else 0, num_verify_ranks)
+    if not verify_ranks:
+        num_verify_spares = 0
     return (
         draft,
         *[replace(draft, name=f"draft rank {r}", rank=r) for r in range(1, num_draft_ranks)],
-        *[replace(verify, name=f"verify rank {r}", rank=r) for r in range(num_verify_ranks)],
+        *[replace(verify, name=f"verify rank {r}", rank=r) for r in verify_ranks],
         *[replace(draft, name=f"draft spare {i}", is_spare=True) for i in range(num_draft_spares)],
         *[
             replace(verify, name=f"verify spare {i}", rank=0, is_spare=True)
@@ -120,15 +159,6 @@ def _slot(name: str, stage: StageName, bundle: BundleConfig, gpus_per_rank: floa
         resources=_resources(bundle, gpus_per_rank),
         labels=bundle.labels,
     )
-
-
-def gpus_per_rank(
-    *, num_gpus: float, num_verify_ranks: int, needs_gpu: bool, num_draft_ranks: int = 1
-) -> float:
-    """Returns one; half on a machine with a single GPU, for one draft rank and one verify rank."""
-    if num_gpus == 0:
-        return 1.0 if needs_gpu else 0.0
-    return 0.5 if num_gpus == 1 and num_verify_ranks == num_draft_ranks == 1 else 1.0
 
 
 def _resources(bundle: BundleConfig, gpus_per_rank: float) -> dict[str, float]:
@@ -169,7 +199,7 @@ def groups_of(
         strategies = {group.strategy for group in multi_rank} or {verify.strategy}
         if len(strategies) == 1 and "STRICT_PACK" not in strategies:
             return (Bundles(slots=tuple(slots), strategy=strategies.pop()),)
-    return verify, draft
+    return tuple(group for group in (verify, draft) if group.slots)
 
 
 def _stage(
