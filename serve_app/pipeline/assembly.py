@@ -190,7 +190,8 @@ def _slots(config: ServiceConfig, gpus: GpuPlan) -> tuple[RankSlot, ...]:
         config.placement,
         num_verify_ranks=parallel.verify_tensor_parallel_size,
         num_draft_ranks=parallel.draft_tensor_parallel_size,
-        gpus=gpus,
+        gpus_per_rank=gpus.gpus_per_rank,
+        mode=gpus.mode,
         num_draft_spares=spares.num_draft,
         num_verify_spares=spares.num_verify,
     )

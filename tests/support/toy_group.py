@@ -201,6 +201,7 @@ class ToyWorkers(Workers):
             slot=slot.name,
             digest=how.digest,
             bundle=self._bundles[slot.name].name,
+            mode=how.mode,
         )
         common: dict[str, Any] = {
             "name": slot.name,

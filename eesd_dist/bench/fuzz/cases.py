@@ -71,6 +71,8 @@ class Link:
     sums: Literal["memory", "messages"] = "memory"
     """Way in which the ranks of a stage sum: inside of compiled calls, or between two calls. Of
     processes, as on one host, or as on two, with sockets between them."""
+    is_shared: bool = False
+    """True if verify rank 0 is in the process of draft rank 0, and the others are processes."""
     late_masks: float = 0.0
     """Probability that a mask is late: its request sits the round out, or its draft is cut."""
     seed: int = 0

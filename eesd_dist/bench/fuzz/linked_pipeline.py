@@ -64,6 +64,8 @@ class LinkedPipeline:
             ("verify", world.verify_ranks),
         )
         slots: list[Slot] = [(stage, rank) for stage, size in stages for rank in range(size)]
+        if setup.link.is_shared:
+            slots.remove(("verify", 0))
         self._addresses = {slot: _address(at, setup) for at, slot in enumerate(slots)}
         self._ranks: dict[Slot, RankProcess] = {}
         self._epoch_number = 0
@@ -74,6 +76,7 @@ class LinkedPipeline:
         self._steps_left = 0
         self._num_own_losses = 0
         self.counts: Counter[str] = Counter({f"engines with sums in {setup.link.sums}": 1})
+        self.counts["engines with stages in one process"] += setup.link.is_shared
         self._leader = self._new_leader()
         try:
             self.engine = self._start()
@@ -85,6 +88,8 @@ class LinkedPipeline:
         self._count_step()
         assert self._epoch is not None, "an epoch runs between steps"
         try:
+            if self._running is not None and not self._ranks:  # no link of a single process is cut
+                raise PeerLost(peer=_name(LEADER), operation="step", reason="its process has died")
             return self._epoch.step(wait_s=0.0)
         except PeerLost as error:
             self._recover(error)
@@ -99,6 +104,8 @@ class LinkedPipeline:
 
     def fits(self, target: AnyPipeline) -> bool:
         assert isinstance(target, LinkedPipeline)
+        if list(self._addresses) != list(target._addresses):
+            return False
         with suppress(PeerLost):  # the next step of one of them notices it
             layouts = zip(self._on_ranks("kv_layout"), target._on_ranks("kv_layout"), strict=True)
             return all(source.why_not(other) is None for source, other in layouts)
@@ -180,6 +187,7 @@ class LinkedPipeline:
             Tracing(),
             masks=masks_of(self._spec, self._setup.link),
             address=self._addresses[LEADER],
+            holds_verify_rank=self._setup.link.is_shared,
         )
         leader.prepare(cost=self._setup.cost.to_json())
         return leader

@@ -124,7 +124,8 @@ def rank_slots(
     placement: PlacementConfig,
     *,
     num_verify_ranks: int,
-    gpus: GpuPlan,
+    gpus_per_rank: float,
+    mode: PlacementMode = "dedicated",
     num_draft_ranks: int = 1,
     num_draft_spares: int = 0,
     num_verify_spares: int = 0,
@@ -134,9 +135,9 @@ def rank_slots(
     A shared drafting actor is verify rank 0 too, which has no slot then; without another verify
     rank there are no spares for them.
     """
-    draft = _slot(LEADER, "draft", placement.draft, gpus.gpus_per_rank)
-    verify = _slot("verify rank 0", "verify", placement.verify, gpus.gpus_per_rank)
-    verify_ranks = range(1 if gpus.mode == "shared" else 0, num_verify_ranks)
+    draft = _slot(LEADER, "draft", placement.draft, gpus_per_rank)
+    verify = _slot("verify rank 0", "verify", placement.verify, gpus_per_rank)
+    verify_ranks = range(1 if mode == "shared" else 0, num_verify_ranks)
     if not verify_ranks:
         num_verify_spares = 0
     return (

@@ -20,7 +20,7 @@ from eesd_dist.transport.contracts import RoundHeader, VerifyReply
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import GroupHandle, SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
-from eesd_dist.workers import draft_follower, draft_leader, verify_worker
+from eesd_dist.workers import draft_follower, draft_leader, verify_rank, verify_worker
 from eesd_dist.workers.draft_follower import ShardFollower
 from eesd_dist.workers.draft_leader import EngineLeader
 from eesd_dist.workers.epochs import epoch_groups
@@ -190,7 +190,7 @@ def test_a_group_is_left_when_the_second_one_of_its_rank_does_not_come_about(
 def test_ranks_that_cannot_load_leave_their_groups(
     meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_worker, "load_verify_weights", _lost)
+    monkeypatch.setattr(verify_rank, "load_verify_weights", _lost)
     monkeypatch.setattr(draft_follower, "load_draft_weights", _lost)
     monkeypatch.setattr(GroupHandle, "join", lambda *_: None)
     with pytest.raises(PeerLost):
@@ -216,16 +216,15 @@ class HostRounds:
         return "header", torch.zeros(2, 3), torch.zeros(1, 4)
 
 
-@pytest.mark.parametrize("why", ["shares_gpu", "is_degraded"])
 def test_rounds_through_the_host_are_moved_to_the_verifier_s_device(
-    why: str, local_node: None, monkeypatch: pytest.MonkeyPatch
+    local_node: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = SimpleNamespace(device=torch.device("meta"))
     monkeypatch.setattr(verify_worker, "layout_of", lambda _: layout)
     monkeypatch.setattr(verify_worker, "DistRoundSource", HostRounds)
     verifier = StageVerifier(_config(), Tracing(), rank=0)
     group = cast("ProcessGroup", None)
-    received = verifier._source(replace(_epoch(1), **{why: True}), group).next_round()
+    received = verifier._source(replace(_epoch(1), is_degraded=True), group).next_round()
     assert received is not None
     hidden_TD, draft_probs_KV = received[1:]
     assert draft_probs_KV is not None

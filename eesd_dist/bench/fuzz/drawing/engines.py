@@ -147,6 +147,7 @@ def _link(rng: Random, *, is_on_cpu: bool, in_processes: bool) -> Link:
         return Link(
             kind="processes",
             sums=rng.choice(("memory", "messages")),
+            is_shared=rng.random() < 0.4,
             seed=rng.randrange(1000),
             late_masks=rng.choice((0.0, 0.1, 0.4)),
             timeout_s=_STOPPED_S,

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 from ray.exceptions import RayError
 
 from eesd_dist.routing.directory import Listed, PipelineId, PipelineReport
@@ -27,7 +29,8 @@ class Room:
         self.asked: list[list[float]] = []
         self.removed: list[PlacementGroups] = []
         counts = iter(gpus)
-        monkeypatch.setattr(assembly_module, "_gpus_per_rank", lambda engine: next(counts))
+        monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": next(counts)})
+        monkeypatch.setattr(assembly_module, "has_autoscaler", lambda: False)
         monkeypatch.setattr(assembly_module, "placement_groups_for", self.place)
         monkeypatch.setattr(assembly_module, "workers_named", lambda *_, **__: {"app/w/0/1": "w"})
         monkeypatch.setattr(assembly_module, "remove_abandoned_groups", self.sweep)
@@ -126,6 +129,17 @@ def test_gpus_that_join_while_room_is_waited_for_are_counted_on(
     assert room.removed[0] is not group.workers.placement_groups
 
 
+def test_a_gpu_too_few_puts_the_first_ranks_into_one_process_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = Room(monkeypatch, 2.0, 2.0)
+    group = asyncio.run(_assembly(tmp_path)())
+    assert room.asked == [[1.0, 1.0]]
+    assert [slot.name for slot in group.workers.slots] == ["drafting actor", "verify rank 1"]
+    assert group.workers.spec.mode == "shared"
+    assert "placement.mode: pipeline=app/p shared" in caplog.text
+
+
 def test_an_assembly_says_what_it_waits_for_until_it_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +204,26 @@ def test_orphans_are_claimed_into_the_placement_groups_that_they_have(
         assert [worker.handle for worker in group.workers] == [handle]
         assert room.asked == []
         assert (await handle.actor.tenancy()).owner == "two"
+        await group.workers.release_all()
+
+    asyncio.run(run())
+
+
+def test_orphans_keep_the_mode_that_they_were_started_in_whatever_gpus_there_are_now(
+    tmp_path: Path, cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Room(monkeypatch, 8.0)
+
+    async def run() -> None:
+        workers = ToyWorkers(cluster, tmp_path, owner="one")
+        workers.spec = replace(workers.spec, mode="shared")
+        await workers.fill(workers.slots[0], "start")
+        ((name, handle),) = cluster.actors.items()
+        cluster.groups.add("app/p/draft and verify/1")
+        orphans = Orphans(pipeline="p", workers={name: await handle.actor.tenancy()})
+        group = await _assembly(tmp_path, orphans=orphans)()
+        assert [slot.name for slot in group.workers.slots] == ["drafting actor", "verify rank 1"]
+        assert group.workers.spec.mode == "shared"
         await group.workers.release_all()
 
     asyncio.run(run())

@@ -3,6 +3,7 @@
 import pytest
 from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
+from eesd_dist.config import ParallelConfig
 from eesd_dist.errors import ConfigError
 from serve_app.config import PlacementConfig, Strategy, service_config
 from serve_app.pipeline.placement.rank_slots import (
@@ -10,7 +11,7 @@ from serve_app.pipeline.placement.rank_slots import (
     Node,
     RankSlot,
     could_hold,
-    gpus_per_rank,
+    gpu_plan,
     groups_of,
     matches,
     rank_slots,
@@ -144,22 +145,28 @@ def test_the_short_form_with_the_long_one_is_refused() -> None:
             )
 
 
-def test_a_part_of_a_gpu_for_each_rank_of_a_group_is_refused() -> None:
-    def config(num_gpus: float, ranks: int) -> None:
+def test_a_part_of_a_gpu_is_for_a_pipeline_of_one_process() -> None:
+    def check(num_gpus: float, ranks: int, **placement: object) -> None:
         parallel = {"verify_tensor_parallel_size": ranks}
         service_config(
             {
                 "engine": {"model": {"path": "/m"}, "parallel": parallel},
-                "placement": {"verify": {"num_gpus": num_gpus}},
+                "placement": {"draft": {"num_gpus": num_gpus}, **placement},
             }
         )
 
-    with pytest.raises(
-        ConfigError, match=r"verify\.num_gpus is 0\.5.*verify_tensor_parallel_size 2"
-    ):
-        config(0.5, 2)
-    for num_gpus, ranks in ((0.5, 1), (1.0, 2), (0.0, 2)):
-        config(num_gpus, ranks)
+    for ranks, mode in ((1, None), (1, "dedicated"), (2, "shared")):
+        with pytest.raises(ConfigError, match=r"draft\.num_gpus is 0\.5.*placement\.mode: shared"):
+            check(0.5, ranks, mode=mode)
+    check(0.5, 1, mode="shared")
+    for num_gpus in (0.0, 1.0):
+        check(num_gpus, 2)
+
+
+def test_a_fallback_that_would_die_with_the_drafting_actor_is_refused() -> None:
+    engine = {"model": {"path": "/m"}, "parallel": {"fallback": True}}
+    with pytest.raises(ConfigError, match="die with the drafting actor: leave one of them out"):
+        service_config({"engine": engine, "placement": {"mode": "shared"}})
 
 
 def test_a_selector_that_ray_would_misread_is_refused() -> None:
@@ -269,24 +276,91 @@ def test_a_cluster_without_nodes_says_so() -> None:
     assert why_unplaced(_all(_slots()), []) == "the cluster has no node that is alive"
 
 
-def test_ranks_get_a_gpu_each_and_share_one_only_where_there_is_one() -> None:
-    def share(num_gpus: float, ranks: int, *, must: bool = False) -> float:
-        return gpus_per_rank(num_gpus=num_gpus, num_verify_ranks=ranks, needs_gpu=must)
+def _plan(
+    num_gpus: float,
+    *,
+    draft: int = 1,
+    verify: int = 1,
+    fallback: bool = False,
+    may_grow: bool = False,
+    needs_gpu: bool = False,
+    placement: dict[str, object] | None = None,
+) -> tuple[str, float]:
+    parallel = ParallelConfig(
+        draft_tensor_parallel_size=draft, verify_tensor_parallel_size=verify, fallback=fallback
+    )
+    plan = gpu_plan(
+        PlacementConfig.model_validate(placement or {}),
+        parallel,
+        num_gpus=num_gpus,
+        needs_gpu=needs_gpu,
+        may_grow=may_grow,
+    )
+    return plan.mode, plan.gpus_per_rank
 
-    assert share(0, 1) == 0.0
-    assert share(0, 1, must=True) == 1.0  # an autoscaler may bring one
-    assert share(1, 1) == 0.5
-    assert share(1, 2) == 1.0
-    assert share(8, 4) == 1.0
-    assert gpus_per_rank(num_gpus=1, num_verify_ranks=1, num_draft_ranks=2, needs_gpu=True) == 1
+
+def test_ranks_get_a_gpu_each_where_there_are_some() -> None:
+    assert _plan(0) == ("dedicated", 0.0)
+    assert _plan(0, needs_gpu=True) == ("dedicated", 1.0)  # an autoscaler may bring one
+    assert _plan(2) == ("dedicated", 1.0)
+
+
+def test_first_ranks_share_a_process_where_one_gpu_is_missing_and_no_setting_says_otherwise() -> (
+    None
+):
+    assert _plan(1) == ("shared", 1.0)
+    assert _plan(8, verify=8) == ("shared", 1.0)
+    assert _plan(15, draft=8, verify=8) == ("shared", 1.0)
+    assert _plan(9, verify=8) == _plan(7, verify=8) == ("dedicated", 1.0)
+    assert _plan(8, verify=8, may_grow=True) == ("dedicated", 1.0)
+    assert _plan(8, verify=8, fallback=True) == ("dedicated", 1.0)
+    settings: list[dict[str, object]] = [
+        {"mode": "dedicated"},
+        {"stages": "STRICT_SPREAD"},
+        {"draft": {"labels": {"stage": "draft"}}},
+    ]
+    for placement in settings:
+        assert _plan(8, verify=8, placement=placement) == ("dedicated", 1.0)
+    assert _plan(8, verify=8, placement={"front": {"stable": 0.001}}) == ("shared", 1.0)
+    assert _plan(0, placement={"mode": "shared"}) == ("shared", 0.0)
+
+
+def test_a_shared_drafting_actor_leaves_verify_rank_0_no_slot() -> None:
+    def names(num_verify_ranks: int, num_draft_ranks: int = 1) -> list[str]:
+        slots = rank_slots(
+            PlacementConfig(),
+            num_verify_ranks=num_verify_ranks,
+            num_draft_ranks=num_draft_ranks,
+            gpus_per_rank=1.0,
+            mode="shared",
+            num_draft_spares=1,
+            num_verify_spares=1,
+        )
+        return [slot.name for slot in slots]
+
+    assert names(1) == ["drafting actor", "draft spare 0"]
+    assert names(2, 2) == [
+        *("drafting actor", "draft rank 1", "verify rank 1"),
+        *("draft spare 0", "verify spare 0"),
+    ]
+
+
+@pytest.mark.parametrize("stages", ["PACK", "SPREAD", "STRICT_SPREAD", "STRICT_PACK", None])
+def test_a_pipeline_of_one_process_has_one_placement_group(stages: Strategy | None) -> None:
+    placement = PlacementConfig(mode="shared", stages=stages)
+    slots = rank_slots(
+        placement, num_verify_ranks=1, gpus_per_rank=1.0, mode="shared", num_draft_spares=1
+    )
+    (group,) = groups_of(slots, placement, [_node("a", CPU=4, GPU=2)])
+    assert group.stages == "draft"
+    assert group.slots == slots
+    require_room([group], relation_of(placement), [_node("a", CPU=4, GPU=2)])
 
 
 def test_what_the_operator_says_of_gpus_wins() -> None:
-    placement = service_config(
-        {"engine": {"model": {"path": "/m"}}, "placement": {"verify": {"num_gpus": 0.25}}}
-    ).placement
+    placement = PlacementConfig.model_validate({"verify": {"num_gpus": 2}})
     draft, rank = rank_slots(placement, num_verify_ranks=1, gpus_per_rank=1.0)
-    assert (draft.resources["GPU"], rank.resources["GPU"]) == (1.0, 0.25)
+    assert (draft.resources["GPU"], rank.resources["GPU"]) == (1.0, 2)
 
 
 @pytest.mark.parametrize("strategy", ["PACK", "STRICT_PACK"])
