@@ -20,27 +20,31 @@ _TELL_EVERY_S = 5.0
 
 
 class LoadWatch:
-    """Keeps the progress of the latest load in an actor process."""
+    """Keeps the progress of the latest load of each rank in an actor process."""
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
+        self._progress: dict[str, LoadProgress] = {}
+        """By rank: a process may hold one of each stage."""
         self._report: LoadReport | None = None
         self._report_s = clock()
 
     def report(self) -> LoadReport | None:
-        """Returns the latest progress; None before loading begins."""
+        """Returns the latest progress, of all ranks together; None before loading begins."""
         return self._report
 
     def of(self, rank: str) -> Callable[[LoadProgress], None]:
         """Returns the progress callback for the load of this rank."""
 
         def saw(progress: LoadProgress) -> None:
+            self._progress[rank] = progress
+            loads = self._progress.values()
             report = LoadReport(
-                bytes_done=progress.bytes_done,
-                bytes_total=progress.bytes_total,
+                bytes_done=sum(load.bytes_done for load in loads),
+                bytes_total=sum(load.bytes_total for load in loads),
                 module=progress.piece,
-                seconds=progress.seconds,
-                waited_s=progress.waited_s,
+                seconds=sum(load.seconds for load in loads),
+                waited_s=sum(load.waited_s for load in loads),
                 peak_memory_bytes=peak_memory_bytes(),
             )
             self._report = report

@@ -27,6 +27,16 @@ def test_the_latest_progress_is_told_with_the_peak_memory() -> None:
     assert 10 * 2**20 < report.peak_memory_bytes <= peak_memory_bytes()
 
 
+def test_ranks_of_one_process_are_reported_together() -> None:
+    watch = LoadWatch()
+    watch.of("draft rank 0")(_progress(28))
+    watch.of("verify rank 0")(_progress(14))
+    report = watch.report()
+    assert report is not None
+    assert report.told == "75 % (42.0 of 56.0 GB)"
+    assert (report.seconds, report.waited_s) == (4.0, 1.0)
+
+
 def test_the_log_hears_of_it_every_few_seconds_and_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
