@@ -53,7 +53,7 @@ def main(options: PlanOptions) -> None:
         (plan,) = plans
         memories: tuple[RankMemory, ...] = plan.memories
         if options.fallback:
-            memories = with_fallbacks(plan.memories, shape, split=split, load=plan.forecast.load)
+            memories = with_fallbacks(shape, split=split, load=plan.forecast.load)
         text, report = render(plan, memories), as_json(plan, memories)
     echo(json.dumps(report) if options.json else f"{text}\n\n{heads.describe()}")
 

@@ -38,11 +38,23 @@ class RankMemory:
         return memory_bytes is None or self.serving_bytes <= memory_bytes
 
 
-def memory_of(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemory, RankMemory]:
-    """Returns the memory of a draft rank and a verify rank, without libraries.
+def memory_of(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemory, ...]:
+    """Returns the memory of a draft rank and a verify rank, without libraries; in a shared split
+    that of the first ranks, which are one process, and then of the others.
 
     Matrices are sharded over the ranks of a stage; the embedding is replicated on each draft rank.
     """
+    draft, verify = _stage_memories(shape, split=split, load=load)
+    if not split.shares_gpu:
+        return draft, verify
+    both = _in_one_process(verify, draft, stage="shared")
+    others = [replace(rank, num_ranks=rank.num_ranks - 1) for rank in (draft, verify)]
+    return (both, *[rank for rank in others if rank.num_ranks])
+
+
+def _stage_memories(
+    shape: ModelShape, *, split: Split, load: Load
+) -> tuple[RankMemory, RankMemory]:
     head = shape.head_weights
     draft_head = shape.hidden_size * (split.draft_vocab_size or shape.vocab_size)
     return (
@@ -83,12 +95,20 @@ def memory_of_plain(shape: ModelShape, *, num_ranks: int, load: Load) -> RankMem
     )
 
 
-def require_memory(
-    memories: Sequence[RankMemory], memory_bytes: float | None, *, shares_gpu: bool
-) -> None:
-    """Raises ConfigError for a rank that does not fit its GPU, or its half of a shared one."""
-    if shares_gpu and memory_bytes is not None:
-        memory_bytes /= 2
+def _in_one_process(first: RankMemory, second: RankMemory, *, stage: str) -> RankMemory:
+    """Returns the memory of one process that loads two ranks, one after the other."""
+    return RankMemory(
+        stage=stage,
+        num_ranks=1,
+        weights_bytes=first.weights_bytes + second.weights_bytes,
+        kv_bytes=first.kv_bytes + second.kv_bytes,
+        activation_bytes=max(first.activation_bytes, second.activation_bytes),
+        loading_bytes=max(first.loading_bytes, first.weights_bytes + second.loading_bytes),
+    )
+
+
+def require_memory(memories: Sequence[RankMemory], memory_bytes: float | None) -> None:
+    """Raises ConfigError for a rank that does not fit its GPU."""
     for row in memories:
         if not row.fits(memory_bytes):
             assert memory_bytes is not None
@@ -96,20 +116,23 @@ def require_memory(
                 f"a {row.stage} rank of {row.num_ranks} needs {row.serving_bytes / 1e9:.1f} GB "
                 f"({row.weights_bytes / 1e9:.1f} weights, {row.kv_bytes / 1e9:.1f} KV, "
                 f"{row.activation_bytes / 1e9:.1f} activations), expected at most "
-                f"{memory_bytes / 1e9:.1f} GB{', half of a GPU' if shares_gpu else ''}: raise "
-                "--draft-tp or --verify-tp, lower --requests or --context, or choose a GPU with "
-                "more memory"
+                f"{memory_bytes / 1e9:.1f} GB: raise --draft-tp or --verify-tp, lower --requests "
+                "or --context, or choose a GPU with more memory"
             )
 
 
-def with_fallbacks(
-    memories: tuple[RankMemory, RankMemory], shape: ModelShape, *, split: Split, load: Load
-) -> tuple[RankMemory, ...]:
+def with_fallbacks(shape: ModelShape, *, split: Split, load: Load) -> tuple[RankMemory, ...]:
     """Returns the memory when verify ranks also hold the target weights of draft ranks.
 
     There are as many of these verify ranks as draft ranks. A fallback loads after its verify rank.
+    Raises ConfigError where there are fewer, or where the stages share a process.
     """
-    draft, verify = memories
+    if split.shares_gpu:
+        raise ConfigError(
+            "--shared-gpu with --fallback: the fallback in verify rank 0 would die with the "
+            "drafting actor; leave one of them out"
+        )
+    draft, verify = _stage_memories(shape, split=split, load=load)
     if draft.num_ranks > verify.num_ranks:
         raise ConfigError(
             f"{draft.num_ranks} draft ranks and {verify.num_ranks} verify ranks: a fallback for "
@@ -125,13 +148,9 @@ def with_fallbacks(
         shared=0,
         whole=shape.head_weights,
     )
-    both = RankMemory(
-        stage="verify with fallback",
+    both = replace(
+        _in_one_process(verify, fallback, stage="verify with fallback"),
         num_ranks=fallback.num_ranks,
-        weights_bytes=verify.weights_bytes + fallback.weights_bytes,
-        kv_bytes=verify.kv_bytes + fallback.kv_bytes,
-        activation_bytes=verify.activation_bytes,
-        loading_bytes=max(verify.loading_bytes, verify.weights_bytes + fallback.loading_bytes),
     )
     without = replace(verify, num_ranks=verify.num_ranks - both.num_ranks)
     return (draft, without, both) if without.num_ranks else (draft, both)

@@ -47,7 +47,7 @@ class PlanOptions:
     search: Annotated[bool, "search, with --exit-layer only that one"] = False
     draft_tp: Annotated[int | None, "ranks of the draft stage, without search (1)"] = None
     verify_tp: Annotated[int | None, "ranks of the verify stage, without search (1)"] = None
-    shared_gpu: Annotated[bool, "both stages on one GPU, without search"] = False
+    shared_gpu: Annotated[bool, "placement.mode: shared, without search"] = False
     fallback: Annotated[bool, "verify ranks also load the draft ranks' layers"] = False
     on_cpu: Annotated[bool, "ranks on CPUs"] = False
     kv_cache_dtype: Annotated[

@@ -44,7 +44,7 @@ class Plan:
     """Draft lengths 0, 1, 2 ... of one pipeline; 0 is plain decoding over the two stages."""
     plain: tuple[PlainForecast, ...]
     """Plain decoding on these GPUs, the fastest first; empty if the model fits in none."""
-    memories: tuple[RankMemory, RankMemory]
+    memories: tuple[RankMemory, ...]
     forecast: PipelineForecast
     """Forecast of the pipeline with the most requests."""
 
@@ -119,11 +119,11 @@ def plan(
     require_load(load)
     share = share_of(load, num_pipelines)
     memories = memory_of(shape, split=split, load=share)
-    require_memory(memories, machine.memory_bytes, shares_gpu=split.shares_gpu)
+    require_memory(memories, machine.memory_bytes)
     if plain is None:
         plain = plain_forecasts(shape, machine=machine, load=load, num_gpus=num_gpus)
     times = StageTimes(shape=shape, machine=machine, split=split)
-    # The kernels of two processes run on one GPU in turns: there is nothing to overlap.
+    # The first ranks of both stages are one process: there is nothing to overlap.
     forecast = PipelineForecast(times=times, load=share, overlaps=not split.shares_gpu)
     batch = Batch(num_requests=share.num_requests, context_tokens=load.context_tokens)
     return Plan(
@@ -166,12 +166,6 @@ def require_split(shape: ModelShape, split: Split) -> None:
             num_kv_heads=shape.num_kv_heads,
             num_channels=shape.intermediate_size,
             norms_heads_jointly=shape.norms_heads_jointly,
-        )
-    sizes = (split.draft_tensor_parallel_size, split.verify_tensor_parallel_size)
-    if split.shares_gpu and sizes != (1, 1):
-        raise ConfigError(
-            f"{sizes[0]} draft and {sizes[1]} verify ranks on one GPU: expected one of each, since "
-            "the ranks of a group need a GPU each"
         )
     if split.draft_vocab_size is not None:
         require_vocabulary(shape, split.draft_vocab_size)

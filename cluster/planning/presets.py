@@ -87,11 +87,6 @@ LINKS: dict[LinkName, Link] = {
 }
 
 
-ON_ONE_GPU = Link(hop_s=0.6e-3, bytes_per_s=0.96e9)
-"""Between a drafting actor and a verify rank on one GPU, over the host: copies, message and thread
-wake-ups, from docs/benchmarks/2026-11-26-gpu-h100.md at 8 KiB and at 1.3 MB."""
-
-
 SHAPES: dict[ShapeName, dict[str, Any]] = {
     # From config.json as published with these models; all have 16-bit weights.
     "llama-3-8b": {

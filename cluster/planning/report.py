@@ -34,7 +34,7 @@ def render(plan: Plan, memories: Sequence[RankMemory] = ()) -> str:
 def render_search(plans: Sequence[Plan]) -> str:
     """Returns the best splits, plain decoding, memory of the best split and a conclusion."""
     head = (
-        "exit layer  draft TP  verify TP  one GPU  draft vocabulary  pipelines  GPUs used  length"
+        "exit layer  draft TP  verify TP   shared  draft vocabulary  pipelines  GPUs used  length"
         "     acceptance   round ms   tokens/s  tokens/s/GPU  over plain"
     )
     best = plans[0]

@@ -100,7 +100,8 @@ def splits_of(
         for vocabulary in vocabularies:
             base = Split(exit_layer=layer, draft_vocab_size=vocabulary)
             if may_share_gpu:
-                yield replace(base, shares_gpu=True)
+                for verify in degrees_of(shape):
+                    yield replace(base, verify_tensor_parallel_size=verify, shares_gpu=True)
             for draft in degrees_of(shape):
                 for verify in degrees_of(shape):
                     yield replace(

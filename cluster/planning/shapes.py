@@ -83,13 +83,12 @@ class Split:
     """Rows in the LM head of a truncated exit head; None: the full vocabulary."""
 
     shares_gpu: bool = False
-    """Both stages, of one rank each, run on one GPU, with half of its memory each."""
+    """The drafting actor holds verify rank 0 too: `placement.mode: shared`."""
 
     @property
     def num_gpus(self) -> int:
-        if self.shares_gpu:
-            return 1
-        return self.draft_tensor_parallel_size + self.verify_tensor_parallel_size
+        num_ranks = self.draft_tensor_parallel_size + self.verify_tensor_parallel_size
+        return num_ranks - self.shares_gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ are read once for all its rows.
 from dataclasses import dataclass
 
 from cluster.planning.machine import Machine
-from cluster.planning.presets import ON_ONE_GPU
 from cluster.planning.shapes import ModelShape, Split
 
 _PRODUCTS_OF_A_LAYER = 4
@@ -94,7 +93,7 @@ class StageTimes:
         rows = batch.num_requests * (num_draft_tokens + 1)
         size_bytes = rows * self.shape.hidden_size * self.shape.bytes_per_activation
         if self.split.shares_gpu:
-            return 2 * ON_ONE_GPU.hop_s + size_bytes / ON_ONE_GPU.bytes_per_s
+            return 0.0
         network = self.machine.network
         crosses = self.split.num_gpus > network.gpus_per_node
         send_s = network.message_s(size_bytes, crosses=crosses)

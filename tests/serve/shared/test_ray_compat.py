@@ -1,5 +1,6 @@
 """What Ray does not promise is as `cluster.ray_compat` relies on."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,13 +10,16 @@ from pathlib import Path
 import ray
 import ray.data
 from ray import serve
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray.actor import _ActorClassMethodMetadata
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve.config import ProxyLocation
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from cluster.ray_compat import (
     actor_class,
     available_resources,
+    has_autoscaler,
     is_actor_dead,
     is_serve_running,
     proxy_actors,
@@ -36,6 +40,18 @@ def test_free_resources_are_told_by_node_and_follow_what_is_taken(ray_port: int)
         assert available_resources()[node_id]["CPU"] == before - 1
     finally:
         remove_placement_group(group)
+
+
+def test_an_autoscaler_is_known_by_node_types_that_are_no_node_ids(ray_port: int) -> None:
+    del ray_port  # Ray runs
+    assert not has_autoscaler()
+    before = _internal_kv_get(DEBUG_AUTOSCALING_STATUS) or b"{}"
+    report = {"autoscaler_report": {"active_nodes": {"gpu-worker": 1}}}
+    try:  # what the autoscaler of `ray up` writes; Ray's monitor writes it again in seconds
+        _internal_kv_put(DEBUG_AUTOSCALING_STATUS, json.dumps(report), overwrite=True)
+        assert has_autoscaler()
+    finally:
+        _internal_kv_put(DEBUG_AUTOSCALING_STATUS, before, overwrite=True)
 
 
 _DRIVER = """

@@ -29,8 +29,7 @@ def test_a_ranks_memory_is_its_share_of_the_weights_and_of_the_keys_and_values()
 def test_a_fallback_costs_the_layers_before_the_exit_and_the_embedding() -> None:
     split = Split(exit_layer=8, draft_tensor_parallel_size=2, verify_tensor_parallel_size=8)
     load = Load(num_requests=16, context_tokens=4096)
-    stages = memory_of(LLAMA_3_70B, split=split, load=load)
-    draft, verify, both = with_fallbacks(stages, LLAMA_3_70B, split=split, load=load)
+    draft, verify, both = with_fallbacks(LLAMA_3_70B, split=split, load=load)
     assert (draft.num_ranks, verify.num_ranks, both.num_ranks) == (2, 6, 2)
     weights = 8 * LLAMA_3_70B.layer_weights // 2 + 8192 * 128256
     assert both.weights_bytes - verify.weights_bytes == 2 * weights
@@ -41,9 +40,9 @@ def test_a_fallback_costs_the_layers_before_the_exit_and_the_embedding() -> None
     assert len({len(line) for line in table.splitlines()}) == 1
     narrow = Split(exit_layer=8, draft_tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="raise --verify-tp or lower --draft-tp"):
-        with_fallbacks(
-            memory_of(LLAMA_3_70B, split=narrow, load=load), LLAMA_3_70B, split=narrow, load=load
-        )
+        with_fallbacks(LLAMA_3_70B, split=narrow, load=load)
+    with pytest.raises(ConfigError, match="would die with the drafting actor"):
+        with_fallbacks(LLAMA_3_70B, split=replace(split, shares_gpu=True), load=load)
 
 
 def test_a_rank_has_a_table_of_rotations_for_its_layers_and_one_for_its_exit_head() -> None:

@@ -24,8 +24,9 @@ def test_the_search_finds_what_trying_every_split_finds() -> None:
     plans = _search(load, 4)
     degrees = [(draft, verify) for draft in (1, 2, 4) for verify in (1, 2, 4)]
     tried = []
-    for (draft, verify), shares_gpu in [*((degree, False) for degree in degrees), ((1, 1), True)]:
-        pipelines = 4 if shares_gpu else 4 // (draft + verify)
+    shared = [((1, verify), True) for verify in (1, 2, 4)]
+    for (draft, verify), shares_gpu in [*((degree, False) for degree in degrees), *shared]:
+        pipelines = 4 // (draft + verify - shares_gpu)
         for layer in range(1, 11):
             for vocabulary in (None, 8000):
                 split = Split(
