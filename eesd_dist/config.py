@@ -102,7 +102,7 @@ class CacheConfig(Section):
     takes no other. On a CPU bfloat16 halves the bytes; equal settings give equal texts."""
 
     kv_cache_bytes: PositiveInt | None = None
-    """Bytes for the pages of each rank, also of several on one host. None: on a GPU what
+    """Bytes for the pages of each process, also of several on one host. None: on a GPU what
     `gpu_memory_utilization` leaves, on a CPU 512 MiB."""
 
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)

@@ -84,9 +84,8 @@ class PlacementConfig(Section):
     """Placement of one pipeline's actors: one bundle each, in one placement group or two."""
 
     mode: PlacementMode | None = None
-    """`dedicated`: the drafting actor has its own process, and on GPUs its own GPU. `shared`: it
-    holds verify rank 0 too, in the bundle of `draft`: no messages between the stages, and one GPU
-    less. None: dedicated; where all GPUs of the cluster are one too few for that, shared."""
+    """`dedicated`: the drafting actor has a process and a GPU of its own; `shared`: it holds verify
+    rank 0 too, in the bundle of `draft`. None: dedicated, or shared where a GPU is missing."""
 
     strategy: Strategy | None = None
     """Short form: one strategy for all actors of the pipeline. Excludes the three others."""
@@ -480,6 +479,47 @@ class ServiceConfig(Section):
     recorder: RecorderConfig = RecorderConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
+    @model_validator(mode="after")
+    def _processes_are_possible(self) -> Self:
+        placement = self.placement
+        if placement.mode == "shared":
+            self._require_shareable()
+            if self.num_processes == 1:
+                return self
+        for stage, bundle in (("draft", placement.draft), ("verify", placement.verify)):
+            if 0 < (bundle.num_gpus or 0) < 1:
+                raise ValueError(
+                    f"placement.{stage}.num_gpus is {bundle.num_gpus:g}, and NCCL refuses two "
+                    f"ranks of a group on one GPU: drop placement.{stage}.num_gpus, or put both "
+                    "stages, of one rank each, into one process with placement.mode: shared"
+                )
+        return self
+
+    def _require_shareable(self) -> None:
+        """Raises ValueError for settings that stages in one process cannot follow."""
+        placement, spares = self.placement, self.recovery.spares
+        if self.engine.parallel.fallback:
+            raise ValueError(
+                "engine.parallel.fallback is true with placement.mode: shared, in which verify "
+                "rank 0 and its fallback die with the drafting actor: leave one of them out"
+            )
+        if placement.stages in ("SPREAD", "STRICT_SPREAD"):
+            raise ValueError(
+                f"placement.stages is {placement.stages} with placement.mode: shared, in which "
+                "the stages have a process in common: leave one of them out"
+            )
+        if self.num_processes == 1 and (placement.verify != BundleConfig() or spares.num_verify):
+            raise ValueError(
+                "placement.verify or recovery.spares.verify is set with placement.mode: shared, in "
+                "which no verify rank has a process of its own: set placement.draft and "
+                "recovery.spares.draft"
+            )
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of a pipeline, as configured: the cluster's GPUs may make it one less."""
+        return self.engine.parallel.num_ranks - (self.placement.mode == "shared")
+
     @property
     def served_model_name(self) -> str:
         return self.model_name or self.engine.model.path.resolve().name
@@ -545,32 +585,7 @@ def service_config(tree: dict[str, object]) -> ServiceConfig:
     except ValidationError as error:
         raise ConfigError(complaint_of(error, ServiceConfig)) from error
     entry_of(config.engine.speculation.controller)
-    _require_whole_gpus(config)
-    _require_fallback_apart(config)
     return config
-
-
-def _require_whole_gpus(config: ServiceConfig) -> None:
-    """Raises ConfigError for a part of a GPU, except in a pipeline of one process."""
-    parallel, placement = config.engine.parallel, config.placement
-    if placement.mode == "shared" and parallel.num_ranks == 2:
-        return
-    for stage, bundle in (("draft", placement.draft), ("verify", placement.verify)):
-        if 0 < (bundle.num_gpus or 0) < 1:
-            raise ConfigError(
-                f"placement.{stage}.num_gpus is {bundle.num_gpus:g}, and NCCL refuses two ranks "
-                f"of a group on one GPU: drop placement.{stage}.num_gpus, or put both stages, of "
-                "one rank each, into one process with placement.mode: shared"
-            )
-
-
-def _require_fallback_apart(config: ServiceConfig) -> None:
-    """Raises ConfigError for a fallback that would die with the drafting actor."""
-    if config.placement.mode == "shared" and config.engine.parallel.fallback:
-        raise ConfigError(
-            "engine.parallel.fallback is true with placement.mode: shared, in which verify rank 0 "
-            "and its fallback die with the drafting actor: leave one of them out"
-        )
 
 
 def live_config(tree: object) -> LiveConfig:

@@ -150,9 +150,8 @@ def _figures(best: Plan) -> str:
 def _name(plan: Plan) -> str:
     split = plan.split
     vocabulary = "" if split.draft_vocab_size is None else ", truncated"
-    ranks = f"draft TP {split.draft_tensor_parallel_size}, verify TP {split.verify_tensor_parallel_size}"
-    if split.shares_gpu:
-        ranks = f"shared, verify TP {split.verify_tensor_parallel_size}"
+    draft = "shared" if split.shares_gpu else f"draft TP {split.draft_tensor_parallel_size}"
+    ranks = f"{draft}, verify TP {split.verify_tensor_parallel_size}"
     return (
         f"{plan.num_pipelines} x (N {split.exit_layer}, {ranks}, "
         f"K {plan.best.num_draft_tokens}{vocabulary})"

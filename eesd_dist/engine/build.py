@@ -20,7 +20,7 @@ from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.drafting.ranks import DraftCompute, DraftShard, HeadShelf, LeadingShard
 from eesd_dist.engine.drafting.stage import DraftStage
 from eesd_dist.engine.headers import TraceRound
-from eesd_dist.engine.kv_room import fallback_bytes, kv_room
+from eesd_dist.engine.kv_room import fallback_bytes, held_bytes_of, kv_room
 from eesd_dist.engine.layout import Layout, layout_of
 from eesd_dist.engine.masks import Masks
 from eesd_dist.engine.profile import measure_cost
@@ -408,7 +408,8 @@ def without_overlap(config: EngineConfig) -> EngineConfig:
 def shared_room(draft: DraftWeights, verify: VerifyWeights) -> KvRoom:
     """Returns the room for KV pages of a process that has loaded a rank of each stage."""
     page_bytes = draft.room.page_bytes + verify.room.page_bytes
-    return kv_room(draft.config, draft.span.layers, page_bytes=page_bytes)
+    held = held_bytes_of(verify.span.layers)
+    return kv_room(draft.config, draft.span.layers, page_bytes=page_bytes, deferred_bytes=held)
 
 
 def build_local_engine(

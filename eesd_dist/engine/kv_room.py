@@ -33,18 +33,24 @@ def kv_room(
 ) -> KvRoom:
     """Returns the room of the process that has loaded these layers.
 
-    `page_bytes`: one page of all layers that it keeps; `deferred_bytes`: weights loaded later.
+    `page_bytes`: one page of all layers that it keeps; `deferred_bytes`: what else is allocated
+    later, such as weights of a fallback.
     """
-    reserved = deferred_bytes + _activation_bytes(config, layers)
-    reserved += held_bytes(
+    reserved = deferred_bytes + _activation_bytes(config, layers) + held_bytes_of(layers)
+    return KvRoom(
+        budget_bytes=_budget_bytes(config.cache, layers.device, reserved_bytes=reserved),
+        page_bytes=page_bytes,
+    )
+
+
+def held_bytes_of(layers: LoadedLayers) -> int:
+    """Returns an estimate of what the rank of these layers holds of a GPU from its first rounds
+    on, besides weights and pages."""
+    return held_bytes(
         hidden_size=layers.spec.hidden_size,
         intermediate_size=layers.spec.intermediate_size,
         num_ranks=layers.num_ranks,
         bytes_per_value=layers.dtype.itemsize,
-    )
-    return KvRoom(
-        budget_bytes=_budget_bytes(config.cache, layers.device, reserved_bytes=reserved),
-        page_bytes=page_bytes,
     )
 
 

@@ -26,15 +26,16 @@ class SharedVerifyChannel(MemoryChannel):
         self._observe = observe
 
     def close(self) -> None:
-        """Ends the loops of the other verify ranks."""
+        """Ends the loops of the other verify ranks. Closing twice changes nothing."""
         super().close()
-        if self._group is None or self._group.is_aborted:
+        group, self._group = self._group, None
+        if group is None or group.is_aborted:
             return
         try:
-            share_close(self._group)
+            share_close(group)
         except PeerLost as error:
             logger.info("peer gone before the channel was closed: %s", error)
-            self._group.abort("the channel was closed")
+            group.abort("the channel was closed")
 
     def _verify_observed(
         self, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None

@@ -318,16 +318,18 @@ class EngineLeader:
             handle,
             on_progress=self.loading.of("draft rank 0"),
         )
-        room = weights.room
+        room, digests = weights.room, {weights.span.digest}
         if self._verify is not None:
-            room = shared_room(weights, self._verify.load())
+            verify = self._verify.load()
+            room = shared_room(weights, verify)
+            digests.add(verify.span.digest)
         loaded = LoadedRank(weights=weights.span.digest, products=weights.span.products, room=room)
         if self._loaded is None:
             self._loaded = loaded
-        if loaded.weights != self._loaded.weights:
+        for digest in digests - {self._loaded.weights}:
             raise CheckpointError(
                 file=self._config.model.path,
-                found=f"weights {loaded.weights[:12]}",
+                found=f"weights {digest[:12]}",
                 expected=f"{self._loaded.weights[:12]}, as when this process first read them",
                 advice="restart the service to change them",
             )

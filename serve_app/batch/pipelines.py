@@ -90,10 +90,10 @@ class PipelineAnswering:
     def close(self) -> Usage:
         self._tracing.close()
         seconds = time.monotonic() - self._started_s
-        parallel = self._config.engine.parallel
-        if uses_gpus(self._config.engine.model.device):
-            return Usage(gpu_s=parallel.num_ranks * seconds)
-        return Usage(core_s=parallel.num_ranks * parallel.num_threads * seconds)
+        engine, num_processes = self._config.engine, self._config.num_processes
+        if uses_gpus(engine.model.device):
+            return Usage(gpu_s=num_processes * seconds)
+        return Usage(core_s=num_processes * engine.parallel.num_threads * seconds)
 
     def _deploy(self) -> None:
         name = self._config.app_name

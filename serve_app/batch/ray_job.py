@@ -50,7 +50,7 @@ def _engines(
     """Returns the kind of a job's engines, their number, and what each actor reserves."""
     parallel, device = config.engine.parallel, config.engine.model.device
     if parallel.num_ranks > 2:
-        num_pipelines = plan.engines or max_pipelines(parallel.num_ranks, device)
+        num_pipelines = plan.engines or max_pipelines(config.num_processes, device)
         return PipelineSource(config=config), num_pipelines, {}
     resources = (
         shared_resources(plan.engines, device) if plan.engines else default_resources(device)

@@ -42,6 +42,8 @@ from serve_app.router.calls import AskRouter, pipelines_of
 logger = logging.getLogger(__name__)
 
 _TELL_S = 10.0
+_LOOK_S = 2.0
+"""Interval of looks at the cluster's GPUs during the wait for room."""
 
 
 class Assembly:
@@ -85,7 +87,7 @@ class Assembly:
         """Waits for room. Raises ConfigError for a bundle that can never be placed, LeaseLost when
         another supervisor has claimed the workers of this pipeline."""
         if self._orphans is not None:
-            gpus = _gpu_plan(self._config)
+            gpus = await asyncio.to_thread(_gpu_plan, self._config)
             for tenancy in self._orphans.workers.values():  # GPUs may have come or gone since
                 gpus = replace(gpus, mode=tenancy.identity.mode)
             slots = _slots(self._config, gpus)
@@ -101,8 +103,7 @@ class Assembly:
                 logger.warning("not claimed: pipeline=%s error=%s", self._spec.pipeline, error)
                 await asyncio.to_thread(end_workers, self._config, self._spec.pipeline, names)
             else:
-                spec = replace(self._spec, mode=gpus.mode)
-                group = await claim(self._orphans, Workers(groups, slots, spec=spec))
+                group = await claim(self._orphans, Workers(groups, slots, spec=self._spec))
                 slots_of = {t.identity.slot for t in self._orphans.workers.values()}
                 if self._head is not None and LEADER not in slots_of:  # it cannot say which it has
                     group.set_head(self._head)
@@ -111,12 +112,11 @@ class Assembly:
         await self._sweep()
         telling = asyncio.ensure_future(self._tell_waiting())
         try:
-            mode, slots, groups = await self._placed()
+            slots, groups = await self._placed()
         finally:
             telling.cancel()
             self.waiting_for = ""
-        spec = replace(self._spec, mode=mode)
-        group = WorkerGroup(Workers(groups, slots, spec=spec))
+        group = WorkerGroup(Workers(groups, slots, spec=self._spec))
         if self._head is not None:
             group.set_head(self._head)
         return group
@@ -145,35 +145,63 @@ class Assembly:
     def _wait(self, why: str) -> None:
         self.waiting_for = why
 
-    async def _placed(self) -> tuple[PlacementMode, tuple[RankSlot, ...], PlacementGroups]:
-        """Nodes may join during the wait for room: if that changes the mode or the GPUs per rank,
-        the groups are placed again."""
+    async def _placed(self) -> tuple[tuple[RankSlot, ...], PlacementGroups]:
+        """Nodes may join or leave during the wait for room: if that changes the mode or the GPUs
+        per rank, the groups are placed again."""
         config = self._config
         gpus = await asyncio.to_thread(_gpu_plan, config)
         while True:
             slots = _slots(config, gpus)
-            groups = await placement_groups_for(
-                slots,
-                placement=config.placement,
-                name=self._name,
-                owner=self._spec.owner,
-                on_wait=self._wait,
+            placing = asyncio.ensure_future(
+                placement_groups_for(
+                    slots,
+                    placement=config.placement,
+                    name=self._name,
+                    owner=self._spec.owner,
+                    on_wait=self._wait,
+                )
             )
-            old_gpus, gpus = gpus, await asyncio.to_thread(_gpu_plan, config)
-            if old_gpus == gpus:
-                self._log_mode(gpus.mode)
-                return gpus.mode, slots, groups
-            logger.info("placed again: pipeline=%s %s, was %s", self._name, gpus, old_gpus)
-            groups.remove()
+            watching = asyncio.ensure_future(_other_plan(config, gpus))
+            try:
+                await asyncio.wait({placing, watching}, return_when=asyncio.FIRST_COMPLETED)
+                if placing.done():
+                    groups = placing.result()
+                    plan = await asyncio.to_thread(_gpu_plan, config)
+                    if plan == gpus:
+                        self._log_mode(plan.mode)
+                        return slots, groups
+                    groups.remove()
+                else:
+                    plan = watching.result()
+            finally:
+                for task in (placing, watching):
+                    task.cancel()
+                await asyncio.gather(placing, watching, return_exceptions=True)
+            logger.info("placed again: pipeline=%s %s, was %s", self._name, plan, gpus)
+            gpus = plan
 
     def _log_mode(self, mode: PlacementMode) -> None:
         if mode == "shared" and self._config.placement.mode is None:
             logger.warning(
                 "placement.mode: pipeline=%s shared: the cluster has a GPU too few for a drafting "
-                "actor of its own, so that it also holds verify rank 0, and drafting and verifying "
-                "do not overlap; set placement.mode to say which is meant",
+                "actor of its own, so that it also holds verify rank 0, also if GPUs join later; "
+                "placement.mode states which is meant",
                 self._name,
             )
+
+
+async def _other_plan(config: ServiceConfig, plan: GpuPlan) -> GpuPlan:
+    """Waits until the cluster's GPUs suggest another plan; returns that."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        with suppress(RayError):  # its head is away
+            if (other := await asyncio.to_thread(_gpu_plan, config)) != plan:
+                return other
+
+
+def placement_mode(config: ServiceConfig) -> PlacementMode:
+    """Returns the mode that a pipeline gets in the connected cluster."""
+    return _gpu_plan(config).mode
 
 
 def require_local_room(config: ServiceConfig) -> None:
@@ -204,5 +232,5 @@ def _gpu_plan(config: ServiceConfig) -> GpuPlan:
         config.engine.parallel,
         num_gpus=0.0 if device == "cpu" else ray.cluster_resources().get("GPU", 0.0),
         needs_gpu=device == "cuda",
-        may_grow=has_autoscaler(),
+        may_grow=has_autoscaler,
     )

@@ -57,7 +57,7 @@ class Diagnosis:
             for error in errors.values()
             if isinstance(error, PeerLost)
             for name in _members_in(error)
-        } - {_member(worker) for worker in errors}
+        } - {name for worker in errors for name in _members(worker)}
         for worker in engaged:
             if worker.failure.done():
                 errors[worker] = worker.failure.result()
@@ -75,7 +75,7 @@ class Diagnosis:
 
     def is_suspect(self, worker: Worker) -> bool:
         """Returns whether the worker has failed, or is probably stuck."""
-        return worker.failure.done() or _member(worker) in self._accused
+        return worker.failure.done() or not self._accused.isdisjoint(_members(worker))
 
     def clear(self) -> None:
         """Forgets the workers of an epoch that has ended."""
@@ -111,9 +111,13 @@ def _culprit(
     return [*bugs, *of_ranks, failures[0][1]][0]
 
 
-def _member(worker: Worker) -> str:
-    """Returns the name that a worker has in the groups of an epoch."""
-    return f"{worker.slot.stage} rank {worker.slot.rank or 0}"
+def _members(worker: Worker) -> set[str]:
+    """Returns the names that a worker has in the groups of an epoch."""
+    slot = worker.slot
+    names = {f"{slot.stage} rank {slot.rank or 0}"}
+    if slot.rank is None and slot.mode == "shared":
+        names.add("verify rank 0")
+    return names
 
 
 def _members_in(error: PeerLost) -> list[str]:

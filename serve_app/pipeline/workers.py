@@ -26,7 +26,6 @@ from eesd_dist.workers.crash_report import crash_report, last_words, require_roo
 from eesd_dist.workers.drafting_actor import DraftActor
 from eesd_dist.workers.messages import (
     Lease,
-    PlacementMode,
     ProcessInfo,
     RouterAdvice,
     RouterNews,
@@ -66,7 +65,6 @@ class WorkerSpec:
     telemetry: TelemetryOptions
     ask_router: Callable[[RouterNews], Awaitable[RouterAdvice]] | None
     timings: Timings
-    mode: PlacementMode = "dedicated"
 
     def with_head(self, folder: str) -> "WorkerSpec":
         """The same with another exit head."""
@@ -299,7 +297,7 @@ class Workers:
             slot=slot.name,
             digest=how.digest,
             bundle=bundle.name,
-            mode=how.mode,
+            mode=slot.mode,
         )
         common = {
             "name": f"{slot.name if slot.rank is not None else LEADER} of {how.pipeline}",
@@ -320,7 +318,7 @@ class Workers:
                 engine,
                 **common,
                 ask_router=how.ask_router,
-                holds_verify_rank=how.mode == "shared",
+                holds_verify_rank=slot.mode == "shared",
             )
         rank = actor_class(RankActor).options(**options)
         return rank.remote(engine, **common, stage=slot.stage, rank=slot.rank)

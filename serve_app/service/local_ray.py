@@ -196,7 +196,7 @@ def _num_cpus(config: ServiceConfig) -> int:
     per_pipeline = (
         parallel.draft_tensor_parallel_size + spares.num_draft
     ) * placement.draft.num_cpus + (
-        parallel.verify_tensor_parallel_size + spares.num_verify
+        parallel.verify_tensor_parallel_size - (placement.mode == "shared") + spares.num_verify
     ) * placement.verify.num_cpus
     num_required = math.ceil(per_pipeline * config.pipelines.max_count)
     return max(os.cpu_count() or 1, num_required)

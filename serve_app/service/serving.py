@@ -31,7 +31,7 @@ from eesd_dist.workers.compiling import start_compiling
 from serve_app.app import application_of
 from serve_app.config import RouterConfig, ServiceConfig, require_key
 from serve_app.openai.keys import KeyRing, operators_key
-from serve_app.pipeline.assembly import require_local_room
+from serve_app.pipeline.assembly import placement_mode, require_local_room
 from serve_app.pipeline.held_room import waiting_for_room
 from serve_app.router.actor import find_router, router_handle
 from serve_app.router.calls import pipelines_of
@@ -414,7 +414,7 @@ def _welcome(
     """`end`: what ends the service."""
     took_s = time.monotonic() - began_s
     key = f' -H "Authorization: Bearer ${config.api_key_env}"' if has_key else ""
-    parallel, is_shared = config.engine.parallel, config.placement.mode == "shared"
+    parallel, is_shared = config.engine.parallel, placement_mode(config) == "shared"
     leader = "a drafting actor with verify rank 0" if is_shared else "a drafting actor"
     drafting = [leader, *_several(parallel.draft_tensor_parallel_size - 1, "draft")]
     num_verify = parallel.verify_tensor_parallel_size - is_shared

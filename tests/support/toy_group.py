@@ -201,7 +201,7 @@ class ToyWorkers(Workers):
             slot=slot.name,
             digest=how.digest,
             bundle=self._bundles[slot.name].name,
-            mode=how.mode,
+            mode=slot.mode,
         )
         common: dict[str, Any] = {
             "name": slot.name,

@@ -6,7 +6,7 @@ links through `Means` alone, so that nothing here imports Ray.
 
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Protocol
@@ -314,7 +314,11 @@ async def _cut_link(links: Links, planned: PlannedFault, state: "PipelineState")
 
 def _disconnect_pair(processes: Processes, planned: PlannedFault, state: "PipelineState") -> str:
     """Shuts the connections between two workers that exchange rows."""
-    pairs = [pair for pair in combinations(state.workers, 2) if _exchange_rows(*pair)]
+    pairs = [
+        (worker, other)
+        for worker, other in combinations(state.workers, 2)
+        if _exchange_rows(_ranks_of(worker, state), _ranks_of(other, state))
+    ]
     if not pairs:
         raise EngineError(f"pipeline {state.pipeline} had no two workers just then")
     worker, other = pairs[planned.choice % len(pairs)]
@@ -324,15 +328,30 @@ def _disconnect_pair(processes: Processes, planned: PlannedFault, state: "Pipeli
     return f"{num} connections between {_label(worker)} and {_label(other)}"
 
 
-def _exchange_rows(worker: "WorkerReport", other: "WorkerReport") -> bool:
+def _exchange_rows(ranks: Sequence[str], others: Sequence[str]) -> bool:
     """Within a stage all ranks do; between the stages their first ranks do."""
-    names = {worker.name, other.name}
-    num_drafting = sum(name.startswith("draft") for name in names)
-    return names == {"drafting actor", "verify rank 0"} or num_drafting != 1
+    return any(
+        {rank, other} == {"drafting actor", "verify rank 0"}
+        or rank.startswith("draft") == other.startswith("draft")
+        for rank in ranks
+        for other in others
+    )
+
+
+def _ranks_of(worker: "WorkerReport", state: "PipelineState") -> Sequence[str]:
+    """Returns the ranks in the worker's process: a drafting actor may also be verify rank 0."""
+    has_verify_rank = any(other.name == "verify rank 0" for other in state.workers)
+    if worker.name == "drafting actor" and not has_verify_rank:
+        return (worker.name, "verify rank 0")
+    return (worker.name,)
 
 
 def _one_of(state: "PipelineState", prefixes: tuple[str, ...], choice: int) -> "WorkerReport":
-    workers = [worker for worker in state.workers if worker.name.startswith(prefixes)]
+    workers = [
+        worker
+        for worker in state.workers
+        if any(name.startswith(prefixes) for name in _ranks_of(worker, state))
+    ]
     if not workers:
         raise EngineError(f"pipeline {state.pipeline} had no {' or '.join(prefixes)} just then")
     return workers[choice // 7 % len(workers)]

@@ -5,7 +5,7 @@ from, and how to explain bundles without a node. Pure: it is given the nodes and
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from eesd_dist.config import ParallelConfig
@@ -41,6 +41,8 @@ class RankSlot:
     """Label selectors its node must satisfy."""
     is_spare: bool = False
     """True if its worker waits to take the slot of another one."""
+    mode: PlacementMode = "dedicated"
+    """Mode of its pipeline. In `shared` the drafting actor is verify rank 0 too."""
 
     def may_take(self, slot: "RankSlot") -> bool:
         """Returns whether a spare in this slot can take the other one."""
@@ -104,20 +106,31 @@ def gpu_plan(
     *,
     num_gpus: float,
     needs_gpu: bool,
-    may_grow: bool,
+    may_grow: Callable[[], bool],
 ) -> GpuPlan:
     """Returns the configured mode, or the one for which the GPUs of the cluster are enough.
 
-    `num_gpus`: all of them; `needs_gpu`: the device is set to CUDA; `may_grow`: an autoscaler may
-    add more. Stages that the configuration places are never put into one process.
+    `num_gpus`: all of them; `needs_gpu`: the device is set to CUDA; `may_grow`: says whether an
+    autoscaler may add more. Stages that the configuration keeps apart are never put into one
+    process.
     """
     gpus_per_rank = 1.0 if num_gpus or needs_gpu else 0.0
     if placement.mode is not None:
         return GpuPlan(mode=placement.mode, gpus_per_rank=gpus_per_rank)
     is_one_short = parallel.num_ranks - 1 <= num_gpus < parallel.num_ranks
-    is_free = placement == PlacementConfig(front=placement.front)
-    is_shared = is_one_short and is_free and not (may_grow or parallel.fallback)
+    may_share = is_one_short and not parallel.fallback and not _keeps_apart(placement)
+    is_shared = may_share and not may_grow()
     return GpuPlan(mode="shared" if is_shared else "dedicated", gpus_per_rank=gpus_per_rank)
+
+
+def _keeps_apart(placement: PlacementConfig) -> bool:
+    """Returns whether the stages have other nodes or GPUs by a setting."""
+    draft, verify = placement.draft, placement.verify
+    return (
+        {placement.stages, placement.strategy} & {"SPREAD", "STRICT_SPREAD"} != set()
+        or (draft.labels, draft.resources) != (verify.labels, verify.resources)
+        or not draft.num_gpus is verify.num_gpus is None
+    )
 
 
 def rank_slots(
@@ -135,8 +148,8 @@ def rank_slots(
     A shared drafting actor is verify rank 0 too, which has no slot then; without another verify
     rank there are no spares for them.
     """
-    draft = _slot(LEADER, "draft", placement.draft, gpus_per_rank)
-    verify = _slot("verify rank 0", "verify", placement.verify, gpus_per_rank)
+    draft = _slot(LEADER, "draft", placement.draft, gpus_per_rank, mode)
+    verify = _slot("verify rank 0", "verify", placement.verify, gpus_per_rank, mode)
     verify_ranks = range(1 if mode == "shared" else 0, num_verify_ranks)
     if not verify_ranks:
         num_verify_spares = 0
@@ -152,13 +165,16 @@ def rank_slots(
     )
 
 
-def _slot(name: str, stage: StageName, bundle: BundleConfig, gpus_per_rank: float) -> RankSlot:
+def _slot(
+    name: str, stage: StageName, bundle: BundleConfig, gpus_per_rank: float, mode: PlacementMode
+) -> RankSlot:
     return RankSlot(
         name=name,
         rank=None if stage == "draft" else 0,
         stage=stage,
         resources=_resources(bundle, gpus_per_rank),
         labels=bundle.labels,
+        mode=mode,
     )
 
 
@@ -179,6 +195,9 @@ def groups_of(
     """
     if placement.strategy is not None:
         return (Bundles(slots=tuple(slots), strategy=placement.strategy),)
+    if slots[0].mode == "shared":
+        # The drafting actor is a rank of both stages.
+        return (_group(slots, placement.verify.strategy or placement.stages, kinds),)
     relation = relation_of(placement)
     draft = _stage(slots, "draft", placement.draft.strategy, kinds)
     verify = _stage(slots, "verify", placement.verify.strategy, kinds)
@@ -200,13 +219,17 @@ def groups_of(
         strategies = {group.strategy for group in multi_rank} or {verify.strategy}
         if len(strategies) == 1 and "STRICT_PACK" not in strategies:
             return (Bundles(slots=tuple(slots), strategy=strategies.pop()),)
-    return tuple(group for group in (verify, draft) if group.slots)
+    return verify, draft
 
 
 def _stage(
     slots: Sequence[RankSlot], stage: StageName, setting: Strategy | None, kinds: Sequence[Node]
 ) -> Bundles:
-    group = Bundles(slots=tuple(p for p in slots if p.stage == stage), strategy=setting or "PACK")
+    return _group(tuple(p for p in slots if p.stage == stage), setting, kinds)
+
+
+def _group(slots: Sequence[RankSlot], setting: Strategy | None, kinds: Sequence[Node]) -> Bundles:
+    group = Bundles(slots=tuple(slots), strategy=setting or "PACK")
     if setting is None and _num_ranks(group) > 1 and _fits_one(group, kinds):
         return replace(group, strategy="STRICT_PACK")
     return group
@@ -286,8 +309,8 @@ def require_room(groups: Sequence[Bundles], relation: Strategy, nodes: Sequence[
     for group in (first, *(strict if relation == "STRICT_SPREAD" else others)):
         if _left_over(group, empty).unplaced:
             raise ConfigError(
-                f"no room for a pipeline: {why_unplaced(group, empty)}. Change placement or "
-                "parallel in the configuration"
+                f"no room for a pipeline: {why_unplaced(group, empty)}. Change placement "
+                "(placement.mode: shared takes a GPU less) or parallel in the configuration"
             )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -136,8 +137,30 @@ def test_a_gpu_too_few_puts_the_first_ranks_into_one_process_with_a_warning(
     group = asyncio.run(_assembly(tmp_path)())
     assert room.asked == [[1.0, 1.0]]
     assert [slot.name for slot in group.workers.slots] == ["drafting actor", "verify rank 1"]
-    assert group.workers.spec.mode == "shared"
+    assert {slot.mode for slot in group.workers.slots} == {"shared"}
     assert "placement.mode: pipeline=app/p shared" in caplog.text
+
+
+def test_a_node_that_joins_during_an_endless_wait_changes_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_gpus = 0.0
+    room = Room(monkeypatch)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": num_gpus})
+    monkeypatch.setattr(assembly_module, "_LOOK_S", 0.01)
+
+    async def wait(slots: Sequence[RankSlot], **options: Any) -> PlacementGroups:
+        nonlocal num_gpus
+        if len(slots) == 2:
+            return await room.place(slots, **options)
+        num_gpus = 2.0
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    monkeypatch.setattr(assembly_module, "placement_groups_for", wait)
+    group = asyncio.run(asyncio.wait_for(_assembly(tmp_path)(), 10.0))
+    assert room.asked == [[1.0, 1.0]]
+    assert {slot.mode for slot in group.workers.slots} == {"shared"}
 
 
 def test_an_assembly_says_what_it_waits_for_until_it_has_it(
@@ -216,14 +239,13 @@ def test_orphans_keep_the_mode_that_they_were_started_in_whatever_gpus_there_are
 
     async def run() -> None:
         workers = ToyWorkers(cluster, tmp_path, owner="one")
-        workers.spec = replace(workers.spec, mode="shared")
-        await workers.fill(workers.slots[0], "start")
+        await workers.fill(replace(workers.slots[0], mode="shared"), "start")
         ((name, handle),) = cluster.actors.items()
         cluster.groups.add("app/p/draft and verify/1")
         orphans = Orphans(pipeline="p", workers={name: await handle.actor.tenancy()})
         group = await _assembly(tmp_path, orphans=orphans)()
         assert [slot.name for slot in group.workers.slots] == ["drafting actor", "verify rank 1"]
-        assert group.workers.spec.mode == "shared"
+        assert {slot.mode for slot in group.workers.slots} == {"shared"}
         await group.workers.release_all()
 
     asyncio.run(run())

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,8 +18,10 @@ from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.workers.epochs import joining
 from eesd_dist.workers.messages import ControlReport, Epoch, Lease, LoadedRank
 from eesd_dist.workers.roles import DraftFollower, DraftLeader, RankWorker
+from serve_app.pipeline.diagnosis import Diagnosis
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement.rank_slots import RankSlot
+from serve_app.pipeline.worker import Worker
 from serve_app.pipeline.worker_group import WorkerGroup
 from tests.support.toy_group import (
     ToyCluster,
@@ -493,5 +495,20 @@ def test_a_rank_that_others_wait_for_in_vain_is_killed_unless_it_leaves_at_once(
         assert killed == ({"verify rank 1"} if is_stuck else set())
         stages.is_over.set()
         await group.stop()
+
+    asyncio.run(run())
+
+
+def test_a_shared_leader_is_accused_by_the_name_that_it_has_among_verify_ranks(
+    tmp_path: Path, cluster: ToyCluster
+) -> None:
+    async def run() -> None:
+        workers = ToyWorkers(cluster, tmp_path, fallback=False)
+        for mode in ("shared", "dedicated"):
+            slot = replace(workers.slots[0], mode=mode)
+            worker = SimpleNamespace(slot=slot, failure=asyncio.Future())
+            diagnosis = Diagnosis(workers)
+            diagnosis._accused = {"verify rank 0"}
+            assert diagnosis.is_suspect(cast("Worker", worker)) is (mode == "shared")
 
     asyncio.run(run())

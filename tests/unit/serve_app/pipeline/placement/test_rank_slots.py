@@ -1,11 +1,13 @@
 """Which bundle lacks what, said so that a person can act on it."""
 
+from typing import cast
+
 import pytest
 from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
 from eesd_dist.config import ParallelConfig
 from eesd_dist.errors import ConfigError
-from serve_app.config import PlacementConfig, Strategy, service_config
+from serve_app.config import PlacementConfig, ServiceConfig, Strategy, service_config
 from serve_app.pipeline.placement.rank_slots import (
     Bundles,
     Node,
@@ -163,10 +165,32 @@ def test_a_part_of_a_gpu_is_for_a_pipeline_of_one_process() -> None:
         check(num_gpus, 2)
 
 
-def test_a_fallback_that_would_die_with_the_drafting_actor_is_refused() -> None:
-    engine = {"model": {"path": "/m"}, "parallel": {"fallback": True}}
-    with pytest.raises(ConfigError, match="die with the drafting actor: leave one of them out"):
-        service_config({"engine": engine, "placement": {"mode": "shared"}})
+@pytest.mark.parametrize(
+    ("tree", "complaint"),
+    [
+        (
+            {"engine": {"parallel": {"fallback": True}}},
+            "die with the drafting actor: leave one of them out",
+        ),
+        ({"placement": {"stages": "STRICT_SPREAD"}}, "the stages have a process in common"),
+        ({"placement": {"verify": {"num_cpus": 1}}}, "set placement.draft and"),
+        ({"recovery": {"spares": {"verify": 1}}}, "set placement.draft and"),
+    ],
+)
+def test_settings_that_stages_in_one_process_cannot_follow_are_refused(
+    tree: dict[str, dict[str, object]], complaint: str
+) -> None:
+    def config(num_verify_ranks: int) -> ServiceConfig:
+        engine = {"model": {"path": "/m"}, **tree.get("engine", {})}
+        parallel = {"verify_tensor_parallel_size": num_verify_ranks}
+        engine["parallel"] = parallel | cast("dict[str, object]", engine.get("parallel", {}))
+        placement = {"mode": "shared", **tree.get("placement", {})}
+        return service_config({**tree, "engine": engine, "placement": placement})
+
+    with pytest.raises(ConfigError, match=complaint):
+        config(1)
+    if complaint.startswith("set"):
+        assert config(2).num_processes == 2
 
 
 def test_a_selector_that_ray_would_misread_is_refused() -> None:
@@ -294,7 +318,7 @@ def _plan(
         parallel,
         num_gpus=num_gpus,
         needs_gpu=needs_gpu,
-        may_grow=may_grow,
+        may_grow=lambda: may_grow,
     )
     return plan.mode, plan.gpus_per_rank
 
@@ -317,11 +341,16 @@ def test_first_ranks_share_a_process_where_one_gpu_is_missing_and_no_setting_say
     settings: list[dict[str, object]] = [
         {"mode": "dedicated"},
         {"stages": "STRICT_SPREAD"},
+        {"strategy": "SPREAD"},
         {"draft": {"labels": {"stage": "draft"}}},
+        {"verify": {"resources": {"tpu": 1}}},
+        {"verify": {"num_gpus": 1}},
     ]
     for placement in settings:
         assert _plan(8, verify=8, placement=placement) == ("dedicated", 1.0)
-    assert _plan(8, verify=8, placement={"front": {"stable": 0.001}}) == ("shared", 1.0)
+    settings = [{"front": {"stable": 0.001}}, {"draft": {"num_cpus": 1}}, {"strategy": "PACK"}]
+    for placement in settings:
+        assert _plan(8, verify=8, placement=placement) == ("shared", 1.0)
     assert _plan(0, placement={"mode": "shared"}) == ("shared", 0.0)
 
 
@@ -345,7 +374,17 @@ def test_a_shared_drafting_actor_leaves_verify_rank_0_no_slot() -> None:
     ]
 
 
-@pytest.mark.parametrize("stages", ["PACK", "SPREAD", "STRICT_SPREAD", "STRICT_PACK", None])
+def test_a_shared_drafting_actor_is_placed_with_the_verify_ranks_it_sums_with() -> None:
+    placement = PlacementConfig(mode="shared")
+    slots = rank_slots(placement, num_verify_ranks=4, gpus_per_rank=1.0, mode="shared")
+    small, large = _node("a", CPU=8, GPU=3), _node("b", CPU=8, GPU=4)
+    (group,) = groups_of(slots, placement, [small, large])
+    assert (group.strategy, group.slots) == ("STRICT_PACK", slots)
+    (group,) = groups_of(slots, placement, [small])
+    assert group.strategy == "PACK"
+
+
+@pytest.mark.parametrize("stages", ["PACK", "STRICT_PACK", None])
 def test_a_pipeline_of_one_process_has_one_placement_group(stages: Strategy | None) -> None:
     placement = PlacementConfig(mode="shared", stages=stages)
     slots = rank_slots(
