@@ -29,7 +29,7 @@ class PageStore:
     def __init__(
         self, span: LlamaSpan, head: ExitHead | None = None, verify: LlamaSpan | None = None
     ) -> None:
-        self._paged = [part.paged for part in (span, head, verify) if part is not None]
+        self._paged = [stack.paged for stack in (span, head, verify) if stack is not None]
         self._layers = [
             (paged, layer) for paged in self._paged for layer in range(len(paged.page_bytes))
         ]

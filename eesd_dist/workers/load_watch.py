@@ -25,7 +25,7 @@ class LoadWatch:
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._progress: dict[str, LoadProgress] = {}
-        """By rank: a process may hold one of each stage."""
+        """Latest progress by rank: a process may hold one of each stage."""
         self._report: LoadReport | None = None
         self._report_s = clock()
 

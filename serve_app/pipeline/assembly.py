@@ -17,6 +17,7 @@ from eesd_dist.workers.tenure import workers_named
 from serve_app.config import ServiceConfig
 from serve_app.pipeline.claim import Orphans, claim, digest_of, end_workers
 from serve_app.pipeline.held_room import waiting_for_room
+from serve_app.pipeline.placement.gpu_plan import GpuPlan, gpu_plan
 from serve_app.pipeline.placement.placement_groups import (
     PlacementGroups,
     nodes_now,
@@ -26,9 +27,7 @@ from serve_app.pipeline.placement.placement_groups import (
 )
 from serve_app.pipeline.placement.rank_slots import (
     LEADER,
-    GpuPlan,
     RankSlot,
-    gpu_plan,
     groups_of,
     rank_slots,
     relation_of,

@@ -60,10 +60,10 @@ def _begin(leader: EngineLeader, number: int, *, new_engine: bool = False) -> En
     return leader.join(_epoch(number), new_engine=new_engine).engine
 
 
-def _tokens(engine: EngineCore, *, at_least: int | None = None) -> list[TokenId]:
+def _tokens(engine: EngineCore, *, num_tokens: int | None = None) -> list[TokenId]:
     """Steps until the request has ended, or has so many tokens."""
     tokens: list[TokenId] = []
-    while engine.has_work and (at_least is None or len(tokens) < at_least):
+    while engine.has_work and (num_tokens is None or len(tokens) < num_tokens):
         for emission in engine.step(wait_s=0.0).emissions:
             tokens += emission.tokens
     return tokens
@@ -83,7 +83,7 @@ def test_a_request_goes_on_in_the_next_epoch_with_the_tokens_of_plain_decoding(
     leader.prepare()
     engine = _begin(leader, 1)
     engine.add(_request())
-    tokens = _tokens(engine, at_least=10)
+    tokens = _tokens(engine, num_tokens=10)
     assert _begin(leader, 2) is engine
     tokens += _tokens(engine)
     assert tokens == _plain(config)

@@ -8,12 +8,12 @@ from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 from eesd_dist.config import ParallelConfig
 from eesd_dist.errors import ConfigError
 from serve_app.config import PlacementConfig, ServiceConfig, Strategy, service_config
+from serve_app.pipeline.placement.gpu_plan import gpu_plan
 from serve_app.pipeline.placement.rank_slots import (
     Bundles,
     Node,
     RankSlot,
     could_hold,
-    gpu_plan,
     groups_of,
     matches,
     rank_slots,
