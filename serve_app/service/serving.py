@@ -28,6 +28,7 @@ from eesd_dist.errors import ConfigError, EesdError, EngineError
 from eesd_dist.model.checkpoint_folder import require_checkpoint
 from eesd_dist.workers.checking import ModelCheck
 from eesd_dist.workers.compiling import start_compiling
+from eesd_dist.workers.messages import PlacementMode
 from serve_app.app import application_of
 from serve_app.config import RouterConfig, ServiceConfig, require_key
 from serve_app.openai.keys import KeyRing, operators_key
@@ -187,7 +188,12 @@ def _serve_locally(
             if not stopping.is_set():
                 end = "Ctrl-C stops them"
                 has_key = api_key is not None
-                say(_welcome(config, where=url, url=url, has_key=has_key, began_s=began_s, end=end))
+                mode = placement_mode(config)
+                say(
+                    _welcome(
+                        config, mode, where=url, url=url, has_key=has_key, began_s=began_s, end=end
+                    )
+                )
                 _stay(config, stopping, watch=watch, say=say)
         finally:
             line.end()
@@ -229,7 +235,12 @@ def _serve_on_cluster(
         if not stopping.is_set():
             where = f"{url} of the cluster's head"
             end, has_key = f"{stop} stops them", api_key is not None
-            say(_welcome(config, where=where, url=url, has_key=has_key, began_s=began_s, end=end))
+            mode = placement_mode(config)
+            say(
+                _welcome(
+                    config, mode, where=where, url=url, has_key=has_key, began_s=began_s, end=end
+                )
+            )
             _stay(config, stopping, watch=_ray_watch(say), say=say)
         if stopping.is_set():
             say(f"the service stays: {stop} stops it")
@@ -409,12 +420,19 @@ def _stop_command(config: ServiceConfig, address: str) -> str:
 
 
 def _welcome(
-    config: ServiceConfig, *, where: str, url: str, has_key: bool, began_s: float, end: str
+    config: ServiceConfig,
+    mode: PlacementMode,
+    *,
+    where: str,
+    url: str,
+    has_key: bool,
+    began_s: float,
+    end: str,
 ) -> str:
     """`end`: what ends the service."""
     took_s = time.monotonic() - began_s
     key = f' -H "Authorization: Bearer ${config.api_key_env}"' if has_key else ""
-    parallel, is_shared = config.engine.parallel, placement_mode(config) == "shared"
+    parallel, is_shared = config.engine.parallel, mode == "shared"
     leader = "a drafting actor with verify rank 0" if is_shared else "a drafting actor"
     drafting = [leader, *_several(parallel.draft_tensor_parallel_size - 1, "draft")]
     num_verify = parallel.verify_tensor_parallel_size - is_shared

@@ -15,6 +15,7 @@ from ray.serve.config import ProxyLocation
 from cluster.ray_compat import ServeStatus
 from eesd_dist.bundled_model import BUNDLED_MODEL
 from eesd_dist.errors import ConfigError
+from eesd_dist.workers.messages import PlacementMode
 from serve_app.config import ServiceConfig, require_key, service_config
 from serve_app.service import serving
 from serve_app.service.serve_instance import require_place, url_of
@@ -182,11 +183,21 @@ def test_the_welcome_has_an_address_and_a_request_that_work() -> None:
     )
     welcome = _welcome(_config(), has_key=True)
     assert '-H "Authorization: Bearer $EESD_API_KEY"' in welcome
+    assert "(a drafting actor and 1 verify rank; Ctrl-C stops them)" in welcome
+    welcome = _welcome(_config(), has_key=True, mode="shared")
+    assert "(a drafting actor with verify rank 0; Ctrl-C stops them)" in welcome
 
 
-def _welcome(config: ServiceConfig, *, has_key: bool) -> str:
-    url, end = url_of(config), "Ctrl-C stops them"
-    return serving._welcome(config, where=url, url=url, has_key=has_key, began_s=0.0, end=end)
+def _welcome(config: ServiceConfig, *, has_key: bool, mode: PlacementMode = "dedicated") -> str:
+    return serving._welcome(
+        config,
+        mode,
+        where=url_of(config),
+        url=url_of(config),
+        has_key=has_key,
+        began_s=0.0,
+        end="Ctrl-C stops them",
+    )
 
 
 def test_the_command_that_stops_a_service_names_what_is_not_the_default() -> None:
