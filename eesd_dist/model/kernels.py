@@ -26,6 +26,7 @@ from eesd_dist.config import DType, Numerics
 from eesd_dist.devices import backend_of
 from eesd_dist.errors import ConfigError
 from eesd_dist.model.answers import cached_answer
+from eesd_dist.model.slow_kernels import note_slow_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +234,7 @@ def rows_are_independent(
             num_in,
             num_threads,
         )
+        note_slow_kernel(f"products with {num_out} x {num_in} without {candidate.name}")
     return agrees
 
 

@@ -179,6 +179,8 @@ class WorkerStatus:
     """Progress of its weights; None before loading begins."""
     activity: Activity = NO_ACTIVITY
     """Activity of its engine; only of a drafting actor."""
+    slow_kernels: tuple[str, ...] = ()
+    """Kernels that failed their self-check in its process, so that slower ones run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

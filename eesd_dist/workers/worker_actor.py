@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Protocol
 
+from eesd_dist.model.slow_kernels import slow_kernels
 from eesd_dist.schedule.page_leases import KvLayout, PageTraffic
 from eesd_dist.workers.crash_report import crash_report
 from eesd_dist.workers.epochs.joining import Joining
@@ -67,6 +68,7 @@ class WorkerActor(ABC):
             self._in_epoch() or self._joining.status(load),
             load=load,
             num_moved=self._role.pages.num_moved,
+            slow_kernels=slow_kernels(),
         )
 
     async def take_slot(self, slot: str, rank: int | None) -> None:

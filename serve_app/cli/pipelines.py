@@ -68,6 +68,10 @@ def _tables(page: Mapping[str, Any]) -> "Iterator[RenderableType]":
         )
     if page["pipelines"]:
         yield table
+    for pipeline in page["pipelines"]:
+        for worker in pipeline["workers"]:
+            for reason in worker["slow_kernels"]:
+                yield f"{pipeline['pipeline']}: slow: {worker['name']} computes {reason}"
     for pipeline in page["starting"]:
         yield f"{pipeline['pipeline']}: {pipeline['reason']}"
     if page["fleet"] is not None:

@@ -44,6 +44,7 @@ from serve_app.pipeline.reports import (
     PipelineControl,
     PipelineState,
     WorkerReport,
+    slow_kernel_notes,
 )
 from serve_app.pipeline.supervisor import DEGRADED, Supervisor
 from serve_app.pipeline.timings import timings_of
@@ -150,7 +151,10 @@ class Pipeline:
     async def health(self) -> Health:
         """Healthy if every worker of the present epoch answers and makes progress."""
         reason = self._why_unavailable()
-        degraded = f"degraded: {DEGRADED}" if self._supervisor.is_degraded else ""
+        notes = [f"degraded: {DEGRADED}"] if self._supervisor.is_degraded else []
+        if (group := self._supervisor.group) is not None:
+            notes += slow_kernel_notes(group.workers)
+        degraded = ", ".join(notes)
         return Health(pipeline=self._name, is_healthy=not reason, reason=reason, degraded=degraded)
 
     async def metrics(self) -> MetricsPage:

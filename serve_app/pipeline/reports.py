@@ -1,5 +1,6 @@
 """Reports of a pipeline to ingresses and operators, as plain values."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,7 +18,7 @@ class Health:
     is_healthy: bool
     reason: str
     degraded: str = ""
-    """Reason why a healthy pipeline is degraded; empty if it is not."""
+    """Reason why a healthy pipeline is degraded or slow; empty if it is neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,8 @@ class WorkerReport:
     """Seconds of these in which packing waited for a piece to be read."""
     peak_memory_bytes: int | None
     """Peak memory of its process until its weights were loaded, mapped files included."""
+    slow_kernels: tuple[str, ...] = ()
+    """Kernels that failed their self-check there, so that slower ones run."""
 
     @classmethod
     def of(cls, worker: Worker) -> Self:
@@ -61,6 +64,7 @@ class WorkerReport:
             load_s=None if load is None else load.seconds,
             read_wait_s=None if load is None else load.waited_s,
             peak_memory_bytes=None if load is None else load.peak_memory_bytes,
+            slow_kernels=worker.status.slow_kernels,
         )
 
 
@@ -109,3 +113,12 @@ class Ledger:
     pipeline: str
     process_info: ProcessInfo
     live: tuple[RequestId, ...]
+
+
+def slow_kernel_notes(workers: Iterable[Worker]) -> list[str]:
+    """Returns a line for each slow kernel of these workers."""
+    return [
+        f"slow: {worker.slot.name} computes {reason}, which failed its self-check there"
+        for worker in workers
+        for reason in worker.status.slow_kernels
+    ]

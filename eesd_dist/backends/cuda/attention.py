@@ -25,6 +25,7 @@ from eesd_dist.backends.cuda.tiles import (
 from eesd_dist.model.attention.rows import RowPlan, RowSegment, row_arrays
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.kv_layout import RowArrays, count_kv_numbers, key_width, value_width
+from eesd_dist.model.slow_kernels import note_slow_kernel
 from eesd_dist.page_table import PageTable
 
 logger = logging.getLogger(__name__)
@@ -200,6 +201,7 @@ def checked_tiles(shape: AttentionShape, dtype: torch.dtype, device: torch.devic
         logger.warning(
             "attention_self_check_failed difference=%s shape=%s dtype=%s", difference, shape, dtype
         )
+        note_slow_kernel(f"attention without tiles ({difference})")
     return difference is None
 
 

@@ -71,7 +71,9 @@ class CudaEngine(TorchEngine):
     def machine(
         self, device: torch.device, *, dtype: DType, numerics: Numerics, num_threads: int
     ) -> str:
-        return torch.cuda.get_device_name(device)
+        import triton  # compiles the kernels, and decides the order of their sums
+
+        return f"{torch.cuda.get_device_name(device)}, Triton {triton.__version__}"
 
     def uuid(self, device: torch.device) -> str:
         return str(torch.cuda.get_device_properties(device).uuid)

@@ -20,6 +20,7 @@ from eesd_dist.model.kernels import (
     padded_rows,
     rows_are_independent,
 )
+from eesd_dist.model.slow_kernels import slow_kernels
 from tests.support.stepwise_cpu import without_numba
 
 CPU = torch.device("cpu")
@@ -46,6 +47,7 @@ def test_a_product_with_rows_that_depend_on_one_another_is_found() -> None:
         device=CPU,
         num_threads=1,
     )
+    assert "products with 64 x 64 without fickle" in slow_kernels()
 
 
 def test_a_machine_that_cannot_keep_the_promise_says_what_to_do() -> None:

@@ -26,6 +26,7 @@ from eesd_dist.errors import (
     QueueFull,
     RequestError,
 )
+from eesd_dist.model.slow_kernels import note_slow_kernel
 from eesd_dist.schedule.page_leases import PageLease
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import LoadProgress, Request, RequestId, SamplingParams, TokenId
@@ -573,7 +574,10 @@ def test_a_heartbeat_between_epochs_says_what_the_worker_is_at() -> None:
         assert (status.phase, status.progress, status.is_busy) == ("loading", 40, True)
         assert status.allowed_s > 0
         loads(100)
-        assert not (await actor.beat(LEASE)).is_busy
+        note_slow_kernel("products of this test")
+        status = await actor.beat(LEASE)
+        assert not status.is_busy
+        assert "products of this test" in status.slow_kernels
         connecting = asyncio.ensure_future(actor.connect(_epoch(3)))
         await asyncio.to_thread(leader.has_begun.wait, 5.0)
         status = await actor.beat(LEASE)

@@ -26,6 +26,7 @@ from eesd_dist.model.attention.rows import RowPlan, RowSegment, row_arrays
 from eesd_dist.model.attention_shape import AttentionShape
 from eesd_dist.model.families.family import Scores
 from eesd_dist.model.kv_layout import RowArrays
+from eesd_dist.model.slow_kernels import slow_kernels
 from eesd_dist.trees import path_to
 
 CPU = torch.device("cpu")
@@ -369,6 +370,9 @@ def test_tiles_and_splits_on_a_gpu_are_compared(monkeypatch: pytest.MonkeyPatch)
     assert difference.endswith("from row 0")
     assert wrong_where(lambda tiling: tiling.split_blocks == 4) is not None
     assert wrong_where(lambda tiling: 1 < tiling.rows < 32) is not None
+    monkeypatch.setattr(cuda_attention, "tile_difference", lambda *_, **__: "in a test")
+    assert not cuda_attention.checked_tiles.__wrapped__(shape, torch.float32, CPU)
+    assert "attention without tiles (in a test)" in slow_kernels()
 
 
 @pytest.mark.parametrize("queries_per_kv", [1, 3, 4, 7, 8])
