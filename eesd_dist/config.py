@@ -302,6 +302,8 @@ def complaint_of(error: ValidationError, root: type[BaseModel]) -> str:
     text = f"{'.'.join(path)}: {first['msg']}, found {value!r}"
     if first["type"] == "extra_forbidden":
         text = f"{'.'.join(path)}: unknown key, found {value!r}; {_known_keys(path, root)}"
+    elif isinstance(value, dict) and first["type"] == "value_error":  # it says what was found
+        text = ": ".join([*filter(None, [".".join(path)]), str(first["ctx"]["error"])])
     elif isinstance(value, dict) and first["type"].endswith("_type"):
         text += ": this key takes a value, set it without a key below it"
     elif (replacement := replacement_of(f"{'.'.join(path)}: {value}")) is not None:
