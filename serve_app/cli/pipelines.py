@@ -70,7 +70,7 @@ def _tables(page: Mapping[str, Any]) -> "Iterator[RenderableType]":
         yield table
     for pipeline in page["pipelines"]:
         for worker in pipeline["workers"]:
-            for reason in worker["slow_kernels"]:
+            for reason in worker.get("slow_kernels", ()):  # an older service names none
                 yield f"{pipeline['pipeline']}: slow: {worker['name']} computes {reason}"
     for pipeline in page["starting"]:
         yield f"{pipeline['pipeline']}: {pipeline['reason']}"
