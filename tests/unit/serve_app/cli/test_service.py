@@ -99,6 +99,7 @@ def test_pipelines_are_a_table_or_json(
         **{"pipeline": "p1", "pid": 7, "unavailable": "a rank died"},
         **{"epoch": 3, "num_live": 2, "weight": None, "draining": ""},
         "kv_cache": {"num_tokens": 22528, "rank_bytes": {"verify rank 0": 512 * 2**20}},
+        "workers": [{"name": "verify rank 0"}],
     }
     page = {
         "pipelines": [pipeline],
