@@ -41,6 +41,6 @@ class SharedVerifyChannel(MemoryChannel):
         self, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None
     ) -> VerifyReply:
         began_unix_s = time.time()
-        reply = verify_on_ranks(self._stage, header, hidden_TD, draft_probs_KV)
+        reply = verify_on_ranks(self._stage, self._group, header, hidden_TD, draft_probs_KV)
         self._observe(header, began_unix_s, time.time())
         return reply

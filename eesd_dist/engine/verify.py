@@ -37,7 +37,6 @@ from eesd_dist.transport.contracts import (
 )
 from eesd_dist.transport.group import ProcessGroup
 from eesd_dist.transport.group_handles import process_group_of
-from eesd_dist.transport.memory import Round
 from eesd_dist.transport.transfers import finish_all
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
@@ -286,32 +285,29 @@ def serve_rounds(
                 share_close(shared)
             return
         began_unix_s = time.time()
-        reply = verify_on_ranks(stage, *round_message)
+        reply = verify_on_ranks(stage, shared, *round_message)
         ended_unix_s = time.time()
         source.reply(reply)
         observe(round_message[0], began_unix_s, ended_unix_s)
 
 
 def verify_on_ranks(
-    stage: VerifyStage, header: RoundHeader, hidden_TD: Tensor, draft_probs_KV: Tensor | None
+    stage: VerifyStage,
+    group: ProcessGroup | None,
+    header: RoundHeader,
+    hidden_TD: Tensor,
+    draft_probs_KV: Tensor | None,
 ) -> VerifyReply:
-    """Verifies a round on rank 0 and on the other ranks of the stage, which are in `follow_rounds`.
+    """Verifies a round on rank 0, and on the stage's other ranks, which are in `follow_rounds`.
 
+    `group` has them; None without any. Rank 0 computes while the round is still being sent to them.
     Raises PeerLost when one of them is lost.
     """
-    group = process_group_of(stage.group)
     if group is None:
         return stage.verify(header, hidden_TD, draft_probs_KV)
-    return _verify_with_group(stage, group, (header, hidden_TD, draft_probs_KV))
-
-
-def _verify_with_group(
-    stage: VerifyStage, group: ProcessGroup, round_message: Round
-) -> VerifyReply:
-    """Computes rank 0's part of a round while the round is still being sent to the other ranks."""
     started_s, before = time.perf_counter(), group.counts().total
-    sharing = share_round(group, *round_message)
-    reply = stage.verify(*round_message)
+    sharing = share_round(group, header, hidden_TD, draft_probs_KV)
+    reply = stage.verify(header, hidden_TD, draft_probs_KV)
     finish_all(sharing, timeout_s=group.timeout_s)
     group.check()  # an aborted collective leaves garbage instead of raising
     took_s = time.perf_counter() - started_s

@@ -159,7 +159,6 @@ class EngineLeader:
         """Verify rank 0; None where it has a process of its own."""
         if holds_verify_rank:
             self._verify = VerifyRank(config, rank=0, groups=self._groups, loading=self.loading)
-        self._observe = rank_observer(tracing.rounds, rank=0)
         self.pages = PageMoves(
             address=self._groups.address,
             store=self._page_store,
@@ -219,9 +218,9 @@ class EngineLeader:
     def join(self, epoch: Epoch, *, new_engine: bool) -> "LeaderEpoch":
         groups = self._connected
         assert groups is not None, "connect comes first"
-        channel = self._channel(epoch, groups.verify)
         self.pages.enter(epoch.number)
         self.sharing.forget()
+        channel = self._channel(epoch, groups.verify)
         with self._changing:
             if new_engine or self._running is None:
                 if self._running is not None:
@@ -241,7 +240,7 @@ class EngineLeader:
     def _channel(self, epoch: Epoch, group: ProcessGroup | None) -> VerifyChannel:
         if self._verify is not None:
             stage = self._verify.begin(epoch)
-            return SharedVerifyChannel(stage, group, observe=self._observe)
+            return SharedVerifyChannel(stage, group, observe=rank_observer(self._spans, rank=0))
         assert group is not None, "verify rank 0 is in another process"
         channel = DistVerifyChannel(group)
         return ThroughHost(channel) if epoch.is_degraded else channel
