@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from eesd_dist.config import complaint_of
 from eesd_dist.errors import ConfigError
-from serve_app.config import BundleConfig, PlacementConfig
+from serve_app.placement_config import BundleConfig, PlacementConfig
 
 
 def uses_gpus(device: str) -> bool:

@@ -17,7 +17,8 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.engine.local import Generation
 from eesd_dist.types import Request
 from serve_app.bench.options import ExactOverActorsOptions
-from serve_app.config import PlacementConfig, RouterConfig, ServiceConfig
+from serve_app.config import RouterConfig, ServiceConfig
+from serve_app.placement_config import PlacementConfig
 from serve_app.service.environment import prepare_for_cluster, prepare_for_local_ray
 
 if TYPE_CHECKING:  # imports Ray, which reads the environment then

@@ -28,7 +28,8 @@ from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import EesdError, EngineError
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
-from serve_app.config import PipelinesConfig, PlacementConfig, ServiceConfig
+from serve_app.config import PipelinesConfig, ServiceConfig
+from serve_app.placement_config import PlacementConfig
 from serve_app.service.environment import prepare_for_local_ray
 from tests.autoscaling.load import Clients, Prompt, Texts
 from tests.autoscaling.timeline import PhaseEnd, Sample, Timeline

@@ -36,9 +36,9 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from eesd_dist.errors import ConfigError
-from serve_app.config import PlacementConfig
 from serve_app.pipeline.placement.placement_groups import PlacementGroups, placement_groups_for
 from serve_app.pipeline.placement.rank_slots import RankSlot, rank_slots
+from serve_app.placement_config import PlacementConfig
 
 _STORE = 80 * 2**20
 

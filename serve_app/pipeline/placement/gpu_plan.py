@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from eesd_dist.config import ParallelConfig
 from eesd_dist.workers.messages import PlacementMode
-from serve_app.config import PlacementConfig
+from serve_app.placement_config import PlacementConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,5 +46,6 @@ def _keeps_apart(placement: PlacementConfig) -> bool:
     return (
         {placement.stages, placement.strategy} & {"SPREAD", "STRICT_SPREAD"} != set()
         or (draft.labels, draft.resources) != (verify.labels, verify.resources)
-        or not draft.num_gpus is verify.num_gpus is None
+        or draft.num_gpus is not None
+        or verify.num_gpus is not None
     )

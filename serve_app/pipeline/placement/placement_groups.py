@@ -37,7 +37,6 @@ from cluster.ray_compat import (
 )
 from eesd_dist.errors import ConfigError, EngineError
 from eesd_dist.workers.tenure import placement_groups_named
-from serve_app.config import PlacementConfig, Strategy
 from serve_app.pipeline.placement.rank_slots import (
     Bundles,
     Node,
@@ -49,6 +48,7 @@ from serve_app.pipeline.placement.rank_slots import (
     require_possible,
     why_unplaced,
 )
+from serve_app.placement_config import PlacementConfig, Strategy
 
 logger = logging.getLogger(__name__)
 

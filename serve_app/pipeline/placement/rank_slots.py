@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from eesd_dist.errors import ConfigError
 from eesd_dist.workers.messages import PlacementMode, StageName
-from serve_app.config import BundleConfig, PlacementConfig, Strategy
+from serve_app.placement_config import BundleConfig, PlacementConfig, Strategy
 
 Resources = Mapping[str, float]
 

@@ -13,12 +13,13 @@ from eesd_dist.config import EngineConfig
 from eesd_dist.telemetry.tracing import Tracing
 from eesd_dist.workers.messages import ControlReport, HeadReport, Lease, LoadedRank
 from eesd_dist.workers.roles import DraftLeader
-from serve_app.config import PlacementConfig, SparesConfig
+from serve_app.config import SparesConfig
 from serve_app.pipeline.claim import Orphans, claim
 from serve_app.pipeline.lifecycle import EpochKind
 from serve_app.pipeline.placement.rank_slots import rank_slots
 from serve_app.pipeline.supervisor import Supervisor
 from serve_app.pipeline.worker_group import WorkerGroup
+from serve_app.placement_config import PlacementConfig
 from tests.support.toy_group import (
     DRAFT_SPARE,
     VERIFY_SPARE,

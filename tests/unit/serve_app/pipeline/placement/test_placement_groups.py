@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from eesd_dist.errors import EngineError
-from serve_app.config import PlacementConfig
 from serve_app.pipeline.placement import placement_groups as module
 from serve_app.pipeline.placement.placement_groups import (
     PlacementGroups,
@@ -13,6 +12,7 @@ from serve_app.pipeline.placement.placement_groups import (
     remove_abandoned_groups,
 )
 from serve_app.pipeline.placement.rank_slots import Node, rank_slots
+from serve_app.placement_config import PlacementConfig
 
 TWO_GROUPS = PlacementConfig.model_validate({"verify": {"strategy": "STRICT_PACK"}})
 SLOTS = rank_slots(TWO_GROUPS, num_verify_ranks=2, gpus_per_rank=0.0)

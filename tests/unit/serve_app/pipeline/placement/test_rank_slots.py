@@ -7,7 +7,7 @@ from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
 from eesd_dist.config import ParallelConfig
 from eesd_dist.errors import ConfigError
-from serve_app.config import PlacementConfig, ServiceConfig, Strategy, service_config
+from serve_app.config import ServiceConfig, service_config
 from serve_app.pipeline.placement.gpu_plan import gpu_plan
 from serve_app.pipeline.placement.rank_slots import (
     Bundles,
@@ -23,6 +23,7 @@ from serve_app.pipeline.placement.rank_slots import (
     require_room,
     why_unplaced,
 )
+from serve_app.placement_config import PlacementConfig, Strategy
 
 
 def _slots(num_draft_ranks: int = 1, **resources: float) -> tuple[RankSlot, ...]:
