@@ -20,7 +20,7 @@ from eesd_dist.model.span import LlamaSpan
 from eesd_dist.transport.contracts import Segment
 
 
-# Shapes: T known rows, D hidden channels.
+# Shapes: T rows, D hidden channels, S sampled rows, O open ones, V columns of this rank.
 class ChainStart(NamedTuple):
     """A request of a round: its known rows, and how to draft after them."""
 
@@ -73,14 +73,30 @@ class ChainDrafter(Protocol):
         ...
 
 
+class Verified(NamedTuple):
+    """Results of a pass."""
+
+    tokens_S: npt.NDArray[np.int32]
+    """The target's token after each sampled row; without meaning after open ones."""
+    logits_OV: Tensor
+    """This rank's float32 logits after the open rows."""
+
+
 class RoundVerifier(Protocol):
     """Layers [N, L), LM head and rule of one rank. One call at a time."""
 
+    has_masks: bool
+    """True if choices by score may have a mask."""
+
     def verify(
-        self, segments: Sequence[Segment], hidden_TD: Tensor
-    ) -> npt.NDArray[np.int32] | None:
-        """Returns the target's token after each sampled row; None for rows that this call cannot
-        take. Tokens are chosen by their score alone, from among all that the masks leave."""
+        self, segments: Sequence[Segment], hidden_TD: Tensor, open_rows: Sequence[int]
+    ) -> Verified | None:
+        """Runs a pass; None for rows that this call cannot take. Tokens are chosen by their score
+        alone, from among all that the masks leave.
+
+        `open_rows`: sampled rows that the rule decides with their logits, by their index among all
+        of them, ascending.
+        """
         ...
 
 

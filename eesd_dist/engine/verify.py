@@ -20,13 +20,14 @@ from eesd_dist.backends.api import RoundVerifier, engine_on
 from eesd_dist.config import Numerics
 from eesd_dist.engine.recording.row_features import features_of
 from eesd_dist.model.attention.rows import RowPlan, RowSegment
+from eesd_dist.model.kv_layout import Ints
 from eesd_dist.model.layers.paged_layers import LayerRows
 from eesd_dist.model.parallel import joined_over_ranks
 from eesd_dist.model.rank_memory import logits_block
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.rejection import reject_all
 from eesd_dist.sampling.row_rules import RowRule, chooses_by_score, rules_of
-from eesd_dist.sampling.rule import TokenChoice, choose, joined_choices
+from eesd_dist.sampling.rule import TokenChoice, choose, joined_choices, silent_choice
 from eesd_dist.transport.channel import follow_round, share_close, share_round
 from eesd_dist.transport.contracts import (
     RoundHeader,
@@ -40,7 +41,6 @@ from eesd_dist.transport.group_handles import process_group_of
 from eesd_dist.transport.transfers import finish_all
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
-_NO_FLOATS = np.zeros(0, dtype=np.float32)
 
 
 class VerifyStage:
@@ -80,10 +80,14 @@ class VerifyStage:
         started = time.perf_counter()
         self.span.move(header.kv_moves)
         verifier = self.verifier
-        if verifier is not None and _is_plain(header):
-            tokens_S = verifier.verify(header.segments, hidden_TD)
-            if tokens_S is not None:
-                return _reply(header, tokens_S, took_s=time.perf_counter() - started)
+        if verifier is not None and _is_one_pass(header):
+            open_rows, rules = _open_rows(header.segments, has_masks=verifier.has_masks)
+            verified = verifier.verify(header.segments, hidden_TD, open_rows)
+            if verified is not None:
+                choice = silent_choice(verified.tokens_S)
+                if open_rows:
+                    choice = choice.replaced(open_rows, self._choose(verified.logits_OV, rules))
+                return _reply(header, choice, took_s=time.perf_counter() - started)
         rows = RowPlan.build(
             [
                 RowSegment(start=s.start, num_rows=s.num_rows, pages=s.pages, parents=s.parents)
@@ -123,42 +127,30 @@ class VerifyStage:
     ) -> VerifyReply:
         reported = reported_rows(header.segments)
         if not reported:
-            return _reply(header, _NO_INTS, took_s=time.perf_counter() - started)
+            return _reply(header, silent_choice(_NO_INTS), took_s=time.perf_counter() - started)
         if len(reported) < hidden_TD.shape[0]:
             hidden_TD = hidden_TD[torch.tensor(reported, device=hidden_TD.device)]
         rules = [rule for segment in header.segments for rule in rules_of(segment)]
         accepted = _NO_INTS
         if header.wants_rejection:
             logits_SV = self.span.logits(hidden_TD)
-            choice = choose(logits_SV, rules, group=self.group, vocab_start=self.span.vocab_start)
+            choice = self._choose(logits_SV, rules)
             choice, accepted = self._judged(header, logits_SV, draft_probs_KV, rules, choice)
-        else:
-            choice = self._choose(hidden_TD, rules)
+        else:  # a block at a time: the rows of a prompt may be many
+            block = logits_block(self.span.spec.vocab_size)
+            choices = [
+                self._choose(
+                    self.span.logits(hidden_TD[first : first + block]),
+                    rules[first : first + block],
+                )
+                for first in range(0, len(rules), block)
+            ]
+            choice = choices[0] if len(choices) == 1 else joined_choices(choices)
         took_s = time.perf_counter() - started
-        return VerifyReply(
-            round_id=header.round_id,
-            tokens=np.asarray(choice.tokens, dtype=np.int32),
-            accepted=accepted,
-            logprobs=np.asarray(choice.logprobs, dtype=np.float32),
-            top_ids=np.asarray(choice.top_ids, dtype=np.int32),
-            top_logprobs=np.asarray(choice.top_logprobs, dtype=np.float32),
-            verify_s=took_s,
-            received_to_sent_s=took_s,
-        )
+        return _reply(header, choice, accepted=accepted, took_s=took_s)
 
-    def _choose(self, hidden_SD: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
-        """Chooses after these rows, a block at a time: the rows of a prompt may be many."""
-        block = logits_block(self.span.spec.vocab_size)
-        choices = [
-            choose(
-                self.span.logits(hidden_SD[first : first + block]),
-                rules[first : first + block],
-                group=self.group,
-                vocab_start=self.span.vocab_start,
-            )
-            for first in range(0, len(rules), block)
-        ]
-        return choices[0] if len(choices) == 1 else joined_choices(choices)
+    def _choose(self, logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
+        return choose(logits_SV, rules, group=self.group, vocab_start=self.span.vocab_start)
 
     def _judged(
         self,
@@ -205,36 +197,49 @@ class VerifyStage:
         return _Judged(tokens, accepted)
 
 
-def _is_plain(header: RoundHeader) -> bool:
-    """Returns whether all tokens are chosen by their scores alone, and nothing else is reported."""
+def _is_one_pass(header: RoundHeader) -> bool:
+    """Returns whether a round needs nothing but a token after each sampled row."""
     if header.wants_rejection or header.exits or header.top_k:
         return False
-    return all(
-        segment.top_logprobs is None
-        and not segment.forced
-        and chooses_by_score(
-            segment.params,
-            num_generated=segment.start
-            + segment.num_rows
-            + 1
-            - segment.num_sampled
-            - segment.num_prompt,
-        )
-        for segment in header.segments
-    )
+    return not any(segment.forced for segment in header.segments)
+
+
+def _open_rows(segments: Sequence[Segment], *, has_masks: bool) -> tuple[list[int], list[RowRule]]:
+    """Returns which of the sampled rows need more than their scores, and their rules. `has_masks`:
+    a mask is no more."""
+    open_rows: list[int] = []
+    rules: list[RowRule] = []
+    end = 0
+    for segment in segments:
+        first, end = end, end + segment.num_sampled
+        if not segment.num_sampled or (
+            segment.top_logprobs is None
+            and (has_masks or not segment.masks)
+            and chooses_by_score(
+                segment.params,
+                num_generated=segment.start
+                + segment.num_rows
+                + 1
+                - segment.num_sampled
+                - segment.num_prompt,
+            )
+        ):
+            continue
+        open_rows += range(first, end)
+        rules += rules_of(segment)
+    return open_rows, rules
 
 
 def _reply(
-    header: RoundHeader, tokens_S: "np.typing.NDArray[np.int32]", *, took_s: float
+    header: RoundHeader, choice: TokenChoice, *, accepted: Ints = _NO_INTS, took_s: float
 ) -> VerifyReply:
-    """Returns a reply without log-probabilities."""
     return VerifyReply(
         round_id=header.round_id,
-        tokens=tokens_S,
-        accepted=_NO_INTS,
-        logprobs=_NO_FLOATS,
-        top_ids=np.zeros((len(tokens_S), 0), dtype=np.int32),
-        top_logprobs=np.zeros((len(tokens_S), 0), dtype=np.float32),
+        tokens=np.asarray(choice.tokens, dtype=np.int32),
+        accepted=accepted,
+        logprobs=np.asarray(choice.logprobs, dtype=np.float32),
+        top_ids=np.asarray(choice.top_ids, dtype=np.int32),
+        top_logprobs=np.asarray(choice.top_logprobs, dtype=np.float32),
         verify_s=took_s,
         received_to_sent_s=took_s,
     )

@@ -69,6 +69,24 @@ class TokenChoice:
     top_logprobs: _Floats
     """[S, n]"""
 
+    def replaced(self, rows: Sequence[int], choice: "TokenChoice") -> "TokenChoice":
+        """Returns the choice with that of another one in some rows. This one has no
+        log-probabilities; where the other one has some, its other rows are padded as in
+        `joined_choices`."""
+        count, num_top = len(self.tokens), choice.top_ids.shape[1]
+        tokens = self.tokens.copy()
+        logprobs = np.zeros(count if choice.logprobs.size else 0, np.float32)
+        top_ids = np.zeros((count, num_top), np.int32)
+        top_logprobs = np.full((count, num_top), -np.inf, np.float32)
+        tokens[rows], top_ids[rows], top_logprobs[rows] = (
+            choice.tokens, choice.top_ids, choice.top_logprobs,
+        )  # fmt: skip
+        if choice.logprobs.size:
+            logprobs[rows] = choice.logprobs
+        return TokenChoice(
+            tokens=tokens, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChoice:
@@ -224,13 +242,13 @@ def _choose_on_rank(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
     num_top = _num_top(rules)
     winners = _best_two(logits_SV, rules, None) if num_top is None else None
     if winners is not None:
-        return _silent_choice(winners.tokens_S2[:, 0])
+        return silent_choice(winners.tokens_S2[:, 0])
     tokens_S = _tokens(logits_SV, rules)
     for row, rule in enumerate(rules):
         if rule.forced >= 0:
             tokens_S[row] = rule.forced
     if num_top is None:
-        return _silent_choice(tokens_S.cpu().numpy())
+        return silent_choice(tokens_S.cpu().numpy())
     logprobs_SV = sampling_on(logits_SV.device).log_probabilities(logits_SV)
     best = logprobs_SV.topk(min(num_top, logits_SV.shape[-1]), dim=-1)
     top_ids, top_logprobs = _ordered(
@@ -254,7 +272,8 @@ def _tokens(logits_SV: Tensor, rules: Sequence[RowRule]) -> Tensor:
     )
 
 
-def _silent_choice(tokens: npt.NDArray[np.integer]) -> TokenChoice:
+def silent_choice(tokens: npt.NDArray[np.integer]) -> TokenChoice:
+    """Returns a choice of these tokens without log-probabilities."""
     return TokenChoice(
         tokens=tokens.astype(np.int32),
         logprobs=np.empty(0, np.float32),
@@ -295,7 +314,7 @@ def _choose_over_ranks(
     winner_S = gathered_GSW[:, :, 0].argmax(axis=0)
     _, token_S, raw_S = gathered_GSW[winner_S, np.arange(len(rules)), :3].T
     if num_top is None:
-        return _silent_choice(token_S.astype(np.int64))
+        return silent_choice(token_S.astype(np.int64))
     return _reported_choice(token_S, raw_S, gathered_GSW[:, :, 3:], num_top=num_top)
 
 

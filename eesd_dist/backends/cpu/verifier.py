@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eesd_dist.backends.api import Verified
 from eesd_dist.backends.cpu.calls import call_in_threads, threads_for
 from eesd_dist.backends.cpu.kernels.choosing import (
     NO_MASKS,
@@ -34,6 +34,8 @@ class Verifier:
     """Layers [N, L), LM head and rule of one rank as one kernel. One call at a time; every rank of
     a group makes the same calls."""
 
+    has_masks = True
+
     def __init__(self, layers: CompiledLayers, head: NormedProduct, *, vocab_start: int) -> None:
         """`vocab_start`: the token of the head's first column."""
         self._layers = layers
@@ -58,11 +60,9 @@ class Verifier:
         return cls(layers, head, vocab_start=span.vocab_start)
 
     def verify(
-        self, segments: Sequence[Segment], hidden_TD: Tensor
-    ) -> npt.NDArray[np.int32] | None:
-        """Returns the target's token after each sampled row; None if the ranks sum by messages.
-        Tokens are chosen by their score alone, from among all that the masks leave. Raises
-        PeerLost."""
+        self, segments: Sequence[Segment], hidden_TD: Tensor, open_rows: Sequence[int]
+    ) -> Verified | None:
+        """Implements `RoundVerifier`; None if the ranks sum by messages. Raises PeerLost."""
         if not self._layers.needs_no_messages:
             return None
         if hidden_TD.dtype != torch.float32 or hidden_TD.stride(1) != 1:
@@ -73,7 +73,12 @@ class Verifier:
                 for s in segments
             ]
         )
-        choices = new_choices(sum(s.num_sampled for s in segments), with_gaps=False)
+        choices = new_choices(
+            sum(s.num_sampled for s in segments),
+            with_gaps=False,
+            open_shape=(len(open_rows), len(self._ids_V)),
+        )
+        choices.open_S[list(open_rows)] = range(len(open_rows))
         at = end_row = num_masks = 0
         for segment in segments:
             end_row += segment.num_rows
@@ -91,7 +96,7 @@ class Verifier:
             at = end
         masks_MU = masks_of([segment.masks for segment in segments], count=num_masks)
         self._run(source_of(hidden_TD), rows, choices, masks_MU)
-        return choices.tokens_S
+        return Verified(choices.tokens_S, torch.from_numpy(choices.logits_OV))
 
     def _run(self, source: Source, rows: RowArrays, choices: Choices, masks_MU: Masks) -> None:
         num_rows = len(rows.position_R)

@@ -1,8 +1,8 @@
 """Verifies rounds on a GPU: an upload, a CUDA graph, a copy to the host.
 
-A graph has the layers, the LM head over the sampled rows and the choice, launched as they are
-without it, so that a token is the same with and without one. Ranks of a group gather the best
-tokens of their parts of the vocabulary.
+A graph has the layers, the LM head over the sampled rows and the choice by score, launched as they
+are without it, so that a token is the same with and without one. Ranks of a group gather the best
+tokens of their parts of the vocabulary. Logits of open rows are copied out of a graph.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eesd_dist.backends.api import Verified
 from eesd_dist.backends.cuda.choice import best_two, packed_noise
 from eesd_dist.backends.cuda.graphs import Graphs
 from eesd_dist.backends.cuda.layers import GRAPH_ROWS, CudaLayers
 from eesd_dist.backends.cuda.tiles import DeviceRows, Tiling, num_packed, packed_rows
+from eesd_dist.backends.cuda.uploads import uploaded
 from eesd_dist.model.attention.rows import RowSegment, row_arrays
 from eesd_dist.model.kv_layout import Ints
 from eesd_dist.model.layers.logits_head import LogitsHead
@@ -27,7 +29,7 @@ from eesd_dist.sampling.row_rules import positions_after
 from eesd_dist.transport.contracts import Segment
 
 
-# Shapes: T rows, D hidden channels, S sampled rows, G ranks, V columns of a rank.
+# Shapes: T rows, D hidden channels, S sampled rows, O open ones, G ranks, V columns of a rank.
 class _Size(NamedTuple):
     """Key of a graph; row counts include padding."""
 
@@ -40,11 +42,15 @@ class GraphVerifier:
     """Layers [N, L), LM head and rule as CUDA graphs. One call at a time; every rank of a group
     makes the same calls."""
 
+    has_masks = False
+
     def __init__(self, span: LlamaSpan, layers: CudaLayers, head: LogitsHead) -> None:
         self._layers, self._head = layers, head
         device = span.paged.device
         self._group = layers.group
-        self._graphs: Graphs[_Size, Tensor] = Graphs(device, name="verifying", group=self._group)
+        self._graphs: Graphs[_Size, tuple[Tensor, Tensor]] = Graphs(
+            device, name="verifying", group=self._group
+        )
         self._rows_TD = torch.zeros(
             GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=device
         )
@@ -68,16 +74,15 @@ class GraphVerifier:
             return None
         return cls(span, layers, head)
 
-    def verify(self, segments: Sequence[Segment], hidden_TD: Tensor) -> Ints | None:
-        """Returns the target's token after each sampled row, or None for a pass without a graph.
-        Tokens are chosen by their score alone, from among all."""
+    def verify(
+        self, segments: Sequence[Segment], hidden_TD: Tensor, open_rows: Sequence[int]
+    ) -> Verified | None:
+        """Implements `RoundVerifier`; None for a pass without a graph."""
         sampled = [segment for segment in segments if segment.num_sampled]
         num_rows, num_sampled = len(hidden_TD), sum(s.num_sampled for s in sampled)
         if not (num_sampled and self._layers.has_graphs(num_rows)):
             return None
         if _padded(num_sampled) > self._max_sampled:
-            return None
-        if any(segment.masks for segment in sampled):
             return None
         arrays = row_arrays(
             [
@@ -93,12 +98,17 @@ class GraphVerifier:
         packed.append(packed_rows(arrays, tiles, size.num_rows))
         self._graphs.upload(np.concatenate(packed))
         self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
-        best_GS4 = self._graphs.run(size, lambda: self._pass(size))
-        return _best_tokens(best_GS4.narrow(1, 0, num_sampled).cpu().numpy())
+        best_GS4, logits_SV = self._graphs.run(size, lambda: self._pass(size))
+        logits_OV = logits_SV.narrow(0, 0, 0)
+        if open_rows:
+            logits_OV = logits_SV.index_select(0, uploaded(open_rows, logits_SV.device))
+        if len(open_rows) == num_sampled:  # no token to wait for
+            return Verified(np.zeros(num_sampled, np.int32), logits_OV)
+        return Verified(_best_tokens(best_GS4.narrow(1, 0, num_sampled).cpu().numpy()), logits_OV)
 
-    def _pass(self, size: _Size) -> Tensor:
+    def _pass(self, size: _Size) -> tuple[Tensor, Tensor]:
         """Launches the kernels over what is in the buffers. Returns each rank's `best_two`,
-        [G, S, 4]."""
+        [G, S, 4], and this rank's logits."""
         numbers = self._graphs.numbers
         lengths = [size.num_sampled, 4 * size.num_sampled]
         source_S, noise, packed = torch.split(numbers, [*lengths, len(numbers) - sum(lengths)])
@@ -108,8 +118,8 @@ class GraphVerifier:
         logits_SV = self._head(hidden_TD.index_select(0, source_S))
         best_S4 = best_two(logits_SV, noise, self._ids_V)
         if self._group.size == 1:
-            return best_S4.unsqueeze(0)
-        return torch.stack(self._group.all_gather(best_S4))
+            return best_S4.unsqueeze(0), logits_SV
+        return torch.stack(self._group.all_gather(best_S4)), logits_SV
 
 
 def _best_tokens(best_GS4: Ints) -> Ints:

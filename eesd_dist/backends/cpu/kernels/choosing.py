@@ -40,8 +40,8 @@ NUM_ROWS = MOST_ROWS
 """Rows with logits in memory at a time."""
 
 
-# Shapes: B = NUM_ROWS, S sampled rows, P threads, V vocabulary, W the same, padded to a block,
-# M masks, U words of 32 tokens of the target's vocabulary.
+# Shapes: B = NUM_ROWS, S sampled rows, O open ones, P threads, V vocabulary, W the same, padded to a
+# block, M masks, U words of 32 tokens of the target's vocabulary.
 class Memory(NamedTuple):
     """Memory that a call needs in between."""
 
@@ -67,6 +67,9 @@ class Choices(NamedTuple):
     """Positions of the tokens to be chosen."""
     masks_S: Ints
     """Which mask holds for each row; -1: none."""
+    open_S: Ints
+    """Where in `logits_OV` the logits of a row are wanted instead of a token; -1: a token."""
+    logits_OV: Floats
     tokens_S: Ints
     """-1: the mask leaves no token."""
     gaps_S: Floats
@@ -102,14 +105,16 @@ def _new_memory(num_tokens: int, num_threads: int) -> Memory:
     )
 
 
-def new_choices(count: int, *, with_gaps: bool) -> Choices:
-    """Returns greedy choices after so many rows, to be filled."""
+def new_choices(count: int, *, with_gaps: bool, open_shape: tuple[int, int] = (0, 0)) -> Choices:
+    """Returns greedy choices after so many rows, to be filled. `open_shape`: of `logits_OV`."""
     return Choices(
         rows_S=np.zeros(count, np.int32),
         divisors_S=np.zeros(count, np.float32),
         mixed_seeds_S=np.zeros(count, np.uint64),
         positions_S=np.zeros(count, np.int32),
         masks_S=np.full(count, -1, np.int32),
+        open_S=np.full(count, -1, np.int32),
+        logits_OV=np.empty(open_shape, np.float32),
         tokens_S=np.zeros(count, np.int32),
         gaps_S=np.zeros(count if with_gaps else 0, np.float32),
         scores_2S=np.full((2, count), _NEVER),
@@ -145,9 +150,13 @@ def _choose(
     end: int,
     thread: int,
 ) -> None:
-    """Chooses the tokens of sampled rows [at, end); `first`: the row of the first logits."""
+    """Chooses the tokens of sampled rows [at, end), or copies their logits; `first`: the row of the
+    first logits."""
     scores_V, keys_V = memory.scores_PV[thread], memory.keys_PV[thread]
     for row in range(at, end):
+        if choices.open_S[row] >= 0:
+            choices.logits_OV[choices.open_S[row], :] = memory.logits_BW[row - first][: len(ids_V)]
+            continue
         choice_words(choices.mixed_seeds_S[row], choices.positions_S[row], memory.words_P3[thread])
         score_row(
             memory.logits_BW[row - first][: len(ids_V)],
