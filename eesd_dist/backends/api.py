@@ -88,6 +88,11 @@ class RoundVerifier(Protocol):
     has_masks: bool
     """True if choices by score may have a mask."""
 
+    @property
+    def has_filters(self) -> bool:
+        """True if choices by score may have filters."""
+        ...
+
     def verify(
         self, segments: Sequence[Segment], hidden_TD: Tensor, open_rows: Sequence[int]
     ) -> Verified | None:

@@ -26,7 +26,7 @@ from eesd_dist.model.parallel import joined_over_ranks
 from eesd_dist.model.rank_memory import logits_block
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.rejection import reject_all
-from eesd_dist.sampling.row_rules import RowRule, chooses_by_score, rules_of
+from eesd_dist.sampling.row_rules import RowRule, keeps_logits, rules_of
 from eesd_dist.sampling.rule import TokenChoice, choose, joined_choices, silent_choice
 from eesd_dist.transport.channel import follow_round, share_close, share_round
 from eesd_dist.transport.contracts import (
@@ -81,7 +81,7 @@ class VerifyStage:
         self.span.move(header.kv_moves)
         verifier = self.verifier
         if verifier is not None and _is_one_pass(header):
-            open_rows, rules = _open_rows(header.segments, has_masks=verifier.has_masks)
+            open_rows, rules = _open_rows(header.segments, verifier)
             verified = verifier.verify(header.segments, hidden_TD, open_rows)
             if verified is not None:
                 choice = silent_choice(verified.tokens_S)
@@ -204,9 +204,10 @@ def _is_one_pass(header: RoundHeader) -> bool:
     return not any(segment.forced for segment in header.segments)
 
 
-def _open_rows(segments: Sequence[Segment], *, has_masks: bool) -> tuple[list[int], list[RowRule]]:
-    """Returns which of the sampled rows need more than their scores, and their rules. `has_masks`:
-    a mask is no more."""
+def _open_rows(
+    segments: Sequence[Segment], verifier: RoundVerifier
+) -> tuple[list[int], list[RowRule]]:
+    """Returns which of the sampled rows the call cannot decide, and their rules."""
     open_rows: list[int] = []
     rules: list[RowRule] = []
     end = 0
@@ -214,8 +215,9 @@ def _open_rows(segments: Sequence[Segment], *, has_masks: bool) -> tuple[list[in
         first, end = end, end + segment.num_sampled
         if not segment.num_sampled or (
             segment.top_logprobs is None
-            and (has_masks or not segment.masks)
-            and chooses_by_score(
+            and (verifier.has_masks or not segment.masks)
+            and (verifier.has_filters or not segment.params.is_filtered)
+            and keeps_logits(
                 segment.params,
                 num_generated=segment.start
                 + segment.num_rows

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.devices import backend_of
+from eesd_dist.sampling.row_filters import RowFilters
 
 
 class BestTwo(NamedTuple):
@@ -35,12 +36,14 @@ class SamplingBackend(Protocol):
         divisors: Sequence[float],
         words_S3: npt.NDArray[np.int32],
         vocab_ids: Tensor | None,
+        filters: RowFilters | None,
     ) -> BestTwo | None:
-        """Returns the best of logits with noise, in one call; None if the device has none. There
-        must be two columns.
+        """Returns the best of what the filters leave of logits with noise, in one call; None if the
+        device has none. There must be two columns.
 
         `divisors`: temperature of each row, 0 for one without noise; `words_S3`: key words of the
-        noise; `vocab_ids` [V]: tokens of the columns, None for 0, 1, 2, ...
+        noise; `vocab_ids` [V]: tokens of the columns, None for 0, 1, 2, ...; `filters`: None if no
+        row has any.
         """
         ...
 

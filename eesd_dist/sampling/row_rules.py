@@ -67,19 +67,15 @@ class RowRule(Value, frozen=True, kw_only=True):
         return bool(self.mask or self.forbidden) or self.params.edits_logits
 
 
-def chooses_by_score(params: ChoiceParams, *, num_generated: int) -> bool:
-    """Returns whether choices after so many generated tokens are made by logits and noise alone,
-    among all tokens or those of a mask: no token is filtered or has its logit changed."""
-    return not params.is_filtered and _keeps_logits(params, num_generated=num_generated)
-
-
 def is_guessed_by_score(params: ChoiceParams, *, num_generated: int) -> bool:
     """Returns whether logits and noise alone guess nearly as well as the whole rule: filters that
     keep nearly all probability are left to the verifier, which rejects what they exclude."""
-    return not params.is_narrow and _keeps_logits(params, num_generated=num_generated)
+    return not params.is_narrow and keeps_logits(params, num_generated=num_generated)
 
 
-def _keeps_logits(params: ChoiceParams, *, num_generated: int) -> bool:
+def keeps_logits(params: ChoiceParams, *, num_generated: int) -> bool:
+    """Returns whether no token has its logit changed, but by a mask, in choices after so many
+    generated tokens."""
     is_forbidden = params.stop_token_ids and num_generated < params.min_tokens
     return not (params.edits_logits or is_forbidden)
 

@@ -42,9 +42,9 @@ class CompiledEngine(CpuEngine):
     compiles_kernels = True
 
     def warm_up(self) -> None:
-        from eesd_dist.backends.cpu.kernels import choice
+        from eesd_dist.backends.cpu.kernels import best_two
 
-        choice.warm_up()
+        best_two.warm_up()
 
     def drafter(
         self, span: LlamaSpan, head: ExitHead, *, compiles_in_background: bool

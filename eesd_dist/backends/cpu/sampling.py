@@ -10,6 +10,7 @@ from torch import Tensor
 from eesd_dist.backends.torch.sampling import TorchSampling
 from eesd_dist.sampling.backend import BestTwo
 from eesd_dist.sampling.noise import key_words
+from eesd_dist.sampling.row_filters import RowFilters
 
 _ELEMENTS_AT_ONCE = 1 << 17
 
@@ -59,8 +60,9 @@ class CompiledSampling(CpuSampling):
         divisors: Sequence[float],
         words_S3: npt.NDArray[np.int32],
         vocab_ids: Tensor | None,
+        filters: RowFilters | None,
     ) -> BestTwo:
-        from eesd_dist.backends.cpu.kernels.choice import best_two
+        from eesd_dist.backends.cpu.kernels.best_two import best_two
 
         ids_V = torch.arange(logits_SV.shape[-1]) if vocab_ids is None else vocab_ids
         columns_S2, scores_S2 = best_two(
@@ -68,5 +70,6 @@ class CompiledSampling(CpuSampling):
             divisors,
             words_S3,
             ids_V.to(torch.int32).numpy(),
+            filters,
         )
         return BestTwo(ids_V.to(torch.int64).numpy()[columns_S2], scores_S2)

@@ -36,6 +36,10 @@ class Verifier:
 
     has_masks = True
 
+    @property
+    def has_filters(self) -> bool:
+        return self._layers.group.size == 1
+
     def __init__(self, layers: CompiledLayers, head: NormedProduct, *, vocab_start: int) -> None:
         """`vocab_start`: the token of the head's first column."""
         self._layers = layers
@@ -88,6 +92,7 @@ class Verifier:
                 choices.rows_S[at:end] = range(end_row - count, end_row)
                 choices.positions_S[at:end] = positions_after(segment)[-count:]
                 choices.divisors_S[at:end] = temperature
+                choices.filters.fill(slice(at, end), segment.params)
                 if segment.masks:
                     choices.masks_S[at:end] = range(num_masks, num_masks + count)
                     num_masks += count

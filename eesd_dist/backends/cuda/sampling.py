@@ -12,6 +12,7 @@ from eesd_dist.backends.cuda.choice import best_two_on_gpu, gumbel_on_gpu
 from eesd_dist.backends.torch.sampling import TorchSampling
 from eesd_dist.sampling.backend import BestTwo
 from eesd_dist.sampling.noise import key_words
+from eesd_dist.sampling.row_filters import RowFilters
 
 _ALIGNED_COLUMNS = 4
 """Number of float32 columns in one aligned read."""
@@ -30,7 +31,10 @@ class CudaSampling(TorchSampling):
         divisors: Sequence[float],
         words_S3: npt.NDArray[np.int32],
         vocab_ids: Tensor | None,
-    ) -> BestTwo:
+        filters: RowFilters | None,
+    ) -> BestTwo | None:
+        if filters is not None:
+            return None
         best_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, vocab_ids).cpu().numpy()
         return BestTwo(best_S4[:, :2].astype(np.int64), best_S4[:, 2:].view(np.float32))
 

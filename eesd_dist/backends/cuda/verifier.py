@@ -43,6 +43,7 @@ class GraphVerifier:
     makes the same calls."""
 
     has_masks = False
+    has_filters = False
 
     def __init__(self, span: LlamaSpan, layers: CudaLayers, head: LogitsHead) -> None:
         self._layers, self._head = layers, head

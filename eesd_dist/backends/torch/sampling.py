@@ -9,6 +9,7 @@ from torch import Tensor
 
 from eesd_dist.sampling.backend import BestTwo
 from eesd_dist.sampling.noise import gumbel_by_steps
+from eesd_dist.sampling.row_filters import RowFilters
 
 
 # Shapes: S rows, V columns, B best columns.
@@ -24,6 +25,7 @@ class TorchSampling:
         divisors: Sequence[float],
         words_S3: npt.NDArray[np.int32],
         vocab_ids: Tensor | None,
+        filters: RowFilters | None,
     ) -> BestTwo | None:
         return None
 

@@ -1,11 +1,10 @@
-"""Noise and the choice of a token on a CPU, each in one compiled call, with the bits of `noise` and
-`rule`.
+"""Noise and scores of tokens on a CPU, compiled, with the bits of `noise` and `rule`.
 
 The same sequence of 32-bit integer and single float32 operations, in loops over arrays that LLVM
 turns into vectors. No two operations may be fused: Numba does not unless it is told to.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -126,33 +125,6 @@ def two_largest(keys_V: Ints) -> tuple[int, int]:
     return first, first_largest(keys_V)
 
 
-def _best_two(
-    logits_SV: Floats,
-    divisors_S: Floats,
-    words_S3: npt.NDArray[np.uint32],
-    ids_V: Ints,
-    best_S2: npt.NDArray[np.int64],
-    values_S2: Floats,
-) -> None:
-    count = len(ids_V)
-    scores_V, lost_V = np.empty(count, np.float32), np.empty(count, np.float32)
-    keys_V, mantissas_V = np.empty(count, np.int32), np.empty(count, np.int32)
-    for row in range(len(logits_SV)):
-        score_row(
-            logits_SV[row],
-            divisors_S[row],
-            words_S3[row],
-            ids_V,
-            scores_V,
-            lost_V,
-            keys_V,
-            mantissas_V,
-        )
-        first, second = two_largest(keys_V)
-        best_S2[row, 0], best_S2[row, 1] = first, second
-        values_S2[row, 0], values_S2[row, 1] = scores_V[first], scores_V[second]
-
-
 @inner
 def _mix_64(x: np.uint64) -> np.uint64:
     x = np.uint64(x + _GOLDEN_64)
@@ -171,13 +143,6 @@ def choice_words(mixed_seed: np.uint64, position: int, words_3: npt.NDArray[np.u
     words_3[2] = np.uint32(_mix_64(key) & _LOW)
 
 
-def warm_up() -> None:
-    """Compiles the kernels or loads them, so that no request waits for it."""
-    words_S3, ids_V = np.zeros((1, 3), np.int32), np.arange(2, dtype=np.int32)
-    gumbel_rows(words_S3, ids_V)
-    best_two(np.zeros((1, 2), np.float32), [1.0], words_S3, ids_V)
-
-
 def gumbel_rows(words_S3: npt.NDArray[np.int32], ids_V: Ints) -> Floats:
     """Returns the draws [S, V] of `noise.gumbel`."""
     noise_SV = np.empty((len(words_S3), len(ids_V)), np.float32)
@@ -185,31 +150,6 @@ def gumbel_rows(words_S3: npt.NDArray[np.int32], ids_V: Ints) -> Floats:
     return noise_SV
 
 
-def best_two(
-    logits_SV: Floats, divisors: Sequence[float], words_S3: npt.NDArray[np.int32], ids_V: Ints
-) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Returns the columns and scores [S, 2] of each row's best two, of equal ones the first.
-
-    `divisors`: temperatures, 0 for a row without noise.
-    """
-    best_S2 = np.empty((len(logits_SV), 2), np.int64)
-    values_S2 = np.empty((len(logits_SV), 2), np.float32)
-    choice_kernel()(
-        logits_SV,
-        np.array(divisors, np.float32),
-        np.ascontiguousarray(words_S3).view(np.uint32),
-        ids_V,
-        best_S2,
-        values_S2,
-    )
-    return best_S2, values_S2
-
-
 @cache
 def gumbel_kernel() -> Callable[..., None]:
     return kernel(_gumbel)
-
-
-@cache
-def choice_kernel() -> Callable[..., None]:
-    return kernel(_best_two)

@@ -19,6 +19,13 @@ from eesd_dist.backends.cpu.kernels.choice import (
     score_row,
     two_largest,
 )
+from eesd_dist.backends.cpu.kernels.filters import (
+    LOWEST_KEY,
+    NUM_BINS,
+    Longs,
+    filter_row,
+    has_filter,
+)
 from eesd_dist.backends.cpu.kernels.lanes import address_of
 from eesd_dist.backends.cpu.kernels.layers import Scratch
 from eesd_dist.backends.cpu.kernels.products import Kind, LmHead, multiply, norm_rows, thread_range
@@ -26,22 +33,21 @@ from eesd_dist.backends.cpu.kernels.rank_sums import best_over_ranks
 from eesd_dist.backends.cpu.kernels.threads import wait
 from eesd_dist.backends.cpu.kernels.tiles import BLOCK, MOST_ROWS, in_blocks
 from eesd_dist.model.kv_layout import Ints
+from eesd_dist.sampling.row_filters import RowFilters
 from eesd_dist.sampling.rule import WIDEST_GAP
 from eesd_dist.transport.sum_layout import SumsCall
 
 _FLOAT_BYTES = 4
 _WIDEST_GAP = np.float32(WIDEST_GAP)
 _NEVER = np.float32(-np.inf)
-_NEVER_KEY = np.int32(-0x7F800001)
-"""The key of that score, as `score_row` makes keys."""
 Masks = npt.NDArray[np.uint32]
 NO_MASKS: Masks = np.zeros((0, 0), np.uint32)
 NUM_ROWS = MOST_ROWS
 """Rows with logits in memory at a time."""
 
 
-# Shapes: B = NUM_ROWS, S sampled rows, O open ones, P threads, V vocabulary, W the same, padded to a
-# block, M masks, U words of 32 tokens of the target's vocabulary.
+# Shapes: B = NUM_ROWS, S sampled rows, O open ones, P threads, V vocabulary, W the same, padded to
+# a block, N bins, M masks, U words of 32 tokens of the target's vocabulary.
 class Memory(NamedTuple):
     """Memory that a call needs in between."""
 
@@ -51,6 +57,9 @@ class Memory(NamedTuple):
     keys_PV: Ints
     mantissas_PV: Ints
     words_P3: npt.NDArray[np.uint32]
+    scaled_PV: Floats
+    masses_PN: Longs
+    counts_PN: Ints
     numbers_B: Ints
     """0, 1, 2, ..."""
 
@@ -67,6 +76,7 @@ class Choices(NamedTuple):
     """Positions of the tokens to be chosen."""
     masks_S: Ints
     """Which mask holds for each row; -1: none."""
+    filters: RowFilters
     open_S: Ints
     """Where in `logits_OV` the logits of a row are wanted instead of a token; -1: a token."""
     logits_OV: Floats
@@ -101,6 +111,9 @@ def _new_memory(num_tokens: int, num_threads: int) -> Memory:
         keys_PV=np.zeros(wide, np.int32),
         mantissas_PV=np.zeros(wide, np.int32),
         words_P3=np.zeros((num_threads, 3), np.uint32),
+        scaled_PV=np.zeros(wide, np.float32),
+        masses_PN=np.zeros((num_threads, NUM_BINS), np.int64),
+        counts_PN=np.zeros((num_threads, NUM_BINS), np.int32),
         numbers_B=np.arange(NUM_ROWS, dtype=np.int32),
     )
 
@@ -113,6 +126,7 @@ def new_choices(count: int, *, with_gaps: bool, open_shape: tuple[int, int] = (0
         mixed_seeds_S=np.zeros(count, np.uint64),
         positions_S=np.zeros(count, np.int32),
         masks_S=np.full(count, -1, np.int32),
+        filters=RowFilters.none(count),
         open_S=np.full(count, -1, np.int32),
         logits_OV=np.empty(open_shape, np.float32),
         tokens_S=np.zeros(count, np.int32),
@@ -130,13 +144,52 @@ def masks_of(masks: Sequence[bytes], *, count: int) -> Masks:
 
 
 @inner
+def _is_masked(mask_U: Masks, token: int) -> bool:
+    return (mask_U[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == np.uint32(0)
+
+
+@inner
 def _mask(mask_U: Masks, ids_V: Ints, scores_V: Floats, keys_V: Ints) -> None:
     """Gives the tokens without a bit the lowest score."""
     for v in range(len(ids_V)):
-        token = ids_V[v]
-        if (mask_U[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == np.uint32(0):
+        if _is_masked(mask_U, ids_V[v]):
             scores_V[v] = _NEVER
-            keys_V[v] = _NEVER_KEY
+            keys_V[v] = LOWEST_KEY
+
+
+@inner
+def _filter(
+    memory: Memory,
+    choices: Choices,
+    masks_MU: Masks,
+    ids_V: Ints,
+    logits_V: Floats,
+    row: int,
+    thread: int,
+) -> None:
+    """Gives the tokens that a row's filters exclude the lowest score, after `score_row`."""
+    divisor, mask, scaled_V = (
+        choices.divisors_S[row],
+        choices.masks_S[row],
+        memory.scaled_PV[thread],
+    )
+    for v in range(len(ids_V)):
+        scaled_V[v] = logits_V[v] / divisor
+    if mask >= 0:
+        for v in range(len(ids_V)):
+            if _is_masked(masks_MU[mask], ids_V[v]):
+                scaled_V[v] = _NEVER
+    filter_row(
+        scaled_V,
+        choices.filters,
+        row,
+        memory.masses_PN[thread],
+        memory.counts_PN[thread],
+        memory.lost_PV[thread],
+        memory.mantissas_PV[thread],
+        memory.scores_PV[thread],
+        memory.keys_PV[thread],
+    )
 
 
 @inner
@@ -168,6 +221,9 @@ def _choose(
             keys_V,
             memory.mantissas_PV[thread],
         )
+        if has_filter(choices.filters, row):
+            logits_V = memory.logits_BW[row - first][: len(ids_V)]
+            _filter(memory, choices, masks_MU, ids_V, logits_V, row, thread)
         if choices.masks_S[row] >= 0:
             _mask(masks_MU[choices.masks_S[row]], ids_V, scores_V, keys_V)
         if len(choices.gaps_S) > 0:

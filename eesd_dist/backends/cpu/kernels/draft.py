@@ -37,6 +37,7 @@ from eesd_dist.control.chain_rule import (
 )
 from eesd_dist.model import kv_layout
 from eesd_dist.model.kv_layout import Ints, RowArrays
+from eesd_dist.sampling import row_filters
 from eesd_dist.transport import sum_layout
 
 Longs = npt.NDArray[np.int64]
@@ -56,7 +57,7 @@ _TABLE, _POSITION, _IN_ORDER, _ZEROS = range(4)
 _NUM_ROWS, _NUM_ALIVE = range(2)
 NUM_WORK_COUNTS = 2
 
-_PARTS = (kv_layout, sum_layout, chain_rule)
+_PARTS = (kv_layout, sum_layout, chain_rule, row_filters)
 _run_layers = layers_kernel()
 use_in_kernels(chain_rule.PORTABLE)
 

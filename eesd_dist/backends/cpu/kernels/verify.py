@@ -19,9 +19,10 @@ from eesd_dist.backends.cpu.kernels.sources import Source, copy_rows
 from eesd_dist.backends.cpu.kernels.threads import wait
 from eesd_dist.model import kv_layout
 from eesd_dist.model.kv_layout import Ints, RowArrays
+from eesd_dist.sampling import row_filters
 from eesd_dist.transport import sum_layout
 
-_PARTS = (kv_layout, sum_layout)
+_PARTS = (kv_layout, sum_layout, row_filters)
 _run_layers = layers_kernel()
 
 
