@@ -85,10 +85,7 @@ def processed(
     Does not change its argument, and returns it when there is nothing to do. `group` are the ranks
     that hold the other columns, for filters; edits need no other columns.
     """
-    scores_SV = logits_SV
-    if any(rule.edits_logits for rule in rules):
-        scores_SV = scores_SV.clone()
-        _edit_(scores_SV, rules, columns)
+    scores_SV = edited(logits_SV, rules, columns)
     if any(rule.params.temperature != 1.0 and not rule.params.is_greedy for rule in rules):
         divisors = [1.0 if rule.params.is_greedy else rule.params.temperature for rule in rules]
         # by a tensor: a division by a number may become a multiplication by its reciprocal
@@ -101,6 +98,15 @@ def processed(
     scores_SV = scores_SV.clone() if scores_SV is logits_SV else scores_SV
     scores_SV[rows] = filtered(scores_SV[rows], [rules[row] for row in rows], group=group)
     return scores_SV
+
+
+def edited(logits_SV: Tensor, rules: Sequence[RowRule], columns: Columns) -> Tensor:
+    """Returns the logits with single ones edited; its argument where there is nothing to do."""
+    if not any(rule.edits_logits for rule in rules):
+        return logits_SV
+    edited_SV = logits_SV.clone()
+    _edit_(edited_SV, rules, columns)
+    return edited_SV
 
 
 class _Edits:

@@ -31,9 +31,11 @@ from eesd_dist.sampling.processors import (
     Columns,
     DraftVocabulary,
     VocabularyShard,
+    edited,
     log_total,
     processed,
 )
+from eesd_dist.sampling.row_filters import RowFilters
 from eesd_dist.sampling.row_rules import RowRule, rules_of
 from eesd_dist.transport.contracts import TensorGroup
 
@@ -173,19 +175,20 @@ def draft_choice(
 def _best_two(
     logits_SV: Tensor, rules: Sequence[RowRule], vocab_ids: Tensor | None
 ) -> BestTwo | None:
-    """Returns the best two of each row in one call, if the scores are the logits and noise alone
-    and the device has such a call."""
+    """Returns the best two of each row in one call, if the device has such a call."""
     if logits_SV.shape[-1] < 2:
         return None
-    if any(rule.edits_logits or rule.params.is_filtered or rule.forced >= 0 for rule in rules):
-        return None
+    filters = None
+    if any(rule.params.is_filtered for rule in rules):
+        filters = RowFilters.of([rule.params for rule in rules])
     divisors = [rule.params.noise_temperature for rule in rules]
     keys = [
         noise_key(rule.params.seed, rule.position) if divisor else 0
         for rule, divisor in zip(rules, divisors, strict=True)
     ]
     backend = sampling_on(logits_SV.device)
-    return backend.best_two(logits_SV, divisors, key_words(keys), vocab_ids)
+    edited_SV = edited(logits_SV, rules, _columns_of(logits_SV, vocab_ids))
+    return backend.best_two(edited_SV, divisors, key_words(keys), vocab_ids, filters)
 
 
 def score_gaps(best_S4: _Ints) -> _Floats:
@@ -240,10 +243,13 @@ def _num_top(rules: Sequence[RowRule]) -> int | None:
 
 def _choose_on_rank(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
     num_top = _num_top(rules)
-    winners = _best_two(logits_SV, rules, None) if num_top is None else None
-    if winners is not None:
+    winners = _best_two(logits_SV, rules, None)
+    if winners is not None and num_top is None:
         return silent_choice(winners.tokens_S2[:, 0])
-    tokens_S = _tokens(logits_SV, rules)
+    if winners is None:
+        tokens_S = _tokens(logits_SV, rules)
+    else:
+        tokens_S = torch.from_numpy(winners.tokens_S2[:, 0]).to(logits_SV.device)
     for row, rule in enumerate(rules):
         if rule.forced >= 0:
             tokens_S[row] = rule.forced

@@ -15,7 +15,8 @@ from msgspec import structs
 from torch import Tensor
 
 from eesd_dist.backends.api import engine_on
-from eesd_dist.backends.cpu.kernels import choice as choice_kernels
+from eesd_dist.backends.cpu.kernels.best_two import best_two_kernel
+from eesd_dist.backends.cpu.kernels.choice import gumbel_kernel
 from eesd_dist.backends.cpu.sampling import CpuSampling
 from eesd_dist.backends.torch.sampling import TorchSampling
 from eesd_dist.model.parallel import rank_range
@@ -442,7 +443,7 @@ def test_the_compiled_choice_is_that_of_the_scores(
 
 def test_no_choice_compiles_once_the_rule_is_ready() -> None:
     engine_on(torch.device("cpu")).warm_up()
-    kernels = (choice_kernels.gumbel_kernel(), choice_kernels.choice_kernel())
+    kernels = (gumbel_kernel(), best_two_kernel())
     before = [len(kernel.signatures) for kernel in kernels]
     for temperature in (0.0, 0.7):
         row_rule = rule(SamplingParams(temperature=temperature, seed=3))
