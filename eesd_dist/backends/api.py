@@ -17,6 +17,7 @@ from eesd_dist.devices import backend_of
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.span import LlamaSpan
+from eesd_dist.sampling.row_filters import NO_FILTER
 from eesd_dist.transport.contracts import Segment
 
 
@@ -38,6 +39,8 @@ class ChainStart(NamedTuple):
     seed: int = 0
     mask: bytes = b""
     """The tokens that may be guessed; empty: any. Only where one guess is made at most."""
+    filters: tuple[int, float, float] = NO_FILTER
+    """Of each guess, as `RowFilters` has them."""
 
 
 class DraftedChain(NamedTuple):
@@ -61,6 +64,11 @@ class ChainDrafter(Protocol):
     """Name in the statistics of rounds."""
     has_masks: bool
     """True if guesses may have a mask."""
+
+    @property
+    def has_filters(self) -> bool:
+        """True if guesses may have filters."""
+        ...
 
     @property
     def is_usable(self) -> bool:

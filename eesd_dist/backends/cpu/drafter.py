@@ -32,6 +32,7 @@ from eesd_dist.model.kv_layout import NO_ROWS
 from eesd_dist.model.parallel import rank_range
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.noise import mixed_seed
+from eesd_dist.sampling.row_filters import NO_FILTER, RowFilters
 
 
 # Shapes: T known rows, N rows in the results, D padded hidden channels.
@@ -90,6 +91,10 @@ class RoundDrafter:
         )
 
     @property
+    def has_filters(self) -> bool:
+        return self._layers.group.size == 1
+
+    @property
     def is_usable(self) -> bool:
         return self._layers.needs_no_messages
 
@@ -126,7 +131,7 @@ class RoundDrafter:
         masks: list[bytes] = []
         masks_B = np.full(len(chains), -1, np.int32)
         max_read = 0
-        for b, (tokens, _, max_draft, _, unread, _, _, mask) in enumerate(chains):
+        for b, (tokens, _, max_draft, _, unread, _, _, mask, _) in enumerate(chains):
             source += [embedding_at + token * embedding_bytes for token in tokens]
             if max_draft:
                 for row_slice in unread:
@@ -151,6 +156,7 @@ class RoundDrafter:
             mixed_seeds_B=np.array(
                 [mixed_seed(c.seed) if c.temperature else 0 for c in chains], np.uint64
             ),
+            filters=_filters(chains),
             lagging_L=np.array(lagging, np.int64),
             masks_B=masks_B,
             masks_MU=masks_of(masks, count=len(masks)),
@@ -258,6 +264,14 @@ def _rules(chains: Sequence[ChainStart]) -> Rules:
         curves_CQ2=_stacked(tables.curves),
         ints_B4=np.array(ints_B4, np.int32),
     )
+
+
+def _filters(chains: Sequence[ChainStart]) -> RowFilters:
+    filters = RowFilters.none(len(chains))
+    for b, chain in enumerate(chains):
+        if chain.filters != NO_FILTER:
+            filters.top_k_S[b], filters.top_p_S[b], filters.log_min_p_S[b] = chain.filters
+    return filters
 
 
 def _stacked(arrays: Sequence[Doubles]) -> Doubles:

@@ -32,6 +32,7 @@ class GraphDrafter:
 
     name = "graph"
     has_masks = False
+    has_filters = False
     is_usable = True
 
     def __init__(self, steps: DraftSteps) -> None:

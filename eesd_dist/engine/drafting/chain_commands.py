@@ -24,6 +24,7 @@ class LeadingDrafter:
         self._commands = commands
         self.name = own.name
         self.has_masks = own.has_masks
+        self.has_filters = own.has_filters
 
     @property
     def is_usable(self) -> bool:
@@ -36,7 +37,7 @@ class LeadingDrafter:
 
 # Shapes: L rows that the head has not read, D hidden channels.
 def command_of(chains: Sequence[ChainStart]) -> DraftChains:
-    """Returns the command for these requests."""
+    """Returns the command for these requests, without filters: calls of several ranks have none."""
     tables = tables_of([chain.rule for chain in chains])
     lagging = [rows for chain in chains if chain.max_draft for rows in chain.lagging]
     records = [

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eesd_dist.backends.api import ChainDrafter
 from eesd_dist.backends.row_slices import joined
 from eesd_dist.config import TreeConfig
 from eesd_dist.control.tree_growth import Offer
@@ -115,11 +116,11 @@ def noise_of(run: DraftRun) -> float:
     return run.item.live.choice_params.noise_temperature
 
 
-def chooses_plainly(run: DraftRun) -> bool:
-    """Returns whether one token is guessed next, by its score alone."""
+def chooses_plainly(run: DraftRun, drafter: ChainDrafter) -> bool:
+    """Returns whether one token is guessed next, by its score alone, as far as this drafter sees."""
     live = run.item.live
     return not run.is_tree and is_guessed_by_score(
-        live.request.sampling, num_generated=live.num_generated
+        live.request.sampling, num_generated=live.num_generated, has_filters=drafter.has_filters
     )
 
 

@@ -21,6 +21,7 @@ from eesd_dist.engine.drafting.ranks import DraftCompute
 from eesd_dist.engine.drafting.run import Candidate, DraftRun
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.layers.paged_layers import LayerRows
+from eesd_dist.sampling.row_filters import NO_FILTER, filter_of
 from eesd_dist.types import Evidence
 
 CATCH_UP_ROWS = 32
@@ -125,7 +126,7 @@ class LevelDrafter:
         if drafter is None or with_probs or self._guesser.rejection:
             return False
         return all(fits_one_call(row.run) for row in fresh) and all(
-            chooses_plainly(run)
+            chooses_plainly(run, drafter)
             and id(run) in have_rows
             and (drafter.has_masks or run.constraint is None)
             for run in active
@@ -200,9 +201,17 @@ def chain_start(
     if not max_draft:
         return ChainStart(row.tokens, row.segment, 0, rule)
     run = row.run
-    seed = run.item.live.request.sampling.seed
+    sampling = run.item.live.request.sampling
     return ChainStart(
-        row.tokens, row.segment, max_draft, rule, run.state.lagging_TD, noise_of(run), seed, mask
+        row.tokens,
+        row.segment,
+        max_draft,
+        rule,
+        run.state.lagging_TD,
+        noise_of(run),
+        sampling.seed,
+        mask,
+        filter_of(sampling) if sampling.is_narrow else NO_FILTER,
     )
 
 

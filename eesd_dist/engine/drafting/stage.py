@@ -156,7 +156,7 @@ class DraftStage:
         else:
             drafting = []
         no_call = self._no_call
-        rules, reasons = choose_drafters(drafting, policy, no_call=no_call)
+        rules, reasons = choose_drafters(drafting, policy, drafter=self.drafter, no_call=no_call)
         drafters = self._uses(rules, reasons)
         at_once: list[DraftRun] = []
         if no_call is None and (rules or not reasons):  # those that draft nothing go with the rules

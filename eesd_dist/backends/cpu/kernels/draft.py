@@ -38,6 +38,7 @@ from eesd_dist.control.chain_rule import (
 from eesd_dist.model import kv_layout
 from eesd_dist.model.kv_layout import Ints, RowArrays
 from eesd_dist.sampling import row_filters
+from eesd_dist.sampling.row_filters import RowFilters
 from eesd_dist.transport import sum_layout
 
 Longs = npt.NDArray[np.int64]
@@ -94,6 +95,7 @@ class Batch(NamedTuple):
     divisors_B: Floats
     """Temperature of the choice; 0: greedy."""
     mixed_seeds_B: npt.NDArray[np.uint64]
+    filters: RowFilters
     lagging_L: Longs
     """Addresses of the rows before the known ones that the head has not read."""
     masks_B: Ints
@@ -231,6 +233,10 @@ def _ask(batch: Batch, rules: Rules, drafted: Drafted, work: Work) -> None:
         work.choices.divisors_S[num_alive] = batch.divisors_B[b]
         work.choices.mixed_seeds_S[num_alive] = batch.mixed_seeds_B[b]
         work.choices.masks_S[num_alive] = batch.masks_B[b] if num_drafted == 0 else -1
+        filters = work.choices.filters
+        filters.top_k_S[num_alive] = batch.filters.top_k_S[b]
+        filters.top_p_S[num_alive] = batch.filters.top_p_S[b]
+        filters.log_min_p_S[num_alive] = batch.filters.log_min_p_S[b]
         work.choices.positions_S[num_alive] = work.ints_4M[_IN_ORDER, num_rows - 1]
         num_alive += 1
     work.counts[_NUM_ROWS], work.counts[_NUM_ALIVE] = num_rows, num_alive
