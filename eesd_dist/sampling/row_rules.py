@@ -67,15 +67,11 @@ class RowRule(Value, frozen=True, kw_only=True):
         return bool(self.mask or self.forbidden) or self.params.edits_logits
 
 
-def is_guessed_by_score(
-    params: ChoiceParams, *, num_generated: int, has_filters: bool = False
-) -> bool:
-    """Returns whether logits and noise alone guess nearly as well as the whole rule: filters that
-    keep nearly all probability are left to the verifier, which rejects what they exclude.
-    `has_filters`: narrow ones are no obstacle."""
-    if params.is_narrow and not has_filters:
-        return False
-    return keeps_logits(params, num_generated=num_generated)
+def is_guessed_by_score(params: ChoiceParams, *, has_filters: bool) -> bool:
+    """Returns whether logits and noise alone guess nearly as well as the whole rule. Penalties and
+    biases, and filters that keep nearly all probability, are left to the verifier, which rejects
+    what they exclude. `has_filters`: narrow ones are applied to guesses, too."""
+    return has_filters or not params.is_narrow
 
 
 def keeps_logits(params: ChoiceParams, *, num_generated: int) -> bool:

@@ -117,11 +117,9 @@ def noise_of(run: DraftRun) -> float:
 
 
 def chooses_plainly(run: DraftRun, drafter: ChainDrafter) -> bool:
-    """Returns whether one token is guessed next, by its score alone, as far as this drafter sees."""
-    live = run.item.live
-    return not run.is_tree and is_guessed_by_score(
-        live.request.sampling, num_generated=live.num_generated, has_filters=drafter.has_filters
-    )
+    """Returns whether one token is guessed next, by its score as the drafter has it."""
+    sampling = run.item.live.request.sampling
+    return not run.is_tree and is_guessed_by_score(sampling, has_filters=drafter.has_filters)
 
 
 def offer_of(guess: Guess) -> Offer:

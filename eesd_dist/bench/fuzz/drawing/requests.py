@@ -51,7 +51,7 @@ def draw_pool(
 
 def is_plain_choice(sampling: SamplingParams) -> bool:
     """Returns whether tokens are guessed by their scores alone."""
-    return is_guessed_by_score(sampling, num_generated=0)
+    return is_guessed_by_score(sampling, has_filters=False)
 
 
 def draw_speculation(rng: Random, *, is_plain: bool) -> SpeculationParams:
