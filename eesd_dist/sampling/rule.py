@@ -197,7 +197,8 @@ def score_gaps(best_S4: _Ints) -> _Floats:
 
 
 def _gaps(scores_S2: _Floats) -> _Floats:
-    gaps_S: _Floats = np.minimum(scores_S2[:, 0] - scores_S2[:, 1], np.float32(WIDEST_GAP))
+    with np.errstate(invalid="ignore"):  # NaN where no token is possible
+        gaps_S: _Floats = np.minimum(scores_S2[:, 0] - scores_S2[:, 1], np.float32(WIDEST_GAP))
     return gaps_S
 
 

@@ -20,7 +20,8 @@ LevelReason = Literal[
 ]
 """Reasons for drafting level by level: evidence is logged; rejection sampling; no call for this
 stage (ranks on several hosts, no kernels, or they are still being compiled); a tree; features are
-returned; a grammar; narrow filters, where the call has none; the controller decides on every token."""
+returned; a grammar; narrow filters, where the call has none; the controller decides on every
+token."""
 
 
 def choose_drafters(

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from eesd_dist.sampling.row_rules import chooses_by_score, is_guessed_by_score, rules_of
+from eesd_dist.sampling.row_rules import is_guessed_by_score, keeps_logits, rules_of
 from eesd_dist.transport.contracts import Segment
 from eesd_dist.types import ChoiceParams, SamplingParams
 from tests.unit.sampling.rows_and_odds import rule
@@ -99,25 +99,26 @@ def test_a_row_of_a_tree_has_the_rule_of_its_own_branch_and_of_no_other() -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_chosen", "is_guessed"),
+    ("changes", "keeps", "is_guessed"),
     [
         ({}, True, True),
-        ({"top_p": 0.95}, False, True),
-        ({"top_p": 0.5}, False, False),
-        ({"top_k": 40}, False, True),
-        ({"top_k": 5}, False, False),
-        ({"min_p": 0.05}, False, True),
-        ({"min_p": 0.2}, False, False),
+        ({"top_p": 0.95}, True, True),
+        ({"top_p": 0.5}, True, False),
+        ({"top_k": 40}, True, True),
+        ({"top_k": 5}, True, False),
+        ({"min_p": 0.05}, True, True),
+        ({"min_p": 0.2}, True, False),
         ({"top_p": 0.5, "temperature": 0.0}, True, True),
-        ({"top_p": 0.95, "frequency_penalty": 0.1}, False, False),
-        ({"logit_bias": ((3, 1.0),)}, False, False),
-        ({"min_tokens": 4, "stop_token_ids": (2,)}, False, False),
+        ({"top_p": 0.95, "frequency_penalty": 0.1}, False, True),
+        ({"logit_bias": ((3, 1.0),)}, False, True),
+        ({"min_tokens": 4, "stop_token_ids": (2,)}, False, True),
         ({"min_tokens": 3, "stop_token_ids": (2,)}, True, True),
     ],
 )
-def test_wide_filters_are_left_out_of_guesses_and_not_of_choices(
-    changes: dict[str, object], is_chosen: bool, is_guessed: bool
+def test_edits_and_wide_filters_are_left_out_of_guesses(
+    changes: dict[str, object], keeps: bool, is_guessed: bool
 ) -> None:
     params = SamplingParams(**{"temperature": 0.8, "max_tokens": 9, **changes})  # type: ignore[arg-type]
-    assert chooses_by_score(params, num_generated=3) == is_chosen
-    assert is_guessed_by_score(params, num_generated=3) == is_guessed
+    assert keeps_logits(params, num_generated=3) == keeps
+    assert is_guessed_by_score(params, has_filters=False) == is_guessed
+    assert is_guessed_by_score(params, has_filters=True)

@@ -415,25 +415,34 @@ def test_alternatives_are_the_next_best_under_the_same_noise() -> None:
     assert choice.scores[-1].isfinite().tolist() == [True, True, False]
 
 
-@settings(max_examples=60, deadline=None)
+ROW_PARAMS = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 0.3, 1.0, 7.5])},
+    optional={
+        "top_k": st.sampled_from([1, 2, 7, 50, 299, 5000]),
+        "top_p": st.sampled_from([1e-4, 0.1, 0.5, 0.9, 0.999, 1 - 1e-16]),
+        "min_p": st.sampled_from([1e-4, 0.05, 0.5, 1.0]),
+        "logit_bias": st.sampled_from([((3, 2.0), (8, -torch.inf)), ((1, 100.0),)]),
+    },
+)
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    width=st.integers(2, 300),
-    temperatures=st.lists(st.sampled_from([0.0, 0.3, 1.0, 7.5]), min_size=1, max_size=5),
+    width=st.sampled_from([2, 3, 40, 300, 5000]),
+    rows=st.lists(ROW_PARAMS, min_size=1, max_size=5),
+    scale=st.sampled_from([0.0, 0.5, 3.0, 40.0]),
     is_rough=st.booleans(),
 )
 def test_the_compiled_choice_is_that_of_the_scores(
-    seed: int, width: int, temperatures: list[float], is_rough: bool
+    seed: int, width: int, rows: list[dict[str, Any]], scale: float, is_rough: bool
 ) -> None:
     """Rough logits have many equal values, zeros of both signs among them."""
     generator = torch.Generator().manual_seed(seed)
-    logits_SV = torch.randn(len(temperatures), width, generator=generator)
+    logits_SV = scale * torch.randn(len(rows), width, generator=generator)
     logits_SV = logits_SV.round() * 0.5 if is_rough else logits_SV
     vocab_ids = torch.randperm(4 * width, generator=generator)[:width].sort().values
-    rules = [
-        rule(SamplingParams(temperature=temperature, seed=seed + at))
-        for at, temperature in enumerate(temperatures)
-    ]
+    rules = [rule(SamplingParams(seed=seed + at, **params)) for at, params in enumerate(rows)]
     choice = draft_choice(logits_SV, rules, vocab_ids=vocab_ids)
     expected = draft_choice(logits_SV, rules, vocab_ids=vocab_ids, width=2)
     assert torch.equal(choice.tokens, expected.tokens[:, :1])

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,13 +37,16 @@ from eesd_dist.engine.core import EngineCore
 from eesd_dist.engine.drafting.ranks import DraftShard
 from eesd_dist.engine.layout import layout_of
 from eesd_dist.model.attention.rows import RowSegment
+from eesd_dist.model.span import LlamaSpan
 from eesd_dist.page_table import PageTable
+from eesd_dist.sampling.row_filters import filter_of
 from eesd_dist.sampling.row_rules import RowRule
 from eesd_dist.sampling.rule import draft_choice
 from eesd_dist.text.grammars import regular_expression
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import (
+    ChoiceParams,
     DrafterUse,
     Outcome,
     Request,
@@ -98,13 +102,15 @@ def shard_with_prompt(config: EngineConfig, *, num_read: int) -> tuple[DraftShar
     return shard, RowSlice(prompt_TD, num_read, AT) if num_read < AT else None
 
 
-def rule_at(position: int, temperature: float) -> RowRule:
-    sampling = SamplingParams(temperature=temperature, seed=SEED)
+def rule_at(position: int, temperature: float, **filters: Any) -> RowRule:
+    sampling = SamplingParams(temperature=temperature, seed=SEED, **filters)
     return RowRule.of(sampling, position=position, num_prompt=AT)
 
 
 @torch.inference_mode()
-def by_steps(config: EngineConfig, length: int, temperature: float, *, num_read: int) -> Chain:
+def by_steps(
+    config: EngineConfig, length: int, temperature: float, *, num_read: int, **filters: Any
+) -> Chain:
     shard, lagging = shard_with_prompt(config, num_read=num_read)
     assert shard.head is not None
     rows, tokens, gaps, token = [], [], [], TOKEN
@@ -121,7 +127,7 @@ def by_steps(config: EngineConfig, length: int, temperature: float, *, num_read:
         exit_MD = shard.run_head(input_ME, [RowSegment(first, len(input_ME), PAGES)])
         choice = draft_choice(
             shard.logits(exit_MD[-1:]),
-            [rule_at(at + 1, temperature)],
+            [rule_at(at + 1, temperature, **filters)],
             vocab_ids=shard.head.vocab_ids,
         )
         token, unread = int(choice.tokens[0, 0]), []
@@ -142,11 +148,15 @@ def start(max_draft: int, temperature: float, **changes: object) -> ChainStart:
     return chain._replace(**changes)
 
 
-def chain_calls(config: EngineConfig, length: int, temperature: float, *, num_read: int) -> Chain:
+def chain_calls(
+    config: EngineConfig, length: int, temperature: float, *, num_read: int, **filters: Any
+) -> Chain:
     shard, lagging = shard_with_prompt(config, num_read=num_read)
     assert shard.drafter is not None
     unread = () if lagging is None else (lagging,)
-    hidden_TD, (chain,) = shard.drafter.draft([start(length, temperature, lagging=unread)])
+    row_filter = filter_of(ChoiceParams(temperature=temperature, **filters))
+    chains = [start(length, temperature, lagging=unread, filters=row_filter)]
+    hidden_TD, (chain,) = shard.drafter.draft(chains)
     assert chain.report.num_drafted == len(chain.tokens) == length
     assert torch.equal(chain.rows_TD.tensor, hidden_TD)
     return Chain(hidden_TD=hidden_TD, tokens=chain.tokens, gaps=chain.gaps)
@@ -169,6 +179,19 @@ def test_a_chain_is_what_its_steps_draft(
     for length in (0, 1, 6):
         expected = by_steps(config, length, temperature, num_read=num_read)
         assert_equal(chain_calls(config, length, temperature, num_read=num_read), expected)
+
+
+@pytest.mark.parametrize("head", ["sometimes", "truncated"])
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 1}, {"top_p": 0.3}, {"top_k": 7, "top_p": 0.6, "min_p": 0.02}]
+)
+def test_a_filtered_chain_is_what_its_steps_draft(
+    filters: dict[str, float], head: str, make_config: MakeConfig
+) -> None:
+    config = make_config(head)
+    expected = by_steps(config, 5, 1.4, num_read=9, **filters)
+    assert_equal(chain_calls(config, 5, 1.4, num_read=9, **filters), expected)
+    assert expected.tokens != by_steps(config, 5, 1.4, num_read=9).tokens
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -474,7 +497,7 @@ def test_batches_are_verified_as_they_are_step_by_step(
         assert outcomes == outcomes_by_steps
 
 
-def test_a_grammar_a_tree_and_a_penalty_leave_the_others_their_one_call(
+def test_a_grammar_and_a_tree_leave_the_others_their_one_call(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(
@@ -483,7 +506,7 @@ def test_a_grammar_a_tree_and_a_penalty_leave_the_others_their_one_call(
     pattern = regular_expression("([a-z]{1,3}[,.] ?){3,9}")
     odd = {
         0: SamplingParams(max_tokens=24, grammar=pattern, stop_token_ids=(2,)),
-        1: SamplingParams(max_tokens=24, repetition_penalty=1.3),
+        1: SamplingParams(max_tokens=24, repetition_penalty=1.3, temperature=0.8, top_p=0.5),
     }
     requests = [
         Request(
@@ -510,11 +533,11 @@ def test_a_grammar_a_tree_and_a_penalty_leave_the_others_their_one_call(
     for stats in rounds:
         uses.update(dict(stats.drafters))
     by_level = {use.reason for use in uses if use.drafter == "levels"}
-    assert by_level == {"grammar", "sampling", "tree"}
+    assert by_level == {"grammar", "tree"}
     assert uses[DrafterUse("compiled", "")] > 15
     chain_calls = [chains for chains in lengths if max(chains, default=0) > 1]
-    assert sum(map(len, chain_calls)) > 2 * len(chain_calls)  # three of six, to the end
-    assert max(map(len, chain_calls)) == 3
+    assert sum(map(len, chain_calls)) > 3 * len(chain_calls)  # four of six, to the end
+    assert max(map(len, chain_calls)) == 4
     for request in requests:
         texts, _ = serve(engine_of(config), [request])
         assert texts[request.request_id] == batch_texts[request.request_id]
@@ -575,24 +598,59 @@ def test_a_call_that_cannot_be_compiled_is_logged(
     assert missing.get() is None
 
 
-def test_choices_that_are_filtered_or_reported_go_step_by_step(make_config: MakeConfig) -> None:
-    engine = engine_of(make_config())
-    prompt = tuple(TokenId(token) for token in KNOWN)
-    texts = []
-    for mode in ("off", "auto"):
-        for number, changes in enumerate(
-            ({"top_p": 0.8}, {"logit_bias": ((7, 2.0),)}, {"top_logprobs": 2}, {"min_tokens": 9})
-        ):
-            sampling = structs.replace(
+FULL_RULES: Sequence[dict[str, object]] = (
+    {"top_p": 0.8},
+    {"top_k": 5, "min_p": 0.1},
+    {"logit_bias": ((7, 2.0),)},
+    {"top_logprobs": 2},
+    {"min_tokens": 9},
+    {"repetition_penalty": 1.3, "top_p": 0.9, "top_logprobs": 0},
+    {"frequency_penalty": 0.5, "temperature": 0.0, "top_logprobs": 4},
+    {},
+)
+
+
+@pytest.mark.parametrize("with_grammars", [False, True])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_pass_of_rows_with_any_rule_is_one_call(
+    with_grammars: bool,
+    num_threads: int,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Texts and log-probabilities of a batch are those of the rule over a pass step by step."""
+    monkeypatch.setattr(calls, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    pattern = regular_expression("([a-z]{1,3}[,.] ?){3,9}")
+    requests = [
+        Request(
+            request_id=RequestId(f"{number}"),
+            prompt=tuple(TokenId(token) for token in KNOWN),
+            sampling=structs.replace(
                 SamplingParams(temperature=0.9, max_tokens=20, seed=5, stop_token_ids=(2, 40, 60)),
+                grammar=pattern if with_grammars and number % 2 else None,
                 **changes,  # type: ignore[arg-type]
-            )
-            request = Request(
-                request_id=RequestId(f"{mode}-{number}"),
-                prompt=prompt,
-                sampling=sampling,
-                speculation=SpeculationParams(mode=mode),  # type: ignore[arg-type]
-            )
-            texts.append(serve(engine, [request])[0][request.request_id])
-    assert texts[:4] == texts[4:]
-    assert len({tuple(text) for text in texts}) > 1
+            ),
+            speculation=SpeculationParams(controller="fixed", max_draft_tokens=3),
+        )
+        for number, changes in enumerate(FULL_RULES)
+    ]
+
+    def served(engine: EngineCore) -> dict[RequestId, list[object]]:
+        emitted: dict[RequestId, list[object]] = {}
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            for emission in engine.step(wait_s=0.0).emissions:
+                emitted.setdefault(emission.request_id, []).extend(
+                    zip(emission.tokens, emission.logprobs or emission.tokens, strict=True)
+                )
+        return emitted
+
+    engine = engine_of(make_config())
+    with monkeypatch.context() as patched:
+        patched.setattr(LlamaSpan, "forward", None)
+        emitted = served(engine)
+    with stepwise_rounds():
+        assert served(engine_of(make_config())) == emitted
+    assert len({str(tokens) for tokens in emitted.values()}) > 4

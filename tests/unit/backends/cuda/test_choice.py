@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from eesd_dist.backends.cpu.kernels.choice import best_two
+from eesd_dist.backends.cpu.kernels.best_two import best_two
 from eesd_dist.backends.cuda.choice import best_two_of_ranks, best_two_on_gpu, gumbel_on_gpu
 from eesd_dist.model.parallel import rank_range
 from eesd_dist.sampling.noise import gumbel_by_steps, key_words, noise_key
@@ -30,7 +30,7 @@ def test_the_two_best_scores_are_the_same(num_columns: int, is_truncated: bool) 
     vocab_ids = 3 * torch.arange(num_columns) + 11 if is_truncated else None
     ids_V = torch.arange(num_columns) if vocab_ids is None else vocab_ids
     columns_S2, values_S2 = best_two(
-        logits_SV.contiguous().numpy(), divisors, words_S3, ids_V.to(torch.int32).numpy()
+        logits_SV.contiguous().numpy(), divisors, words_S3, ids_V.to(torch.int32).numpy(), None
     )
     gpu_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, vocab_ids).numpy()
     assert np.array_equal(gpu_S4[:, :2], ids_V.numpy()[columns_S2])
@@ -45,7 +45,11 @@ def test_not_a_number_is_the_largest_score_as_on_a_cpu(num_columns: int) -> None
     logits_SV[1, 700:] = torch.nan
     words_S3 = key_words([0, 0, 0])
     columns_S2, _ = best_two(
-        logits_SV.numpy(), [0.0] * 3, words_S3, torch.arange(num_columns, dtype=torch.int32).numpy()
+        logits_SV.numpy(),
+        [0.0] * 3,
+        words_S3,
+        torch.arange(num_columns, dtype=torch.int32).numpy(),
+        None,
     )
     gpu_S4 = best_two_on_gpu(logits_SV, [0.0] * 3, words_S3, None).numpy()
     assert np.array_equal(gpu_S4[:, 0], columns_S2[:, 0])

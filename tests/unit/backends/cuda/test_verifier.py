@@ -63,8 +63,8 @@ def segment(*pages: int, num_rows: int = 3, num_sampled: int = 1, masks: bytes =
 
 def tokens_of(graphs: GraphVerifier, *segments: Segment) -> list[int] | None:
     hidden_TD = torch.zeros(sum(s.num_rows for s in segments), HIDDEN)
-    tokens_S = graphs.verify(segments, hidden_TD)
-    return None if tokens_S is None else tokens_S.tolist()
+    verified = graphs.verify(segments, hidden_TD, [])
+    return None if verified is None else verified.tokens_S.tolist()
 
 
 def test_tokens_follow_the_sampled_rows_of_each_segment() -> None:
@@ -74,6 +74,20 @@ def test_tokens_follow_the_sampled_rows_of_each_segment() -> None:
         assert tokens_of(graphs, *segments) == [8, 8, 1]
     assert len(graphs._graphs.by_key) == 1
     assert tokens_of(graphs, *reversed(segments)) == [1, 8, 8]
+
+
+def test_logits_of_open_rows_outlive_the_next_graph() -> None:
+    graphs = toy_verifier()
+    segments = segment(8, 9, num_sampled=2), segment(4, 3), segment(1, 2)
+    hidden_TD = torch.zeros(9, HIDDEN)
+    for open_rows in ([1], [0, 3], [0, 1, 2, 3]):
+        verified = graphs.verify(segments, hidden_TD, open_rows)
+        assert verified is not None
+        graphs.verify([segment(33, 2, num_rows=9)], hidden_TD, [])
+        pages = [(8, 8, 4, 1)[row] for row in open_rows]
+        assert verified.logits_OV.argmax(dim=-1).tolist() == pages
+        if len(open_rows) < 4:
+            assert verified.tokens_S.tolist() == [8, 8, 4, 1]
 
 
 def test_a_longer_plan_than_its_buffer_makes_new_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +105,9 @@ def test_a_longer_plan_than_its_buffer_makes_new_graphs(monkeypatch: pytest.Monk
     "segments",
     [
         (segment(1, num_sampled=0),),
-        (segment(1, masks=bytes(VOCAB // 8)), segment(2)),
         (segment(1, num_rows=9), segment(2, num_rows=8)),
     ],
-    ids=["no sampled row", "masks", "more rows than a graph has"],
+    ids=["no sampled row", "more rows than a graph has"],
 )
 def test_other_rounds_have_no_graph(segments: tuple[Segment, ...]) -> None:
     assert tokens_of(toy_verifier(), *segments) is None
