@@ -33,10 +33,11 @@ class CudaSampling(TorchSampling):
         vocab_ids: Tensor | None,
         filters: RowFilters | None,
     ) -> BestTwo | None:
-        if filters is not None:
+        best_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, vocab_ids, filters).cpu().numpy()
+        scores_S2 = best_S4[:, 2:].view(np.float32)
+        if np.isnan(scores_S2[:, 0]).any():  # the choice of a row is not among its candidates
             return None
-        best_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, vocab_ids).cpu().numpy()
-        return BestTwo(best_S4[:, :2].astype(np.int64), best_S4[:, 2:].view(np.float32))
+        return BestTwo(best_S4[:, :2].astype(np.int64), scores_S2)
 
     def log_probabilities(self, x_SV: Tensor) -> Tensor:
         """Returns log_softmax. Its order of summation depends on the alignment of a row's first

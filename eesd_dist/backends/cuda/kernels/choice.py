@@ -25,7 +25,7 @@ def _neg_log(x_V: "Any") -> "Any":
 
 
 @triton.jit
-def _noise(ids_V: "Any", words: "Any") -> "Any":
+def noise_of(ids_V: "Any", words: "Any") -> "Any":
     """Returns `noise.gumbel` of the tokens for the key with these three words."""
     x_V = ids_V.to(tl.uint32, bitcast=True) ^ tl.load(words).to(tl.uint32, bitcast=True)
     x_V = x_V * 0xED5AD4BB
@@ -50,16 +50,19 @@ def gumbel_kernel(
     is_column_V = at_V < num_columns
     ids_V = tl.load(ids + at_V, mask=is_column_V, other=0)
     to_V = row.to(tl.int64) * num_columns + at_V
-    tl.store(noise + to_V, _noise(ids_V, words_S3 + 3 * row), mask=is_column_V)
+    tl.store(noise + to_V, noise_of(ids_V, words_S3 + 3 * row), mask=is_column_V)
+
+
+@triton.jit
+def positive_nan(scores_V: "Any") -> "Any":
+    """Returns the scores with NaN as infinity, as a CPU orders them: a column is always found."""
+    return tl.where(scores_V == scores_V, scores_V, float("inf"))
 
 
 @triton.jit
 def _two_best(scores_N: "Any", columns_N: "Any") -> "Any":
-    """Returns the two largest scores and their columns, of equal ones the first.
-
-    NaN counts as infinite, as on a CPU: a column is always found.
-    """
-    scores_N = tl.where(scores_N == scores_N, scores_N, float("inf"))
+    """Returns the two largest scores and their columns, of equal ones the first."""
+    scores_N = positive_nan(scores_N)
     first = tl.max(scores_N, 0)
     at_first = tl.min(tl.where(scores_N == first, columns_N, 2147483647), 0)
     remaining_N = tl.where(columns_N == at_first, float("-inf"), scores_N)
@@ -91,7 +94,7 @@ def block_kernel(
         ids_V = column_V
         if HAS_IDS:
             ids_V = tl.load(ids + column_V, mask=is_column_V, other=0).to(tl.int32)
-        noise_V = _noise(ids_V, words_S3 + 3 * row)
+        noise_V = noise_of(ids_V, words_S3 + 3 * row)
         score_V = noise_V + tl.math.div_rn(score_V, tl.zeros([BLOCK], tl.float32) + divisor)
     score_V = tl.where(is_column_V, score_V, float("-inf"))
     first, at_first, second, at_second = _two_best(score_V, column_V)
