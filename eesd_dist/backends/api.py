@@ -86,8 +86,11 @@ class Verified(NamedTuple):
 
     tokens_S: npt.NDArray[np.int32]
     """The target's token after each sampled row; without meaning after open ones."""
+    open_rows: Sequence[int]
+    """Sampled rows that the rule decides, by their index among all of them, ascending: those asked
+    for, and others that the call could not decide."""
     logits_OV: Tensor
-    """This rank's float32 logits after the open rows."""
+    """This rank's float32 logits after these rows."""
 
 
 class RoundVerifier(Protocol):
@@ -107,8 +110,7 @@ class RoundVerifier(Protocol):
         """Runs a pass; None for rows that this call cannot take. Tokens are chosen by their score
         alone, from among all that the masks leave.
 
-        `open_rows`: sampled rows that the rule decides with their logits, by their index among all
-        of them, ascending.
+        `open_rows`: as in `Verified`, those asked for.
         """
         ...
 

@@ -81,11 +81,12 @@ class VerifyStage:
         self.span.move(header.kv_moves)
         verifier = self.verifier
         if verifier is not None and _is_one_pass(header):
-            open_rows, rules = _open_rows(header.segments, verifier)
-            verified = verifier.verify(header.segments, hidden_TD, open_rows)
+            segments = header.segments
+            verified = verifier.verify(segments, hidden_TD, _open_rows(segments, verifier))
             if verified is not None:
                 choice = silent_choice(verified.tokens_S)
-                if open_rows:
+                if open_rows := verified.open_rows:
+                    rules = _rules_at(open_rows, segments)
                     choice = choice.replaced(open_rows, self._choose(verified.logits_OV, rules))
                 return _reply(header, choice, took_s=time.perf_counter() - started)
         rows = RowPlan.build(
@@ -204,12 +205,9 @@ def _is_one_pass(header: RoundHeader) -> bool:
     return not any(segment.forced for segment in header.segments)
 
 
-def _open_rows(
-    segments: Sequence[Segment], verifier: RoundVerifier
-) -> tuple[list[int], list[RowRule]]:
-    """Returns which of the sampled rows the call cannot decide, and their rules."""
+def _open_rows(segments: Sequence[Segment], verifier: RoundVerifier) -> list[int]:
+    """Returns which of the sampled rows the call does not decide."""
     open_rows: list[int] = []
-    rules: list[RowRule] = []
     end = 0
     for segment in segments:
         first, end = end, end + segment.num_sampled
@@ -228,8 +226,21 @@ def _open_rows(
         ):
             continue
         open_rows += range(first, end)
-        rules += rules_of(segment)
-    return open_rows, rules
+    return open_rows
+
+
+def _rules_at(rows: Sequence[int], segments: Sequence[Segment]) -> list[RowRule]:
+    """Returns the rules of some of the sampled rows, of segments without forced tokens."""
+    rules: list[RowRule] = []
+    at = end = 0
+    for segment in segments:
+        first, end = end, end + segment.num_sampled
+        if at < len(rows) and rows[at] < end:
+            by_row = rules_of(segment)
+            while at < len(rows) and rows[at] < end:
+                rules.append(by_row[rows[at] - first])
+                at += 1
+    return rules
 
 
 def _reply(

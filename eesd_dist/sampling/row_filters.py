@@ -53,6 +53,15 @@ class RowFilters(NamedTuple):
             )  # fmt: skip
 
 
+def filters_by_row(numbers: Sequence[tuple[int, float, float]]) -> RowFilters | None:
+    """Returns rows of `filter_of`; None if none of them is filtered."""
+    if all(row_numbers == NO_FILTER for row_numbers in numbers):
+        return None
+    filters = RowFilters.none(len(numbers))
+    filters.top_k_S[:], filters.top_p_S[:], filters.log_min_p_S[:] = zip(*numbers, strict=True)
+    return filters
+
+
 def filter_of(params: ChoiceParams) -> tuple[int, float, float]:
     """Returns top_k, top_p and the logarithm of min_p, as `RowFilters` has them."""
     if not params.is_filtered:

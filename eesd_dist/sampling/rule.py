@@ -192,8 +192,10 @@ def _best_two(
 
 
 def score_gaps(best_S4: _Ints) -> _Floats:
-    """Returns the gaps [S] of `DraftChoice` of the two best tokens and the bits of their scores."""
-    return _gaps(best_S4[:, 2:].view(np.float32))
+    """Returns the gaps [S] of `DraftChoice` of the two best tokens and the bits of their scores; 0
+    where the first score is NaN."""
+    gaps_S: _Floats = np.nan_to_num(_gaps(best_S4[:, 2:].view(np.float32)), nan=0.0)
+    return gaps_S
 
 
 def _gaps(scores_S2: _Floats) -> _Floats:

@@ -32,7 +32,7 @@ from eesd_dist.model.kv_layout import NO_ROWS
 from eesd_dist.model.parallel import rank_range
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.noise import mixed_seed
-from eesd_dist.sampling.row_filters import NO_FILTER, RowFilters
+from eesd_dist.sampling.row_filters import RowFilters, filters_by_row
 
 
 # Shapes: T known rows, N rows in the results, D padded hidden channels.
@@ -156,7 +156,8 @@ class RoundDrafter:
             mixed_seeds_B=np.array(
                 [mixed_seed(c.seed) if c.temperature else 0 for c in chains], np.uint64
             ),
-            filters=_filters(chains),
+            filters=filters_by_row([chain.filters for chain in chains])
+            or RowFilters.none(len(chains)),
             lagging_L=np.array(lagging, np.int64),
             masks_B=masks_B,
             masks_MU=masks_of(masks, count=len(masks)),
@@ -264,14 +265,6 @@ def _rules(chains: Sequence[ChainStart]) -> Rules:
         curves_CQ2=_stacked(tables.curves),
         ints_B4=np.array(ints_B4, np.int32),
     )
-
-
-def _filters(chains: Sequence[ChainStart]) -> RowFilters:
-    filters = RowFilters.none(len(chains))
-    for b, chain in enumerate(chains):
-        if chain.filters != NO_FILTER:
-            filters.top_k_S[b], filters.top_p_S[b], filters.log_min_p_S[b] = chain.filters
-    return filters
 
 
 def _stacked(arrays: Sequence[Doubles]) -> Doubles:

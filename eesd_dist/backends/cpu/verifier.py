@@ -101,7 +101,7 @@ class Verifier:
             at = end
         masks_MU = masks_of([segment.masks for segment in segments], count=num_masks)
         self._run(source_of(hidden_TD), rows, choices, masks_MU)
-        return Verified(choices.tokens_S, torch.from_numpy(choices.logits_OV))
+        return Verified(choices.tokens_S, open_rows, torch.from_numpy(choices.logits_OV))
 
     def _run(self, source: Source, rows: RowArrays, choices: Choices, masks_MU: Masks) -> None:
         num_rows = len(rows.position_R)

@@ -76,13 +76,16 @@ def packed_noise(
 def packed_filters(filters: RowFilters, *, num_padded: int) -> npt.NDArray[np.int32]:
     """Returns, for each row, top_k, the bits of the logarithm of min_p, and both halves of top_p;
     padding has no filter."""
-    padded, count = RowFilters.none(num_padded), len(filters.top_k_S)
-    for all_S, own_S in zip(padded, filters, strict=True):
-        all_S[:count] = own_S
-    packed_S4 = np.empty((num_padded, NUMBERS_PER_FILTER), np.int32)
-    packed_S4[:, 0] = padded.top_k_S
-    packed_S4[:, 1] = padded.log_min_p_S.view(np.int32)
-    packed_S4[:, 2:] = padded.top_p_S.view(np.int32).reshape(-1, 2)
+    count = len(filters.top_k_S)
+    rows = RowFilters(
+        *(
+            np.concatenate([own, nothing])
+            for own, nothing in zip(filters, RowFilters.none(num_padded - count), strict=True)
+        )
+    )
+    packed_S4 = np.column_stack(
+        [rows.top_k_S, rows.log_min_p_S.view(np.int32), rows.top_p_S.view(np.int32).reshape(-1, 2)]
+    )
     return packed_S4.ravel()
 
 

@@ -22,6 +22,7 @@ from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kv_layout import Ints
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.noise import key_words, noise_key
+from eesd_dist.sampling.row_filters import RowFilters, filters_by_row
 from eesd_dist.sampling.rule import score_gaps
 
 
@@ -32,7 +33,6 @@ class GraphDrafter:
 
     name = "graph"
     has_masks = False
-    has_filters = False
     is_usable = True
 
     def __init__(self, steps: DraftSteps) -> None:
@@ -48,6 +48,10 @@ class GraphDrafter:
             return None
         fits = head.vocab_size >= 2 * layers.group.size
         return cls(DraftSteps(span, head, layers, head_layers)) if fits else None
+
+    @property
+    def has_filters(self) -> bool:
+        return self._steps.has_filters
 
     @torch.inference_mode()
     def draft(self, chains: Sequence[ChainStart]) -> tuple[Tensor, list[DraftedChain]]:
@@ -192,6 +196,7 @@ def _reading_first(
         last_G=_ints(last),
         divisors=divisors,
         words_G3=words_G3,
+        filters=_filters_of(guessing),
         lagging=[row_slice for chain in guessing for row_slice in chain.start.lagging],
     )
 
@@ -214,7 +219,12 @@ def _reading_newest(
         last_G=np.arange(len(guessing), dtype=np.int32),
         divisors=divisors,
         words_G3=words_G3,
+        filters=_filters_of(guessing),
     )
+
+
+def _filters_of(guessing: Sequence[_Chain]) -> RowFilters | None:
+    return filters_by_row([chain.start.filters for chain in guessing])
 
 
 def _noise_after(guessing: Sequence[_Chain], *, num_new: int = 0) -> tuple[list[float], Ints]:

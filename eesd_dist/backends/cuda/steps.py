@@ -16,7 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eesd_dist.backends.cuda.choice import best_two, best_two_of_ranks, packed_noise
+from eesd_dist.backends.cuda.choice import (
+    NUMBERS_PER_FILTER,
+    best_two,
+    best_two_of_ranks,
+    packed_filters,
+    packed_noise,
+)
 from eesd_dist.backends.cuda.graphs import Graphs
 from eesd_dist.backends.cuda.layers import GRAPH_ROWS, CudaLayers
 from eesd_dist.backends.cuda.tiles import DeviceRows, RowTiles, Tiling, num_packed, packed_rows
@@ -26,6 +32,7 @@ from eesd_dist.model.heads.exit_head import ExitHead
 from eesd_dist.model.kv_layout import Ints, RowArrays
 from eesd_dist.model.parallel import rank_range
 from eesd_dist.model.span import LlamaSpan
+from eesd_dist.sampling.row_filters import RowFilters
 
 _FEW_ROWS = 64
 """Rows that have a graph whatever they are; more have one only if each is another request's, which
@@ -46,6 +53,8 @@ class HeadRows(NamedTuple):
     """Temperatures, 0 for a greedy guess."""
     words_G3: Ints
     """Words of the noise keys."""
+    filters: RowFilters | None = None
+    """None if no guess has any."""
     lagging: Sequence[RowSlice] = ()
 
 
@@ -65,6 +74,7 @@ class _Size(NamedTuple):
     tiling: Tiling
     read_tiling: Tiling | None = None
     """Tiles of the rows read, if they are not those of the step."""
+    has_filters: bool = False
 
 
 class QueuedStep:
@@ -160,6 +170,8 @@ class DraftSteps:
                 assert head is not None
                 read_tiles = self._head_layers.tiles(head.rows)
                 size = size._replace(read_tiling=read_tiles.tiling)
+            if head is not None and head.filters is not None:
+                size = size._replace(has_filters=True)
             packed = _packed(size, tokens, (rows, tiles), (head, read_tiles))
             padded_TD, best_G4 = self._as_graph(size, packed, tokens, head)
             hidden_TD = padded_TD.narrow(0, 0, num_rows).clone()
@@ -167,6 +179,10 @@ class DraftSteps:
             return QueuedStep(hidden_TD, None, None)
         best_G4 = best_G4.narrow(0, 0, len(head.last_G))
         return QueuedStep(hidden_TD, best_G4, self._downloads.start(best_G4))
+
+    @property
+    def has_filters(self) -> bool:
+        return self._group.size == 1
 
     def may_queue_ahead(self, num_rows: int) -> bool:
         """Returns whether a step of so many chains, a row each, can have its tokens on the GPU."""
@@ -216,21 +232,21 @@ class DraftSteps:
         hidden_TD = self._layers.run(x_TD, rows)
         if size.reading is _Reading.NOTHING:
             return hidden_TD, tokens_T
+        *reading, noise, filters_G4 = reading
         if size.reading is _Reading.ITS_ROWS:
             out_GD = self._head_layers.run(hidden_TD.clone(), rows)
-            (noise,) = reading
         else:
-            source_H, by_read_row, last_G, noise = reading
+            source_H, by_read_row, last_G = reading
             assert size.read_tiling is not None
             read = DeviceRows(by_read_row, 2 * count, size.read_tiling, slots=slots)
             lagging_TD = self._lagging_TD.narrow(0, 0, count)
             input_HD = torch.cat([hidden_TD, lagging_TD]).index_select(0, source_H)
             out_GD = self._head_layers.run(input_HD, read).index_select(0, last_G)
-        return hidden_TD, self._guesses(out_GD, noise)
+        return hidden_TD, self._guesses(out_GD, noise, filters_G4 if size.has_filters else None)
 
-    def _guesses(self, out_GD: Tensor, noise: Tensor) -> Tensor:
+    def _guesses(self, out_GD: Tensor, noise: Tensor, filters_G4: Tensor | None) -> Tensor:
         """Returns the two best tokens after rows of the head, [G, 4], the same on every rank."""
-        best_G4 = best_two(self._head.logits_head(out_GD), noise, self._ids_V)
+        best_G4 = best_two(self._head.logits_head(out_GD), noise, self._ids_V, filters_G4)
         if self._group.size == 1:
             return best_G4
         best_RG4 = torch.stack(self._group.all_gather(best_G4))
@@ -250,7 +266,10 @@ class DraftSteps:
         out_HD = self._head.forward(input_HD, self._plan(head.rows))
         noise = packed_noise(head.divisors, head.words_G3, num_padded=len(head.last_G))
         out_GD = out_HD.index_select(0, self._on_device(head.last_G))
-        return hidden_TD, self._guesses(out_GD, self._on_device(noise))
+        filters_G4 = None
+        if head.filters is not None:
+            filters_G4 = self._on_device(packed_filters(head.filters, num_padded=len(head.last_G)))
+        return hidden_TD, self._guesses(out_GD, self._on_device(noise), filters_G4)
 
     def _plan(self, rows: RowArrays) -> RowPlan:
         num_rows = len(rows.position_R)
@@ -269,7 +288,9 @@ def _lengths(size: _Size) -> list[int]:
     if size.reading is _Reading.SOME_ROWS:
         assert size.read_tiling is not None
         lengths += [2 * count, num_packed(2 * count, size.read_tiling.num_tiles), count]
-    return lengths if size.reading is _Reading.NOTHING else [*lengths, 4 * count]
+    if size.reading is _Reading.NOTHING:
+        return lengths
+    return [*lengths, 4 * count, NUMBERS_PER_FILTER * count if size.has_filters else 0]
 
 
 def _packed(
@@ -293,6 +314,8 @@ def _packed(
             read = read[: num_packed(2 * count, read_tiles.tiling.num_tiles)]
             arrays += [_padded(source_H, 2 * count), read, _padded(head.last_G, count)]
         arrays.append(packed_noise(head.divisors, head.words_G3, num_padded=count))
+        if head.filters is not None:
+            arrays.append(packed_filters(head.filters, num_padded=count))
     return np.concatenate([*arrays, packed[end:]])
 
 

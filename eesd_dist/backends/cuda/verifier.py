@@ -9,11 +9,17 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from eesd_dist.backends.api import Verified
-from eesd_dist.backends.cuda.choice import best_two, packed_noise
+from eesd_dist.backends.cuda.choice import (
+    NUMBERS_PER_FILTER,
+    best_two,
+    packed_filters,
+    packed_noise,
+)
 from eesd_dist.backends.cuda.graphs import Graphs
 from eesd_dist.backends.cuda.layers import GRAPH_ROWS, CudaLayers
 from eesd_dist.backends.cuda.tiles import DeviceRows, Tiling, num_packed, packed_rows
@@ -25,6 +31,7 @@ from eesd_dist.model.parallel import rank_range
 from eesd_dist.model.rank_memory import logits_block
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.noise import key_words, noise_key
+from eesd_dist.sampling.row_filters import RowFilters
 from eesd_dist.sampling.row_rules import positions_after
 from eesd_dist.transport.contracts import Segment
 
@@ -36,6 +43,7 @@ class _Size(NamedTuple):
     num_rows: int
     num_sampled: int
     tiling: Tiling
+    has_filters: bool
 
 
 class GraphVerifier:
@@ -43,7 +51,6 @@ class GraphVerifier:
     makes the same calls."""
 
     has_masks = False
-    has_filters = False
 
     def __init__(self, span: LlamaSpan, layers: CudaLayers, head: LogitsHead) -> None:
         self._layers, self._head = layers, head
@@ -64,6 +71,10 @@ class GraphVerifier:
             self._ids_V = torch.arange(
                 columns.start, columns.stop, dtype=torch.int32, device=device
             )
+
+    @property
+    def has_filters(self) -> bool:
+        return self._group.size == 1
 
     @classmethod
     def of(cls, span: LlamaSpan) -> Self | None:
@@ -92,43 +103,55 @@ class GraphVerifier:
             ]
         )
         tiles = self._layers.tiles(arrays)
-        size = _Size(_padded(num_rows), _padded(num_sampled), tiles.tiling)
+        is_filtered = self.has_filters and any(s.params.is_filtered for s in sampled)
+        size = _Size(_padded(num_rows), _padded(num_sampled), tiles.tiling, is_filtered)
         source_S = np.zeros(size.num_sampled, np.int32)
         source_S[:num_sampled] = _sampled_rows(segments)
         packed = [source_S, _noise(sampled, num_padded=size.num_sampled)]
+        if is_filtered:
+            filters = RowFilters.of([s.params for s in sampled for _ in range(s.num_sampled)])
+            packed.append(packed_filters(filters, num_padded=size.num_sampled))
         packed.append(packed_rows(arrays, tiles, size.num_rows))
         self._graphs.upload(np.concatenate(packed))
         self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
         best_GS4, logits_SV = self._graphs.run(size, lambda: self._pass(size))
+        tokens_S = np.zeros(num_sampled, np.int32)
+        if len(open_rows) < num_sampled:
+            tokens_S, is_decided_S = _best_tokens(best_GS4.narrow(1, 0, num_sampled).cpu().numpy())
+            if not is_decided_S.all():
+                open_rows = sorted({*open_rows, *np.flatnonzero(~is_decided_S).tolist()})
         logits_OV = logits_SV.narrow(0, 0, 0)
         if open_rows:
             logits_OV = logits_SV.index_select(0, uploaded(open_rows, logits_SV.device))
-        if len(open_rows) == num_sampled:  # no token to wait for
-            return Verified(np.zeros(num_sampled, np.int32), logits_OV)
-        return Verified(_best_tokens(best_GS4.narrow(1, 0, num_sampled).cpu().numpy()), logits_OV)
+        return Verified(tokens_S, open_rows, logits_OV)
 
     def _pass(self, size: _Size) -> tuple[Tensor, Tensor]:
         """Launches the kernels over what is in the buffers. Returns each rank's `best_two`,
         [G, S, 4], and this rank's logits."""
         numbers = self._graphs.numbers
-        lengths = [size.num_sampled, 4 * size.num_sampled]
-        source_S, noise, packed = torch.split(numbers, [*lengths, len(numbers) - sum(lengths)])
+        num_filters = NUMBERS_PER_FILTER * size.num_sampled if size.has_filters else 0
+        lengths = [size.num_sampled, 4 * size.num_sampled, num_filters]
+        source_S, noise, filters_S4, packed = torch.split(
+            numbers, [*lengths, len(numbers) - sum(lengths)]
+        )
         end = num_packed(size.num_rows, size.tiling.num_tiles)
         rows = DeviceRows(packed[:end], size.num_rows, size.tiling, slots=packed[end:])
         hidden_TD = self._layers.run(self._rows_TD.narrow(0, 0, size.num_rows).clone(), rows)
         logits_SV = self._head(hidden_TD.index_select(0, source_S))
-        best_S4 = best_two(logits_SV, noise, self._ids_V)
+        filters = filters_S4 if size.has_filters else None
+        best_S4 = best_two(logits_SV, noise, self._ids_V, filters)
         if self._group.size == 1:
             return best_S4.unsqueeze(0), logits_SV
         return torch.stack(self._group.all_gather(best_S4)), logits_SV
 
 
-def _best_tokens(best_GS4: Ints) -> Ints:
+def _best_tokens(best_GS4: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
     """Returns the token of the best score of all ranks, of equal ones the first: ranks are in the
-    order of their tokens."""
+    order of their tokens; and whether the choice has found it."""
     scores_GS = np.ascontiguousarray(best_GS4[:, :, 2]).view(np.float32)
     tokens_S: Ints = best_GS4[scores_GS.argmax(axis=0), np.arange(best_GS4.shape[1]), 0]
-    return tokens_S
+    is_decided_S = np.logical_not(np.isnan(scores_GS[0]))  # only one rank has filters
+    return tokens_S, is_decided_S
 
 
 def _padded(count: int) -> int:

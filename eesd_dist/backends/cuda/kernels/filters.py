@@ -3,9 +3,9 @@
 No row is sorted. Of a row's best scores with noise, in their order, the first that the filters keep
 is the choice: all better ones are excluded. Whether a token is kept follows from the mass and the
 number of the tokens before it, sums of integers with the bits of `sampling.filters`. The mass of
-what top_k leaves needs the k-th score, which is found digit by digit, by counting. Where none of the
-candidates is kept the score of the choice is NaN. Annotations are quoted, since Triton's compiler
-reads those of parameters as code.
+what top_k leaves needs the k-th score, which is found digit by digit, by counting. Where none of
+the candidates is kept the score of the choice is NaN. Annotations are quoted, since Triton's
+compiler reads those of parameters as code.
 """
 
 from typing import Any
@@ -61,8 +61,7 @@ def _descending_key(scores_V: "Any") -> "Any":
 def _kth_digits(counts_D256: "Any", top_k: "Any", NUM_KNOWN: tl.constexpr) -> "Any":
     """Returns the first digits of the key of the k-th score, by the counts of each digit."""
     digit_256 = tl.arange(0, 256)
-    digits = 0
-    left = top_k
+    digits, left = top_k * 0, top_k
     for at in tl.static_range(NUM_KNOWN):
         count_256 = tl.load(counts_D256 + 256 * at + digit_256)
         is_before_256 = tl.cumsum(count_256, 0) < left
@@ -270,7 +269,8 @@ def decision_kernel(
     logits += row.to(tl.int64) * row_stride
     columns_SC += row * _CANDIDATES
     column, second_column = tl.load(columns_SC), tl.load(columns_SC + 1)
-    score, second_score = float("nan"), float("-inf")
+    score = tl.full([], float("nan"), tl.float32)
+    second_score = tl.full([], float("-inf"), tl.float32)
     for candidate in range(_CANDIDATES):
         candidate_column = tl.load(columns_SC + candidate)
         column_1 = candidate_column + tl.arange(0, 1)

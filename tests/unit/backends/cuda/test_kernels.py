@@ -121,7 +121,7 @@ import warnings
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from eesd_dist.backends.cuda.kernels import attention, choice, product, rows as row_kernels
+from eesd_dist.backends.cuda.kernels import attention, choice, filters, product, rows as row_kernels
 from eesd_dist.transport.symmetric import kernel as symmetric
 
 warnings.simplefilter("ignore")
@@ -129,6 +129,7 @@ layout = dict(NUM_KV=8, CHANNELS=128, PAGE_SIZE=32, KEY_NUMBERS=4096, VALUE_WIDT
 placed = dict(position_T="*i32", kv_slot_T="*i32", table_T="*i32", slots="*i32")
 rows = dict(tiles_B8="*i32", slots="*i32")
 dependent = dict(IS_DEPENDENT=True)
+rowwise = dict(logits="*fp32", divisor_S="*fp32", num_columns="i32", row_stride="i32")
 heads = dict(heads="*bf16", pages="*bf16")
 kernels = [
     (attention.attend_kernel,
@@ -173,6 +174,26 @@ kernels = [
     (choice.best_kernel,
      dict(scores="*fp32", columns="*i32", ids="*i64", best="*i32", num_candidates="i32"),
      dict(HAS_IDS=True, PADDED=256)),
+    (filters.candidates_kernel,
+     dict(**rowwise, words_S3="*i32", ids="*i32", scores="*fp32", columns="*i32", peaks="*fp32",
+          counts="*i32"),
+     dict(HAS_IDS=True, BLOCK=1024)),
+    (filters.ranking_kernel,
+     dict(scores="*fp32", columns="*i32", peaks="*fp32", scores_SC="*fp32", columns_SC="*i32",
+          peak_S="*fp32", num_blocks="i32"),
+     dict(PADDED_BLOCKS=128, PADDED=1024)),
+    (filters.mass_kernel,
+     dict(**rowwise, filters_S4="*i32", columns_SC="*i32", peak_S="*fp32", counts="*i32",
+          masses="*i64", numbers="*i32"),
+     dict(BLOCK=1024)),
+    (filters.decision_kernel,
+     dict(**rowwise, filters_S4="*i32", scores_SC="*fp32", columns_SC="*i32", peak_S="*fp32",
+          masses="*i64", numbers="*i32", ids="*i32", best="*i32", num_blocks="i32"),
+     dict(HAS_IDS=True, PADDED_BLOCKS=128)),
+] + [
+    (filters.digit_kernel, dict(**rowwise, filters_S4="*i32", counts="*i32"),
+     dict(AT=at, BLOCK=1024))
+    for at in (0, 3)
 ] + [
     (kernel, dict(x="*bf16", bases="*i64", counts="*i32", num="i32", **{out: "*bf16"}),
      dict(RANK=1, SIZE=8, PROGRAMS=16, DATA=1 << 16, CAPACITY=1 << 22, TILE=2048, **constants))
@@ -193,7 +214,8 @@ kernels = [
 ]
 unfused = (
     attention.attend_kernel, attention.merge_kernel, choice.gumbel_kernel,
-    choice.block_kernel,
+    choice.block_kernel, filters.candidates_kernel, filters.digit_kernel, filters.mass_kernel,
+    filters.decision_kernel,
 )
 for kernel, arguments, constants in kernels:
     types = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
@@ -212,7 +234,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [line.split() for line in done.stdout.splitlines()]
-    assert len(kernels) == 20
+    assert len(kernels) == 26
     assert all(int(size) > 1000 for _, size, _ in kernels)
     # What is compared bit for bit with a CPU may round only as a CPU does.
     fused = {name: int(count) for name, _, count in kernels}
