@@ -1,5 +1,8 @@
 """The GPU's kernels of noise and choice in Triton's interpreter: the bits of the CPU's."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,8 @@ from eesd_dist.backends.cpu.kernels.best_two import best_two
 from eesd_dist.backends.cuda.choice import best_two_of_ranks, best_two_on_gpu, gumbel_on_gpu
 from eesd_dist.model.parallel import rank_range
 from eesd_dist.sampling.noise import gumbel_by_steps, key_words, noise_key
+from eesd_dist.sampling.row_filters import RowFilters
+from eesd_dist.types import ChoiceParams
 
 
 def test_the_noise_has_the_same_bits() -> None:
@@ -35,6 +40,51 @@ def test_the_two_best_scores_are_the_same(num_columns: int, is_truncated: bool) 
     gpu_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, vocab_ids).numpy()
     assert np.array_equal(gpu_S4[:, :2], ids_V.numpy()[columns_S2])
     assert np.array_equal(gpu_S4[:, 2:].view(np.float32), values_S2)
+
+
+FILTERS: Sequence[dict[str, Any]] = (
+    {},
+    {"temperature": 0.0, "top_p": 0.1},
+    {"top_p": 0.5},
+    {"top_p": 0.95, "temperature": 0.7},
+    {"top_p": 1 - 1e-16},
+    {"min_p": 0.05},
+    {"top_k": 2, "temperature": 0.3},
+    {"top_k": 20, "top_p": 0.8, "temperature": 0.7},
+    {"top_k": 300, "top_p": 0.99, "min_p": 1e-4},
+    {"top_k": 6000, "top_p": 0.7},
+)
+
+
+@pytest.mark.parametrize("num_columns", [2, 30, 1025, 3000])
+@pytest.mark.parametrize("logits", ["random", "equal values", "all equal", "some impossible"])
+def test_filters_leave_the_tokens_that_they_leave_on_a_cpu(num_columns: int, logits: str) -> None:
+    generator = torch.Generator().manual_seed(num_columns)
+    logits_SV = 3 * torch.randn(len(FILTERS), num_columns + 5, generator=generator)[:, :num_columns]
+    if logits == "equal values":
+        logits_SV = logits_SV.round()
+    elif logits == "all equal":
+        logits_SV[:] = -0.5
+    elif logits == "some impossible":
+        logits_SV[:, ::2] = -torch.inf
+    params = [ChoiceParams(**changes) for changes in FILTERS]
+    divisors = [row_params.noise_temperature for row_params in params]
+    words_S3 = key_words([noise_key(7, at) if divisors[at] else 0 for at in range(len(params))])
+    ids_V = 3 * torch.arange(num_columns, dtype=torch.int32) + 11
+    filters = RowFilters.of(params)
+    columns_S2, values_S2 = best_two(
+        logits_SV.contiguous().numpy(), divisors, words_S3, ids_V.numpy(), filters
+    )
+    gpu_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, ids_V, filters).numpy()
+    scores_S2 = gpu_S4[:, 2:].view(np.float32)
+    is_open_S = np.isnan(scores_S2[:, 0])
+    assert is_open_S.sum() < (5 if logits == "all equal" else 2)  # narrow, far from the best scores
+    at = np.flatnonzero(~is_open_S)
+    assert np.array_equal(gpu_S4[at, 0], ids_V.numpy()[columns_S2[at, 0]])
+    assert np.array_equal(scores_S2[at, 0], values_S2[at, 0])
+    second = at[np.isfinite(scores_S2[at, 1])]
+    assert np.array_equal(scores_S2[second, 1], values_S2[second, 1])
+    assert len(second) > 3 or num_columns == 2
 
 
 @pytest.mark.parametrize("num_columns", [1024, 1500, 2048])

@@ -26,8 +26,9 @@ from eesd_dist.engine.verify import VerifyStage
 from eesd_dist.model.attention.rows import RowSegment
 from eesd_dist.model.layers.paged_layers import PagedLayers
 from eesd_dist.page_table import PageTable
+from eesd_dist.sampling.row_filters import NO_FILTER
 from eesd_dist.sampling.row_rules import RowRule
-from eesd_dist.sampling.rule import draft_choice
+from eesd_dist.sampling.rule import WIDEST_GAP, draft_choice
 from eesd_dist.transport.group_handles import SingleGroup
 from eesd_dist.transport.memory import MemoryChannel
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams, TokenId
@@ -113,7 +114,10 @@ def by_steps(shard: DraftShard, chain: ChainStart) -> DraftedChain:
         input_ME = torch.cat(unread)
         read = RowSegment(start - len(input_ME), len(input_ME), pages)
         exit_MD = shard.run_head(input_ME, [read])
-        sampling = SamplingParams(temperature=chain.temperature, seed=chain.seed)
+        top_k, top_p, _ = chain.filters
+        sampling = SamplingParams(
+            temperature=chain.temperature, seed=chain.seed, top_k=top_k, top_p=top_p
+        )
         rule = RowRule.of(sampling, position=start, num_prompt=0)
         choice = draft_choice(shard.logits(exit_MD[-1:]), [rule], vocab_ids=shard.head.vocab_ids)
         tokens.append(int(choice.tokens[0, 0]))
@@ -193,6 +197,35 @@ def test_a_chain_alone_has_the_bits_of_one_in_a_batch(make_config: MakeConfig) -
             assert_same(single, [batch_chain])
 
 
+def test_filtered_guesses_are_those_of_the_rule(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Next to a greedy one, whose filter means nothing, with graphs and without."""
+    shard, _ = twin(make_config())
+
+    def chains() -> list[ChainStart]:
+        filters = NO_FILTER, (20, 0.9, -np.inf)
+        return [
+            chain._replace(temperature=1.5 if at else 0.0, filters=filters[at], rule=of_length(2))
+            for at, chain in enumerate(starts(shard, num=2, seed=4))
+        ]
+
+    expected = [by_steps(shard, chain) for chain in chains()]
+    for few_rows in (64, 0):
+        monkeypatch.setattr(steps, "_FEW_ROWS", few_rows)
+        shard, drafter = twin(make_config())
+        with torch.inference_mode():
+            drafted = drafter.draft(chains())[1]
+        for chain, theirs in zip(drafted, expected, strict=True):
+            assert torch.equal(chain.rows_TD.tensor, theirs.rows_TD.tensor)
+            assert chain.tokens == theirs.tokens
+            for gap, their_gap in zip(chain.gaps, theirs.gaps, strict=True):
+                assert gap in {their_gap, WIDEST_GAP}  # the second best may be no candidate
+    unfiltered = [chain._replace(filters=NO_FILTER) for chain in chains()]
+    with torch.inference_mode():
+        assert drafter.draft(unfiltered)[1][1].tokens != expected[1].tokens
+
+
 def test_steps_without_a_graph_have_the_same_bits(
     make_config: MakeConfig,
     four_chains: Sequence[DraftedChain],
@@ -243,6 +276,14 @@ def test_most_tokens_of_a_round_are_steps_with_one_graph(make_config: MakeConfig
     }
 
 
+ROW_RULES: Sequence[dict[str, object]] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.6},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "top_k": 30, "top_logprobs": 2},
+)
+
+
 @pytest.mark.parametrize("controller", ["fixed", "goodput"])
 def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeConfig) -> None:
     speculation = SpeculationConfig(
@@ -267,14 +308,12 @@ def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeCon
     texts: dict[str, list[TokenId]] = {}
     num_drafted = 0
     for mode in ("off", "auto"):
-        for number in range(2):
+        for number, changes in enumerate(ROW_RULES):
             engine.add(
                 Request(
                     request_id=RequestId(f"{mode}{number}"),
                     prompt=tuple(TokenId(5 + 3 * number + at) for at in range(4)),
-                    sampling=SamplingParams(
-                        temperature=(0.0, 0.8)[number % 2], seed=number, max_tokens=6
-                    ),
+                    sampling=SamplingParams(seed=number, max_tokens=6, **changes),  # type: ignore[arg-type]
                     speculation=SpeculationParams(mode=mode),
                 )
             )
@@ -286,4 +325,4 @@ def test_texts_are_those_of_plain_decoding(controller: str, make_config: MakeCon
     assert num_drafted > 3
     assert drafter._steps._graphs.by_key
     assert len({size.num_sampled for size in graphs._graphs.by_key}) > 1
-    assert [texts[f"off{n}"] for n in range(2)] == [texts[f"auto{n}"] for n in range(2)]
+    assert all(texts[f"off{n}"] == texts[f"auto{n}"] for n in range(len(ROW_RULES)))

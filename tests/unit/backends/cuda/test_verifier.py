@@ -19,6 +19,7 @@ from eesd_dist.engine.profile import greedy_segment
 from eesd_dist.model.kv_layout import RowArrays
 from eesd_dist.transport.contracts import Segment
 from eesd_dist.transport.group_handles import SingleGroup
+from eesd_dist.types import ChoiceParams
 from tests.support.recorded_graphs import NoRoom, recorded_graphs
 
 HIDDEN = VOCAB = 64
@@ -88,6 +89,27 @@ def test_logits_of_open_rows_outlive_the_next_graph() -> None:
         assert verified.logits_OV.argmax(dim=-1).tolist() == pages
         if len(open_rows) < 4:
             assert verified.tokens_S.tolist() == [8, 8, 4, 1]
+
+
+def test_a_filtered_row_without_a_choice_is_open() -> None:
+    """Noise decides between 64 tokens, of which filters keep one."""
+    graphs = toy_verifier()
+    narrow = [
+        replace(
+            segment(8, 9),
+            params=ChoiceParams(temperature=temperature, top_k=1, top_p=0.9, seed=3),
+        )
+        for temperature in (0.01, 1e6, 0.01)
+    ]
+    for open_rows, expected in (([], [2]), ([0], [0, 2]), ([0, 1, 2, 3], [0, 1, 2, 3])):
+        verified = graphs.verify([segment(5, 2), *narrow], torch.zeros(12, HIDDEN), open_rows)
+        assert verified is not None
+        assert verified.open_rows == expected
+        assert verified.logits_OV.argmax(dim=-1).tolist() == [
+            5 if row == 0 else 8 for row in expected
+        ]
+        if len(open_rows) < 4:
+            assert verified.tokens_S[[0, 1, 3]].tolist() == [5, 8, 8]
 
 
 def test_a_longer_plan_than_its_buffer_makes_new_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
