@@ -28,6 +28,7 @@ from eesd_dist.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from eesd_dist.engine.layout import layout_of
 from eesd_dist.engine.local import LocalEngine
 from eesd_dist.errors import ConfigError, EngineError
+from eesd_dist.llm.sampling_params import SamplingParams as TextParams
 from eesd_dist.text.prompts import Prompt, load_prompts, prompts_of_context
 from eesd_dist.text.tokenizer import Tokenizer
 from eesd_dist.types import Request, RequestId, SamplingParams, SpeculationParams
@@ -126,7 +127,7 @@ def _variants(
     options: BatchedOptions, *, longest: int
 ) -> tuple[Mapping[str, Generate], Mapping[str, object]]:
     """Returns the variants, and what a reader must know of them. Raises ConfigError for prompts
-    that do not fit the model."""
+    that do not fit the model, and RequestError for sampling parameters out of range."""
     max_running = max(options.batches)
     pages_per_request = -(-(longest + options.max_tokens + 16) // _PAGE_SIZE)
     config = EngineConfig(
@@ -146,14 +147,21 @@ def _variants(
             f"found a prompt of {longest} tokens, expected at most {room} with --max-tokens "
             f"{options.max_tokens}: use shorter prompts"
         )
-    ours = partial(_ours, LocalEngine(config), options.max_tokens)
+    TextParams.model_validate(options.sampling)
+    sampling = SamplingParams(max_tokens=options.max_tokens, **options.sampling)  # type: ignore[arg-type]
+    ours = partial(_ours, LocalEngine(config), sampling)
     variants: dict[str, Generate] = {
         "plain": partial(ours, SpeculationParams(mode="off")),
         "speculation": partial(ours, SpeculationParams()),
         "ngram": partial(ours, SpeculationParams(controller="ngram")),
     }
     if options.url is not None:
-        body = {"model": model_served_at(options.url), "max_tokens": options.max_tokens}
+        body = {
+            "model": model_served_at(options.url),
+            "max_tokens": options.max_tokens,
+            "seed": sampling.seed,
+            **options.sampling,
+        }
         for name, mode in zip(_SERVED, ("off", "auto"), strict=True):
             variants[name] = partial(_service, options.url, body | {"speculation": {"mode": mode}})
     machine = engine_on(layout.device).machine(
@@ -165,24 +173,28 @@ def _variants(
         "kv_cache_dtype": options.kv_cache_dtype,
         "prompt_tokens": options.prompt_tokens,
         "max_tokens": options.max_tokens,
+        "sampling": options.sampling,
     }
     if not options.skip_transformers:
         theirs = fastest_transformers_model(options.model, device=layout.device, ours=layout.dtype)
         facts["transformers"] = theirs.as_json()
         variants["transformers"] = partial(
-            _transformers, theirs.model, layout.device, options.max_tokens
+            _transformers, theirs.model, layout.device, options.max_tokens, options.sampling
         )
     return variants, facts
 
 
 def _ours(
-    engine: LocalEngine, max_tokens: int, speculation: SpeculationParams, prompts: Sequence[Prompt]
+    engine: LocalEngine,
+    sampling: SamplingParams,
+    speculation: SpeculationParams,
+    prompts: Sequence[Prompt],
 ) -> list[list[int]]:
     requests = [
         Request(
             request_id=RequestId(f"{number}"),
             prompt=tuple(prompt.tokens),
-            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            sampling=sampling,
             speculation=speculation,
         )
         for number, prompt in enumerate(prompts)
@@ -193,7 +205,6 @@ def _ours(
 def _service(url: str, body: Mapping[str, object], prompts: Sequence[Prompt]) -> list[list[int]]:
     """Generates with a service, which does not know these prompts from another run."""
     options = {
-        "temperature": 0.0,
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
@@ -208,7 +219,11 @@ def _service(url: str, body: Mapping[str, object], prompts: Sequence[Prompt]) ->
 
 
 def _transformers(
-    model: Any, device: torch.device, max_tokens: int, prompts: Sequence[Prompt]
+    model: Any,
+    device: torch.device,
+    max_tokens: int,
+    sampling: Mapping[str, float],
+    prompts: Sequence[Prompt],
 ) -> list[list[int]]:
     width = max(len(prompt.tokens) for prompt in prompts)
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -216,13 +231,14 @@ def _transformers(
     for row, prompt in enumerate(prompts):  # padded on the left, as generation needs
         ids[row, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
         mask[row, width - len(prompt.tokens) :] = 1
+    greedy = {"do_sample": False, "repetition_penalty": sampling["repetition_penalty"]}
     with torch.inference_mode():
         out = model.generate(
             ids.to(device),
             attention_mask=mask.to(device),
             max_new_tokens=max_tokens,
             min_new_tokens=max_tokens,
-            do_sample=False,
             pad_token_id=0,
+            **({"do_sample": True, **sampling} if sampling["temperature"] else greedy),
         )
     return [row[width:].tolist() for row in out]

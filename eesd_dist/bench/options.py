@@ -112,10 +112,10 @@ class BatchedOptions:
     """Tokens per second of many requests at once.
 
     Requests of a batch start together and have the same number of tokens. Plain decoding,
-    speculation, prompt lookup alone and transformers' batched generation take turns, greedy, on
-    the same weights; transformers in its fastest type, which is measured first and named. Every
-    run has the prompts that follow those of the run before. With --url a running service takes its
-    turns, too, as its clients see it.
+    speculation, prompt lookup alone and transformers' batched generation take turns, on the same
+    weights and with the same sampling parameters; transformers in its fastest type, which is
+    measured first and named. Every run has the prompts that follow those of the run before. With
+    --url a running service takes its turns, too, as its clients see it.
     """
 
     model: Model = BUNDLED_MODEL
@@ -130,8 +130,19 @@ class BatchedOptions:
     device: Annotated[Device, "where to compute, transformers too"] = "auto"
     skip_transformers: Annotated[bool, "time this engine alone"] = False
     max_tokens: Annotated[int, "length of each text"] = 64
+    temperature: Annotated[float, "0: greedy"] = 0.0
+    top_p: Annotated[float, "1: all tokens"] = 1.0
+    top_k: Annotated[int, "0: all tokens"] = 0
+    min_p: Annotated[float, "0: all tokens"] = 0.0
+    repetition_penalty: Annotated[float, "1: none"] = 1.0
     repeats: Annotated[int, "runs of every variant"] = 3
     json: Json = False
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Parameters of each text, by the names that requests, bodies and transformers have."""
+        names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,26 @@ def test_a_batch_is_timed_on_every_variant_with_an_interval(
     assert "1 threads" in report["machine"]
 
 
+def test_texts_of_a_batch_have_the_sampling_parameters_that_are_asked_for(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "batch", "--model", str(model), "--batches", "2", "--max-tokens", "5"]
+    words += ["--repeats", "1", "--dtype", "float32", "--device", "cpu", "--temperature", "0.7"]
+    words += ["--top-p", "0.8", "--top-k", "9", "--min-p", "0.01", "--repetition-penalty", "1.1"]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["sampling"] == {
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "top_k": 9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+    }
+    assert report["batches"]["2"]["speculation"]["texts_unlike_plain"] == 0
+    assert main([*words, "--top-p", "1.5"]) == 2
+    assert "top_p: found 1.5" in capsys.readouterr().err
+
+
 def test_batches_have_prompts_of_the_length_that_is_asked_for(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

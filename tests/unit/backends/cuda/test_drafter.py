@@ -200,7 +200,7 @@ def test_a_chain_alone_has_the_bits_of_one_in_a_batch(make_config: MakeConfig) -
 def test_filtered_guesses_are_those_of_the_rule(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Next to a greedy one, whose filter means nothing, with graphs and without."""
+    """Next to a greedy one, for which a filter means nothing, with graphs and without."""
     shard, _ = twin(make_config())
 
     def chains() -> list[ChainStart]:
