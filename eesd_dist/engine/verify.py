@@ -79,10 +79,11 @@ class VerifyStage:
         """Returns the target's token after each sampled row; all ranks return the same."""
         started = time.perf_counter()
         self.span.move(header.kv_moves)
-        verifier = self.verifier
+        verifier, segments = self.verifier, header.segments
         if verifier is not None and _is_one_pass(header):
-            segments = header.segments
-            verified = verifier.verify(segments, hidden_TD, _open_rows(segments, verifier))
+            asked, verified = _open_rows(segments, verifier), None
+            if len(asked) <= logits_block(self.span.spec.vocab_size):
+                verified = verifier.verify(segments, hidden_TD, asked)
             if verified is not None:
                 choice = silent_choice(verified.tokens_S)
                 if open_rows := verified.open_rows:

@@ -100,9 +100,9 @@ def held_bytes(
 ) -> int:
     """Returns an estimate of the memory of a GPU that a rank holds from its first rounds on: that
     of CUDA graphs, which no other work uses, and of its group. Both pools of graphs have the rows
-    of layers, one of them logits and the longest contexts."""
+    of layers, one of them logits, a copy of them, and the longest contexts."""
     row = _row_numbers(hidden_size, intermediate_size, num_ranks) * bytes_per_value
-    once = (SPLIT_ROWS * hidden_size * 4 + _LOGITS_BYTES) // num_ranks
+    once = (SPLIT_ROWS * hidden_size * 4 + 2 * _LOGITS_BYTES) // num_ranks
     return _NUM_GRAPH_POOLS * GRAPH_ROWS * row + once + (_GROUP_BYTES if num_ranks > 1 else 0)
 
 

@@ -26,6 +26,8 @@ class SamplingBackend(Protocol):
     """Operations of sampling on one type of device. Results do not depend on the other rows of a
     call, and have the same bits on every device, but for `log_probabilities`."""
 
+    has_best_two: bool
+
     def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
         """Returns the draws [S, V] of `noise.gumbel`."""
         ...
@@ -37,9 +39,10 @@ class SamplingBackend(Protocol):
         words_S3: npt.NDArray[np.int32],
         vocab_ids: Tensor | None,
         filters: RowFilters | None,
-    ) -> BestTwo | None:
-        """Returns the best of what the filters leave of logits with noise, in one call; None if the
-        device has none. There must be two columns.
+    ) -> BestTwo:
+        """Returns the best of what the filters leave of logits with noise, in one call, where
+        `has_best_two`. There must be two columns. The first score of a row is NaN where the call
+        could not decide.
 
         `divisors`: temperature of each row, 0 for one without noise; `words_S3`: key words of the
         noise; `vocab_ids` [V]: tokens of the columns, None for 0, 1, 2, ...; `filters`: None if no

@@ -37,6 +37,7 @@ from eesd_dist.sampling.processors import (
 )
 from eesd_dist.sampling.row_filters import RowFilters
 from eesd_dist.sampling.row_rules import RowRule, rules_of
+from eesd_dist.sampling.sharded_rows import select
 from eesd_dist.transport.contracts import TensorGroup
 
 __all__ = [
@@ -154,7 +155,7 @@ def draft_choice(
     the number of tokens to return per row.
     """
     best = _best_two(logits_SV, rules, vocab_ids) if width == 1 else None
-    if best is not None:
+    if best is not None and not np.isnan(best.scores_S2[:, 0]).any():
         scores_S2 = best.scores_S2
         return DraftChoice(
             tokens=torch.from_numpy(best.tokens_S2[:, :1]),
@@ -176,7 +177,8 @@ def _best_two(
     logits_SV: Tensor, rules: Sequence[RowRule], vocab_ids: Tensor | None
 ) -> BestTwo | None:
     """Returns the best two of each row in one call, if the device has such a call."""
-    if logits_SV.shape[-1] < 2:
+    backend = sampling_on(logits_SV.device)
+    if logits_SV.shape[-1] < 2 or not backend.has_best_two:
         return None
     filters = None
     if any(rule.params.is_filtered for rule in rules):
@@ -186,7 +188,6 @@ def _best_two(
         noise_key(rule.params.seed, rule.position) if divisor else 0
         for rule, divisor in zip(rules, divisors, strict=True)
     ]
-    backend = sampling_on(logits_SV.device)
     edited_SV = edited(logits_SV, rules, _columns_of(logits_SV, vocab_ids))
     return backend.best_two(edited_SV, divisors, key_words(keys), vocab_ids, filters)
 
@@ -247,24 +248,27 @@ def _num_top(rules: Sequence[RowRule]) -> int | None:
 def _choose_on_rank(logits_SV: Tensor, rules: Sequence[RowRule]) -> TokenChoice:
     num_top = _num_top(rules)
     winners = _best_two(logits_SV, rules, None)
-    if winners is not None and num_top is None:
-        return silent_choice(winners.tokens_S2[:, 0])
     if winners is None:
-        tokens_S = _tokens(logits_SV, rules)
+        tokens = _tokens(logits_SV, rules).cpu().numpy()
     else:
-        tokens_S = torch.from_numpy(winners.tokens_S2[:, 0]).to(logits_SV.device)
+        tokens = winners.tokens_S2[:, 0].copy()
+        if len(undecided := np.flatnonzero(np.isnan(winners.scores_S2[:, 0])).tolist()):
+            open_UV = select(logits_SV, undecided)
+            open_rules = [rules[row] for row in undecided]
+            tokens[undecided] = _tokens(open_UV, open_rules).cpu().numpy()
     for row, rule in enumerate(rules):
         if rule.forced >= 0:
-            tokens_S[row] = rule.forced
+            tokens[row] = rule.forced
     if num_top is None:
-        return silent_choice(tokens_S.cpu().numpy())
+        return silent_choice(tokens)
+    tokens_S = torch.from_numpy(tokens).to(logits_SV.device)
     logprobs_SV = sampling_on(logits_SV.device).log_probabilities(logits_SV)
     best = logprobs_SV.topk(min(num_top, logits_SV.shape[-1]), dim=-1)
     top_ids, top_logprobs = _ordered(
         best.indices.double().cpu().numpy(), best.values.double().cpu().numpy()
     )
     return TokenChoice(
-        tokens=tokens_S.cpu().numpy().astype(np.int32),
+        tokens=tokens.astype(np.int32),
         logprobs=logprobs_SV.gather(-1, tokens_S.unsqueeze(-1)).squeeze(-1).cpu().numpy(),
         top_ids=top_ids.astype(np.int32),
         top_logprobs=top_logprobs.astype(np.float32),

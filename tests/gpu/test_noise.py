@@ -15,6 +15,7 @@ from eesd_dist.sampling.elementary import mass_of, neg_log
 from eesd_dist.sampling.noise import Stream, gumbel, noise_key
 from eesd_dist.sampling.processors import VocabularyShard, processed
 from eesd_dist.sampling.row_rules import RowRule
+from eesd_dist.sampling.rule import choose, draft_choice, perturbed
 from eesd_dist.types import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -82,6 +83,30 @@ def test_filters_keep_the_tokens_of_the_cpu_in_any_batch(
         row_SV = _survivors(on_device_SV[at : at + 1], rules[:1])
         assert torch.equal(row_SV[0], survivors_SV[at]), "a single row"
     assert torch.equal(_survivors(on_device_SV.flip(0), rules).flip(0), survivors_SV), "reversed"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7, seed=5, top_p=0.9),
+        SamplingParams(temperature=0.7, seed=5, top_k=20, top_p=0.8, min_p=0.001),
+        SamplingParams(temperature=1.3, seed=5, top_k=1),
+        SamplingParams(temperature=0.7, seed=5, top_k=400, repetition_penalty=1.2),
+    ],
+    ids=["top_p", "all three", "one token", "top_k and a penalty"],
+)
+def test_choices_among_filtered_tokens_are_those_of_the_cpu(
+    params: SamplingParams, logits: Tensor, device: torch.device
+) -> None:
+    """Kernels decide most rows, and torch those of which no candidate is kept."""
+    rules = [
+        RowRule.of(params, position=at, num_prompt=1, history=range(200))
+        for at in range(len(logits))
+    ]
+    scores_SV = perturbed(logits, rules, VocabularyShard(start=0, size=logits.shape[-1]))
+    expected = scores_SV.argmax(dim=-1).tolist()
+    assert choose(logits.to(device), rules).tokens.tolist() == expected
+    assert draft_choice(logits.to(device), rules).tokens[:, 0].tolist() == expected
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])

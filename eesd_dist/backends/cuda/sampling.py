@@ -22,6 +22,8 @@ _ALIGNED_COLUMNS = 4
 class CudaSampling(TorchSampling):
     """Implements `SamplingBackend`."""
 
+    has_best_two = True
+
     def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
         return gumbel_on_gpu(key_words(keys), ids_V)
 
@@ -32,11 +34,9 @@ class CudaSampling(TorchSampling):
         words_S3: npt.NDArray[np.int32],
         vocab_ids: Tensor | None,
         filters: RowFilters | None,
-    ) -> BestTwo | None:
+    ) -> BestTwo:
         best_S4 = best_two_on_gpu(logits_SV, divisors, words_S3, vocab_ids, filters).cpu().numpy()
         scores_S2 = best_S4[:, 2:].view(np.float32)
-        if np.isnan(scores_S2[:, 0]).any():  # the choice of a row is not among its candidates
-            return None
         return BestTwo(best_S4[:, :2].astype(np.int64), scores_S2)
 
     def log_probabilities(self, x_SV: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A graph has the layers, the LM head over the sampled rows and the choice by score, launched as they
 are without it, so that a token is the same with and without one. Ranks of a group gather the best
-tokens of their parts of the vocabulary. Logits of open rows are copied out of a graph.
+tokens of their parts of the vocabulary. Logits of open rows are kept in memory that graphs share.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from eesd_dist.model.parallel import rank_range
 from eesd_dist.model.rank_memory import logits_block
 from eesd_dist.model.span import LlamaSpan
 from eesd_dist.sampling.noise import key_words, noise_key
-from eesd_dist.sampling.row_filters import RowFilters
+from eesd_dist.sampling.row_filters import NO_FILTER, RowFilters, filter_of, filters_by_row
 from eesd_dist.sampling.row_rules import positions_after
 from eesd_dist.transport.contracts import Segment
 
@@ -44,6 +44,8 @@ class _Size(NamedTuple):
     num_sampled: int
     tiling: Tiling
     has_filters: bool
+    keeps_logits: bool
+    """For open rows, and those of which filters leave no candidate."""
 
 
 class GraphVerifier:
@@ -56,18 +58,19 @@ class GraphVerifier:
         self._layers, self._head = layers, head
         device = span.paged.device
         self._group = layers.group
-        self._graphs: Graphs[_Size, tuple[Tensor, Tensor]] = Graphs(
-            device, name="verifying", group=self._group
-        )
+        self._graphs: Graphs[_Size, Tensor] = Graphs(device, name="verifying", group=self._group)
         self._rows_TD = torch.zeros(
             GRAPH_ROWS[-1], span.spec.hidden_size, dtype=span.compute_dtype, device=device
         )
         self._max_sampled = logits_block(span.spec.vocab_size)
         """Their logits have this memory in a pass without a graph, too."""
+        self._kept_SV: Tensor | None = None
+        """Logits of the latest graph that keeps them."""
         self._ids_V: Tensor | None = None
         """Tokens of the columns; None where a column is its token."""
+        columns = rank_range(span.spec.vocab_size, self._group.rank, self._group.size)
+        self._num_columns = len(columns)
         if self._group.size > 1:
-            columns = rank_range(span.spec.vocab_size, self._group.rank, self._group.size)
             self._ids_V = torch.arange(
                 columns.start, columns.stop, dtype=torch.int32, device=device
             )
@@ -103,31 +106,53 @@ class GraphVerifier:
             ]
         )
         tiles = self._layers.tiles(arrays)
-        is_filtered = self.has_filters and any(s.params.is_filtered for s in sampled)
-        size = _Size(_padded(num_rows), _padded(num_sampled), tiles.tiling, is_filtered)
+        filters = self._filters(sampled, open_rows)
+        size = _Size(
+            _padded(num_rows),
+            _padded(num_sampled),
+            tiles.tiling,
+            has_filters=filters is not None,
+            keeps_logits=bool(open_rows) or filters is not None,
+        )
+        if size.keeps_logits and self._kept_SV is None:
+            shape = min(self._max_sampled, GRAPH_ROWS[-1]), self._num_columns
+            self._kept_SV = torch.empty(shape, device=self._rows_TD.device)
         source_S = np.zeros(size.num_sampled, np.int32)
         source_S[:num_sampled] = _sampled_rows(segments)
         packed = [source_S, _noise(sampled, num_padded=size.num_sampled)]
-        if is_filtered:
-            filters = RowFilters.of([s.params for s in sampled for _ in range(s.num_sampled)])
+        if filters is not None:
             packed.append(packed_filters(filters, num_padded=size.num_sampled))
         packed.append(packed_rows(arrays, tiles, size.num_rows))
         self._graphs.upload(np.concatenate(packed))
         self._rows_TD.narrow(0, 0, num_rows).copy_(hidden_TD)
-        best_GS4, logits_SV = self._graphs.run(size, lambda: self._pass(size))
+        best_GS4 = self._graphs.run(size, lambda: self._pass(size))
         tokens_S = np.zeros(num_sampled, np.int32)
         if len(open_rows) < num_sampled:
             tokens_S, is_decided_S = _best_tokens(best_GS4.narrow(1, 0, num_sampled).cpu().numpy())
             if not is_decided_S.all():
                 open_rows = sorted({*open_rows, *np.flatnonzero(~is_decided_S).tolist()})
-        logits_OV = logits_SV.narrow(0, 0, 0)
-        if open_rows:
-            logits_OV = logits_SV.index_select(0, uploaded(open_rows, logits_SV.device))
-        return Verified(tokens_S, open_rows, logits_OV)
+        if not open_rows:
+            return Verified(tokens_S, open_rows, self._rows_TD.new_empty(0, 0))
+        assert self._kept_SV is not None, "allocated for this pass"
+        at_O = uploaded(open_rows, self._kept_SV.device)
+        return Verified(tokens_S, open_rows, self._kept_SV.index_select(0, at_O))
 
-    def _pass(self, size: _Size) -> tuple[Tensor, Tensor]:
+    def _filters(self, sampled: Sequence[Segment], open_rows: Sequence[int]) -> RowFilters | None:
+        """Returns the filters of the sampled rows that are not open; None without any."""
+        if not self.has_filters:
+            return None
+        row_params = [s.params for s in sampled for _ in range(s.num_sampled)]
+        decided = set(range(len(row_params))).difference(open_rows)
+        return filters_by_row(
+            [
+                filter_of(params) if row in decided else NO_FILTER
+                for row, params in enumerate(row_params)
+            ]
+        )
+
+    def _pass(self, size: _Size) -> Tensor:
         """Launches the kernels over what is in the buffers. Returns each rank's `best_two`,
-        [G, S, 4], and this rank's logits."""
+        [G, S, 4]."""
         numbers = self._graphs.numbers
         num_filters = NUMBERS_PER_FILTER * size.num_sampled if size.has_filters else 0
         lengths = [size.num_sampled, 4 * size.num_sampled, num_filters]
@@ -138,11 +163,14 @@ class GraphVerifier:
         rows = DeviceRows(packed[:end], size.num_rows, size.tiling, slots=packed[end:])
         hidden_TD = self._layers.run(self._rows_TD.narrow(0, 0, size.num_rows).clone(), rows)
         logits_SV = self._head(hidden_TD.index_select(0, source_S))
+        if size.keeps_logits:
+            assert self._kept_SV is not None, "allocated before"
+            self._kept_SV.narrow(0, 0, size.num_sampled).copy_(logits_SV)
         filters = filters_S4 if size.has_filters else None
         best_S4 = best_two(logits_SV, noise, self._ids_V, filters)
         if self._group.size == 1:
-            return best_S4.unsqueeze(0), logits_SV
-        return torch.stack(self._group.all_gather(best_S4)), logits_SV
+            return best_S4.unsqueeze(0)
+        return torch.stack(self._group.all_gather(best_S4))
 
 
 def _best_tokens(best_GS4: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:

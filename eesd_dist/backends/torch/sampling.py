@@ -16,6 +16,8 @@ from eesd_dist.sampling.row_filters import RowFilters
 class TorchSampling:
     """Implements `SamplingBackend` on any device."""
 
+    has_best_two = False
+
     def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
         return gumbel_by_steps(keys, ids_V)
 
@@ -26,8 +28,8 @@ class TorchSampling:
         words_S3: npt.NDArray[np.int32],
         vocab_ids: Tensor | None,
         filters: RowFilters | None,
-    ) -> BestTwo | None:
-        return None
+    ) -> BestTwo:
+        raise NotImplementedError
 
     def first_max(self, x_SV: Tensor) -> Tensor:
         return x_SV.argmax(dim=-1)

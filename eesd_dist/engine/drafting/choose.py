@@ -1,8 +1,8 @@
 """Chooses what drafts for a request: one call for a whole chain, or level by level, and says why.
 
-The call (`backends.api.ChainDrafter`) is compiled on a CPU and made of graphs on a GPU. It makes
-plain choices by rules that controllers state in advance; everything else is drafted level by level,
-and does not slow the other requests.
+The call (`backends.api.ChainDrafter`) is compiled on a CPU and made of graphs on a GPU. It guesses
+by scores, by rules that controllers state in advance. All other requests are drafted level by
+level, and do not slow these.
 """
 
 from collections.abc import Mapping, Sequence

@@ -17,9 +17,10 @@ from torch import Tensor
 from eesd_dist.backends.api import engine_on
 from eesd_dist.backends.cpu.kernels.best_two import best_two_kernel
 from eesd_dist.backends.cpu.kernels.choice import gumbel_kernel
-from eesd_dist.backends.cpu.sampling import CpuSampling
+from eesd_dist.backends.cpu.sampling import CompiledSampling, CpuSampling
 from eesd_dist.backends.torch.sampling import TorchSampling
 from eesd_dist.model.parallel import rank_range
+from eesd_dist.sampling.backend import BestTwo
 from eesd_dist.sampling.processors import VocabularyShard
 from eesd_dist.sampling.rule import (
     WIDEST_GAP,
@@ -433,14 +434,22 @@ ROW_PARAMS = st.fixed_dictionaries(
     rows=st.lists(ROW_PARAMS, min_size=1, max_size=5),
     scale=st.sampled_from([0.0, 0.5, 3.0, 40.0]),
     is_rough=st.booleans(),
+    has_infinity=st.booleans(),
 )
 def test_the_compiled_choice_is_that_of_the_scores(
-    seed: int, width: int, rows: list[dict[str, Any]], scale: float, is_rough: bool
+    seed: int,
+    width: int,
+    rows: list[dict[str, Any]],
+    scale: float,
+    is_rough: bool,
+    has_infinity: bool,
 ) -> None:
     """Rough logits have many equal values, zeros of both signs among them."""
     generator = torch.Generator().manual_seed(seed)
     logits_SV = scale * torch.randn(len(rows), width, generator=generator)
     logits_SV = logits_SV.round() * 0.5 if is_rough else logits_SV
+    if has_infinity:
+        logits_SV[0, seed % width] = torch.inf
     vocab_ids = torch.randperm(4 * width, generator=generator)[:width].sort().values
     rules = [rule(SamplingParams(seed=seed + at, **params)) for at, params in enumerate(rows)]
     choice = draft_choice(logits_SV, rules, vocab_ids=vocab_ids)
@@ -448,6 +457,30 @@ def test_the_compiled_choice_is_that_of_the_scores(
     assert torch.equal(choice.tokens, expected.tokens[:, :1])
     assert torch.equal(choice.scores, expected.scores[:, :1])
     assert torch.equal(choice.gaps, expected.gaps)
+
+
+def test_a_forced_token_is_reported_whatever_the_logits() -> None:
+    row_rule = structs.replace(rule(SamplingParams(temperature=0.0)), forced=7)
+    logits_SV = random_logits(3, 2, V)
+    assert choose(logits_SV, [row_rule, row_rule]).tokens.tolist() == [7, 7]
+
+
+def test_a_row_that_a_call_cannot_decide_is_decided_by_its_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rules = [rule(SamplingParams(temperature=0.9, top_p=0.5, seed=seed)) for seed in range(4)]
+    logits_SV = random_logits(3, 4, V)
+    expected = choose(logits_SV, rules).tokens.tolist()
+    decide = CompiledSampling.best_two
+
+    def undecided(*arguments: Any) -> BestTwo:
+        best = decide(*arguments)
+        best.tokens_S2[[0, 2]], best.scores_S2[[0, 2]] = 1, np.nan
+        return best
+
+    monkeypatch.setattr(CompiledSampling, "best_two", undecided)
+    assert choose(logits_SV, rules).tokens.tolist() == expected
+    assert draft_choice(logits_SV, rules).tokens[:, 0].tolist() == expected
 
 
 def test_no_choice_compiles_once_the_rule_is_ready() -> None:

@@ -14,7 +14,7 @@ from eesd_dist.backends.cpu.kernels.choice import (
     score_row,
     two_largest,
 )
-from eesd_dist.backends.cpu.kernels.filters import NUM_BINS, filter_row, has_filter
+from eesd_dist.backends.cpu.kernels.filters import NUM_BINS, filter_row, has_filter, scaled
 from eesd_dist.sampling import row_filters
 from eesd_dist.sampling.row_filters import RowFilters
 
@@ -47,7 +47,7 @@ def _best_two(
         )
         if has_filter(filters, row):
             for v in range(count):
-                scaled_V[v] = logits_SV[row, v] / divisors_S[row]
+                scaled_V[v] = scaled(logits_SV[row, v], divisors_S[row])
             filter_row(
                 scaled_V,
                 filters,

@@ -25,6 +25,7 @@ from eesd_dist.backends.cpu.kernels.filters import (
     Longs,
     filter_row,
     has_filter,
+    scaled,
 )
 from eesd_dist.backends.cpu.kernels.lanes import address_of
 from eesd_dist.backends.cpu.kernels.layers import Scratch
@@ -81,7 +82,7 @@ class Choices(NamedTuple):
     """Where in `logits_OV` the logits of a row are wanted instead of a token; -1: a token."""
     logits_OV: Floats
     tokens_S: Ints
-    """-1: the mask leaves no token."""
+    """-1: the mask leaves no token; without meaning after open rows."""
     gaps_S: Floats
     """Best score minus the second one; empty: not wanted."""
     scores_2S: Floats
@@ -174,7 +175,7 @@ def _filter(
         memory.scaled_PV[thread],
     )
     for v in range(len(ids_V)):
-        scaled_V[v] = logits_V[v] / divisor
+        scaled_V[v] = scaled(logits_V[v], divisor)
     if mask >= 0:
         for v in range(len(ids_V)):
             if _is_masked(masks_MU[mask], ids_V[v]):

@@ -1,8 +1,8 @@
 """The filters of a row on a CPU: top_k, top_p and min_p, with the edges of `sampling.filters`.
 
-Scores are counted and weighed in bins by their distance from the largest one. Only the bin that has
-an edge is sorted. Bins are in the order of scores and masses are integers, so that the edge is that
-of a sort of the whole row.
+Scores are counted and weighed in bins by their distance from the largest one. In the bin that has
+an edge, which of a flat row has all scores, it is found digit by digit. Bins are in the order of
+scores and masses are integers, so that the edge is that of a sort of the whole row.
 """
 
 import numpy as np
@@ -17,6 +17,7 @@ from eesd_dist.sampling.row_filters import RowFilters
 NUM_BINS = 1024
 _SPAN = np.float32(28.0)
 """Distance in the last bin: masses are 0 from 27.7 on."""
+_NUM_DIGITS = 4
 _BINS_PER_UNIT = np.float32((NUM_BINS - 1) / 28.0)
 _LOWEST_SCORE = np.float32(-np.inf)
 LOWEST_KEY = np.int32(-0x7F800001)
@@ -32,7 +33,7 @@ _EXP2_5, _ONE = np.float32(0.0018671301), np.float32(1.0)
 Longs = npt.NDArray[np.int64]
 
 
-# Shapes: V columns, N = NUM_BINS.
+# Shapes: V columns, N = NUM_BINS, M members of a bin, D = 256 values of a digit.
 @inner
 def _mass(x: np.float32, power_1: Floats) -> np.int64:
     """Returns `elementary.mass_of`; `power_1` is memory."""
@@ -70,21 +71,62 @@ def _fill_masses(scores_V: Floats, peak: np.float32, masses_V: Floats, powers_V:
 
 @inner
 def _bin(distance: np.float32) -> int:
-    """Returns the bin of a distance; NaN is in the last one."""
-    return int(float32(distance * _BINS_PER_UNIT)) if distance < _SPAN else NUM_BINS - 1
+    """Returns the bin of a distance; that between infinite scores, which is NaN, is in the first
+    one."""
+    if distance < _SPAN:
+        return int(float32(distance * _BINS_PER_UNIT))
+    return NUM_BINS - 1 if distance >= _SPAN else 0
 
 
 @inner
 def _bin_members(scores_V: Floats, peak: np.float32, b: int, members_V: Floats) -> int:
-    """Fills the scores of a bin, ascending. Returns how many there are."""
+    """Fills the scores of a bin. Returns how many there are."""
     count = 0
     for v in range(len(scores_V)):
-        score = scores_V[v]
-        if _bin(float32(peak - score)) == b and score == score:
-            members_V[count] = score
+        if _bin(float32(peak - scores_V[v])) == b:
+            members_V[count] = scores_V[v]
             count += 1
-    members_V[:count].sort()
     return count
+
+
+@inner
+def _edge(
+    members_M: Floats,
+    target: np.int64,
+    peak: np.float32,
+    by_mass: bool,
+    weights_D: Longs,
+    power_1: Floats,
+) -> tuple[np.float32, np.int64]:
+    """Returns the largest score such that it and those above weigh the target, and the weight
+    above. A score weighs its mass or 1. It is found digit by digit, in a fixed number of passes."""
+    bits_M = members_M.view(np.int32)
+    prefix, above = int64(0), int64(0)
+    for at in range(_NUM_DIGITS):
+        shift = 8 * (_NUM_DIGITS - 1 - at)
+        weights_D[:] = 0
+        for m in range(len(members_M)):
+            bits = bits_M[m] if members_M[m] != 0 else int32(0)
+            key = int64(0x7FFFFFFF) - int64(bits ^ int32(int32(bits >> 31) & int32(0x7FFFFFFF)))
+            if key >> (shift + 8) == prefix:
+                weight = _mass(float32(members_M[m] - peak), power_1) if by_mass else int64(1)
+                weights_D[(key >> shift) & 255] += weight
+        digit = 0
+        while digit < 255 and above + weights_D[digit] < target:
+            above += weights_D[digit]
+            digit += 1
+        prefix = (prefix << 8) | digit
+    ordered = int32(int64(0x7FFFFFFF) - prefix)
+    bits_1 = power_1.view(np.int32)
+    bits_1[0] = int32(ordered ^ int32(int32(ordered >> 31) & int32(0x7FFFFFFF)))
+    return power_1[0], above
+
+
+@inner
+def scaled(logit: np.float32, divisor: np.float32) -> np.float32:
+    """Returns a score before noise; NaN counts as infinite."""
+    score = float32(logit / divisor)
+    return score if score == score else float32(np.inf)
 
 
 @inner
@@ -110,7 +152,8 @@ def filter_row(
 ) -> None:
     """Gives the tokens that the row's filters exclude the lowest choice score and key.
 
-    `scores_V`: edited logits, divided by the temperature, -inf for a token that a mask excludes;
+    `scores_V`: edited logits, divided by the temperature, infinite for NaN, -inf for a token that a
+    mask excludes;
     the last two are those of the choice, with noise. The four between are memory.
     """
     num_tokens = len(scores_V)
@@ -120,8 +163,9 @@ def filter_row(
         peak = max(peak, scores_V[v])
     if not peak > _LOWEST_SCORE:  # no token is possible
         return
-    lowest = float32(peak + filters.log_min_p_S[row])
-    edge, room = _LOWEST_SCORE, num_tokens
+    lowest, edge, room = _LOWEST_SCORE, _LOWEST_SCORE, int64(num_tokens)
+    if filters.log_min_p_S[row] > _LOWEST_SCORE:
+        lowest = float32(peak + filters.log_min_p_S[row])
     has_top_k = 0 < top_k < num_tokens
     if has_top_k or top_p < 1.0:
         _fill_masses(scores_V, peak, members_V, powers_V)
@@ -132,20 +176,19 @@ def filter_row(
             counts_N[b] += 1
             masses_N[b] += int64(members_V[v])
         end = NUM_BINS
-        power_1 = counts_N.view(np.float32)[:1]
+        # Memory of the counts, once they are not needed.
+        weights_D, power_1 = counts_N.view(np.int64)[:256], counts_N.view(np.float32)[-1:]
         if has_top_k:
             at, before = 0, int64(0)
             while before + counts_N[at] < top_k:
                 before += counts_N[at]
                 at += 1
-            num_members = _bin_members(scores_V, peak, at, members_V)
-            kth = _LOWEST_SCORE
-            if num_members > 0:
-                kth = members_V[max(num_members - (top_k - before), 0)]
+            members_M = members_V[: _bin_members(scores_V, peak, at, members_V)]
+            kth, _ = _edge(members_M, top_k - before, peak, False, weights_D, power_1)
             masses_N[at] = 0
-            for member in range(num_members):
-                if members_V[member] >= kth:
-                    masses_N[at] += _mass(float32(members_V[member] - peak), power_1)
+            for m in range(len(members_M)):
+                if members_M[m] >= kth:
+                    masses_N[at] += _mass(float32(members_M[m] - peak), power_1)
             lowest, end = max(lowest, kth), at + 1
         if top_p < 1.0:
             total = int64(0)
@@ -153,19 +196,17 @@ def filter_row(
                 total += masses_N[b]
             target = max(int64(np.ceil(top_p * np.float64(total))), int64(1))
             if target <= total:
-                at, reached = 0, int64(0)
-                while reached + masses_N[at] < target:
-                    reached += masses_N[at]
+                at, before = 0, int64(0)
+                while before + masses_N[at] < target:
+                    before += masses_N[at]
                     at += 1
-                member = _bin_members(scores_V, peak, at, members_V)
-                while reached < target and member > 0:
-                    member -= 1
-                    room = room + 1 if members_V[member] == edge else 1
-                    edge = members_V[member]
-                    reached += _mass(float32(edge - peak), power_1)
+                members_M = members_V[: _bin_members(scores_V, peak, at, members_V)]
+                edge, above = _edge(members_M, target - before, peak, True, weights_D, power_1)
+                mass = max(_mass(float32(edge - peak), power_1), int64(1))
+                room = (target - before - above + mass - 1) // mass
                 lowest = max(lowest, edge)
     for v in range(num_tokens):
-        is_left = scores_V[v] >= lowest
+        is_left = not scores_V[v] < lowest
         if scores_V[v] == edge:
             is_left = is_left and room > 0
             room -= 1

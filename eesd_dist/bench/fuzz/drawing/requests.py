@@ -50,7 +50,7 @@ def draw_pool(
 
 
 def is_plain_choice(sampling: SamplingParams) -> bool:
-    """Returns whether tokens are guessed by their scores alone."""
+    """Returns whether every drafter guesses by the scores alone."""
     return is_guessed_by_score(sampling, has_filters=False)
 
 

@@ -91,6 +91,26 @@ def test_logits_of_open_rows_outlive_the_next_graph() -> None:
             assert verified.tokens_S.tolist() == [8, 8, 4, 1]
 
 
+def test_all_graphs_keep_their_logits_in_the_same_memory() -> None:
+    graphs = toy_verifier()
+    for num_rows in (1, 6, 12):
+        graphs.verify([segment(8, 9, num_rows=num_rows)], torch.zeros(num_rows, HIDDEN), [0])
+    kept_SV = graphs._kept_SV
+    assert kept_SV is not None
+    assert {size.keeps_logits for size in graphs._graphs.by_key} == {True}
+    assert all(graph._out.shape == (1, 4, 4) for graph, _ in graphs._graphs.by_key.values())
+    assert tokens_of(graphs, segment(8, 9)) == [8]
+    assert graphs._kept_SV is kept_SV
+
+
+def test_filters_of_open_rows_are_left_to_the_rule() -> None:
+    graphs = toy_verifier()
+    filtered = replace(segment(8, 9), params=ChoiceParams(temperature=0.5, top_k=3))
+    graphs.verify([filtered, segment(5, 2)], torch.zeros(6, HIDDEN), [0])
+    graphs.verify([filtered, segment(5, 2)], torch.zeros(6, HIDDEN), [])
+    assert [size.has_filters for size in graphs._graphs.by_key] == [False, True]
+
+
 def test_a_filtered_row_without_a_choice_is_open() -> None:
     """Noise decides between 64 tokens, of which filters keep one."""
     graphs = toy_verifier()
