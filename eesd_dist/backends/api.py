@@ -40,7 +40,7 @@ class ChainStart(NamedTuple):
     mask: bytes = b""
     """The tokens that may be guessed; empty: any. Only where one guess is made at most."""
     filters: tuple[int, float, float] = NO_FILTER
-    """Of each guess, as `RowFilters` has them."""
+    """Filters of each guess, as `RowFilters` has them."""
 
 
 class DraftedChain(NamedTuple):

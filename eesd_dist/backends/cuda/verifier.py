@@ -45,7 +45,7 @@ class _Size(NamedTuple):
     tiling: Tiling
     has_filters: bool
     keeps_logits: bool
-    """For open rows, and those of which filters leave no candidate."""
+    """True for open rows, and where filters may leave no candidate of a row."""
 
 
 class GraphVerifier:
@@ -64,7 +64,7 @@ class GraphVerifier:
         )
         self._max_sampled = logits_block(span.spec.vocab_size)
         """Their logits have this memory in a pass without a graph, too."""
-        self._kept_SV: Tensor | None = None
+        self._logits_SV: Tensor | None = None
         """Logits of the latest graph that keeps them."""
         self._ids_V: Tensor | None = None
         """Tokens of the columns; None where a column is its token."""
@@ -114,9 +114,9 @@ class GraphVerifier:
             has_filters=filters is not None,
             keeps_logits=bool(open_rows) or filters is not None,
         )
-        if size.keeps_logits and self._kept_SV is None:
+        if size.keeps_logits and self._logits_SV is None:
             shape = min(self._max_sampled, GRAPH_ROWS[-1]), self._num_columns
-            self._kept_SV = torch.empty(shape, device=self._rows_TD.device)
+            self._logits_SV = torch.empty(shape, device=self._rows_TD.device)
         source_S = np.zeros(size.num_sampled, np.int32)
         source_S[:num_sampled] = _sampled_rows(segments)
         packed = [source_S, _noise(sampled, num_padded=size.num_sampled)]
@@ -133,9 +133,9 @@ class GraphVerifier:
                 open_rows = sorted({*open_rows, *np.flatnonzero(~is_decided_S).tolist()})
         if not open_rows:
             return Verified(tokens_S, open_rows, self._rows_TD.new_empty(0, 0))
-        assert self._kept_SV is not None, "allocated for this pass"
-        at_O = uploaded(open_rows, self._kept_SV.device)
-        return Verified(tokens_S, open_rows, self._kept_SV.index_select(0, at_O))
+        assert self._logits_SV is not None, "allocated for this pass"
+        at_O = uploaded(open_rows, self._logits_SV.device)
+        return Verified(tokens_S, open_rows, self._logits_SV.index_select(0, at_O))
 
     def _filters(self, sampled: Sequence[Segment], open_rows: Sequence[int]) -> RowFilters | None:
         """Returns the filters of the sampled rows that are not open; None without any."""
@@ -164,8 +164,8 @@ class GraphVerifier:
         hidden_TD = self._layers.run(self._rows_TD.narrow(0, 0, size.num_rows).clone(), rows)
         logits_SV = self._head(hidden_TD.index_select(0, source_S))
         if size.keeps_logits:
-            assert self._kept_SV is not None, "allocated before"
-            self._kept_SV.narrow(0, 0, size.num_sampled).copy_(logits_SV)
+            assert self._logits_SV is not None, "allocated before"
+            self._logits_SV.narrow(0, 0, size.num_sampled).copy_(logits_SV)
         filters = filters_S4 if size.has_filters else None
         best_S4 = best_two(logits_SV, noise, self._ids_V, filters)
         if self._group.size == 1:

@@ -79,7 +79,7 @@ class Choices(NamedTuple):
     """Which mask holds for each row; -1: none."""
     filters: RowFilters
     open_S: Ints
-    """Where in `logits_OV` the logits of a row are wanted instead of a token; -1: a token."""
+    """Places in `logits_OV` of the rows that get their logits instead of a token; -1: a token."""
     logits_OV: Floats
     tokens_S: Ints
     """-1: the mask leaves no token; without meaning after open rows."""

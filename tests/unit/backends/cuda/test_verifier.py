@@ -95,12 +95,12 @@ def test_all_graphs_keep_their_logits_in_the_same_memory() -> None:
     graphs = toy_verifier()
     for num_rows in (1, 6, 12):
         graphs.verify([segment(8, 9, num_rows=num_rows)], torch.zeros(num_rows, HIDDEN), [0])
-    kept_SV = graphs._kept_SV
-    assert kept_SV is not None
+    logits_SV = graphs._logits_SV
+    assert logits_SV is not None
     assert {size.keeps_logits for size in graphs._graphs.by_key} == {True}
     assert all(graph._out.shape == (1, 4, 4) for graph, _ in graphs._graphs.by_key.values())
     assert tokens_of(graphs, segment(8, 9)) == [8]
-    assert graphs._kept_SV is kept_SV
+    assert graphs._logits_SV is logits_SV
 
 
 def test_filters_of_open_rows_are_left_to_the_rule() -> None:
