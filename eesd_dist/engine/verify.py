@@ -81,14 +81,16 @@ class VerifyStage:
         self.span.move(header.kv_moves)
         verifier, segments = self.verifier, header.segments
         if verifier is not None and _is_one_pass(header):
-            asked, verified = _open_rows(segments, verifier), None
-            if len(asked) <= logits_block(self.span.spec.vocab_size):
-                verified = verifier.verify(segments, hidden_TD, asked)
+            open_rows, verified = _open_rows(segments, verifier), None
+            if len(open_rows) <= logits_block(self.span.spec.vocab_size):
+                verified = verifier.verify(segments, hidden_TD, open_rows)
             if verified is not None:
                 choice = silent_choice(verified.tokens_S)
-                if open_rows := verified.open_rows:
-                    rules = _rules_at(open_rows, segments)
-                    choice = choice.replaced(open_rows, self._choose(verified.logits_OV, rules))
+                if verified.open_rows:
+                    rules = _rules_at(verified.open_rows, segments)
+                    choice = choice.replaced(
+                        verified.open_rows, self._choose(verified.logits_OV, rules)
+                    )
                 return _reply(header, choice, took_s=time.perf_counter() - started)
         rows = RowPlan.build(
             [

@@ -26,7 +26,7 @@ class SamplingBackend(Protocol):
     """Operations of sampling on one type of device. Results do not depend on the other rows of a
     call, and have the same bits on every device, but for `log_probabilities`."""
 
-    has_best_two: bool
+    has_choice_call: bool
 
     def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
         """Returns the draws [S, V] of `noise.gumbel`."""
@@ -41,7 +41,7 @@ class SamplingBackend(Protocol):
         filters: RowFilters | None,
     ) -> BestTwo:
         """Returns the best of what the filters leave of logits with noise, in one call, where
-        `has_best_two`. There must be two columns. The first score of a row is NaN where the call
+        `has_choice_call`. There must be two columns. The first score of a row is NaN where the call
         could not decide.
 
         `divisors`: temperature of each row, 0 for one without noise; `words_S3`: key words of the

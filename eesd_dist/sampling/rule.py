@@ -178,7 +178,7 @@ def _best_two(
 ) -> BestTwo | None:
     """Returns the best two of each row in one call, if the device has such a call."""
     backend = sampling_on(logits_SV.device)
-    if logits_SV.shape[-1] < 2 or not backend.has_best_two:
+    if logits_SV.shape[-1] < 2 or not backend.has_choice_call:
         return None
     filters = None
     if any(rule.params.is_filtered for rule in rules):

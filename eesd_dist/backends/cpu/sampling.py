@@ -49,7 +49,7 @@ class CpuSampling(TorchSampling):
 class CompiledSampling(CpuSampling):
     """Noise and choice in one compiled call each."""
 
-    has_best_two = True
+    has_choice_call = True
 
     def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
         from eesd_dist.backends.cpu.kernels.choice import gumbel_rows

@@ -22,7 +22,7 @@ _ALIGNED_COLUMNS = 4
 class CudaSampling(TorchSampling):
     """Implements `SamplingBackend`."""
 
-    has_best_two = True
+    has_choice_call = True
 
     def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
         return gumbel_on_gpu(key_words(keys), ids_V)

@@ -16,7 +16,7 @@ from eesd_dist.sampling.row_filters import RowFilters
 class TorchSampling:
     """Implements `SamplingBackend` on any device."""
 
-    has_best_two = False
+    has_choice_call = False
 
     def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
         return gumbel_by_steps(keys, ids_V)

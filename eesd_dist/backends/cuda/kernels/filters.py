@@ -265,7 +265,7 @@ def decision_kernel(
     total = tl.sum(tl.load(sums_B + _CANDIDATES, mask=is_block_B, other=0), 0)
     target = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
     target = tl.where(target > 1, target, 1)
-    num_kept = 0
+    num_survivors = 0
     logits += row.to(tl.int64) * row_stride
     columns_SC += row * _CANDIDATES
     column, second_column = tl.load(columns_SC), tl.load(columns_SC + 1)
@@ -279,15 +279,15 @@ def decision_kernel(
         from_B = numbers + (row * num_blocks + block_B) * _CANDIDATES + candidate
         number = tl.sum(tl.load(from_B, mask=is_block_B, other=0), 0)
         is_in_top_p = (top_p >= 1.0) | (target > total) | (before < target)
-        is_kept = (own >= lowest) & ((top_k == 0) | (number < top_k)) & is_in_top_p
-        is_kept |= peak == float("-inf")  # no token is possible
+        survives = (own >= lowest) & ((top_k == 0) | (number < top_k)) & is_in_top_p
+        survives |= peak == float("-inf")  # no token is possible
         candidate_score = tl.load(scores_SC + row * _CANDIDATES + candidate)
-        is_first, is_second = is_kept & (num_kept == 0), is_kept & (num_kept == 1)
+        is_first, is_second = survives & (num_survivors == 0), survives & (num_survivors == 1)
         column = tl.where(is_first, candidate_column, column)
         score = tl.where(is_first, candidate_score, score)
         second_column = tl.where(is_second, candidate_column, second_column)
         second_score = tl.where(is_second, candidate_score, second_score)
-        num_kept += is_kept.to(tl.int32)
+        num_survivors += survives.to(tl.int32)
     if HAS_IDS:
         column, second_column = tl.load(ids + column), tl.load(ids + second_column)
     tl.store(best + 4 * row, column)
