@@ -22,17 +22,10 @@ class BestTwo(NamedTuple):
     scores_S2: npt.NDArray[np.float32]
 
 
-class SamplingBackend(Protocol):
-    """Operations of sampling on one type of device. Results do not depend on the other rows of a
-    call, and have the same bits on every device, but for `log_probabilities`."""
+class ChoiceCall(Protocol):
+    """The choice of a device after all rows."""
 
-    has_choice_call: bool
-
-    def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
-        """Returns the draws [S, V] of `noise.gumbel`."""
-        ...
-
-    def best_two(
+    def __call__(
         self,
         logits_SV: Tensor,
         divisors: Sequence[float],
@@ -40,14 +33,27 @@ class SamplingBackend(Protocol):
         vocab_ids: Tensor | None,
         filters: RowFilters | None,
     ) -> BestTwo:
-        """Returns the best of what the filters leave of logits with noise, in one call, where
-        `has_choice_call`. There must be two columns. The first score of a row is NaN where the call
-        could not decide.
+        """Returns the best of what the filters leave of logits with noise, in one call. There
+        must be two columns. The first score of a row is NaN where the call could not decide.
 
         `divisors`: temperature of each row, 0 for one without noise; `words_S3`: key words of the
         noise; `vocab_ids` [V]: tokens of the columns, None for 0, 1, 2, ...; `filters`: None if no
         row has any.
         """
+        ...
+
+
+class SamplingBackend(Protocol):
+    """Operations of sampling on one type of device. Results do not depend on the other rows of a
+    call, and have the same bits on every device, but for `log_probabilities`."""
+
+    @property
+    def choice_call(self) -> ChoiceCall | None:
+        """Returns the choice among all tokens in one call; None where the device has none."""
+        ...
+
+    def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
+        """Returns the draws [S, V] of `noise.gumbel`."""
         ...
 
     def first_max(self, x_SV: Tensor) -> Tensor:

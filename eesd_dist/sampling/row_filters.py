@@ -37,13 +37,6 @@ class RowFilters(NamedTuple):
             np.full(count, log_min_p, np.float32),
         )
 
-    @classmethod
-    def of(cls, params: Sequence[ChoiceParams]) -> "RowFilters":
-        filters = cls.none(len(params))
-        for row, row_params in enumerate(params):
-            filters.fill(slice(row, row + 1), row_params)
-        return filters
-
     def fill(self, rows: slice, params: ChoiceParams) -> None:
         """Sets the filters of these rows, which have none yet."""
         if params.is_filtered:

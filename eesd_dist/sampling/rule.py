@@ -35,7 +35,7 @@ from eesd_dist.sampling.processors import (
     log_total,
     processed,
 )
-from eesd_dist.sampling.row_filters import RowFilters
+from eesd_dist.sampling.row_filters import filter_of, filters_by_row
 from eesd_dist.sampling.row_rules import RowRule, rules_of
 from eesd_dist.sampling.sharded_rows import select
 from eesd_dist.transport.contracts import TensorGroup
@@ -177,19 +177,17 @@ def _best_two(
     logits_SV: Tensor, rules: Sequence[RowRule], vocab_ids: Tensor | None
 ) -> BestTwo | None:
     """Returns the best two of each row in one call, if the device has such a call."""
-    backend = sampling_on(logits_SV.device)
-    if logits_SV.shape[-1] < 2 or not backend.has_choice_call:
+    call = sampling_on(logits_SV.device).choice_call
+    if logits_SV.shape[-1] < 2 or call is None:
         return None
-    filters = None
-    if any(rule.params.is_filtered for rule in rules):
-        filters = RowFilters.of([rule.params for rule in rules])
+    filters = filters_by_row([filter_of(rule.params) for rule in rules])
     divisors = [rule.params.noise_temperature for rule in rules]
     keys = [
         noise_key(rule.params.seed, rule.position) if divisor else 0
         for rule, divisor in zip(rules, divisors, strict=True)
     ]
     edited_SV = edited(logits_SV, rules, _columns_of(logits_SV, vocab_ids))
-    return backend.best_two(edited_SV, divisors, key_words(keys), vocab_ids, filters)
+    return call(edited_SV, divisors, key_words(keys), vocab_ids, filters)
 
 
 def score_gaps(best_S4: _Ints) -> _Floats:

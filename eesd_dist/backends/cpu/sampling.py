@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eesd_dist.backends.torch.sampling import TorchSampling
-from eesd_dist.sampling.backend import BestTwo
+from eesd_dist.sampling.backend import BestTwo, ChoiceCall
 from eesd_dist.sampling.noise import key_words
 from eesd_dist.sampling.row_filters import RowFilters
 
@@ -49,7 +49,9 @@ class CpuSampling(TorchSampling):
 class CompiledSampling(CpuSampling):
     """Noise and choice in one compiled call each."""
 
-    has_choice_call = True
+    @property
+    def choice_call(self) -> ChoiceCall:
+        return self.best_two
 
     def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
         from eesd_dist.backends.cpu.kernels.choice import gumbel_rows

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from eesd_dist.backends.cuda.choice import best_two_on_gpu, gumbel_on_gpu
 from eesd_dist.backends.torch.sampling import TorchSampling
-from eesd_dist.sampling.backend import BestTwo
+from eesd_dist.sampling.backend import BestTwo, ChoiceCall
 from eesd_dist.sampling.noise import key_words
 from eesd_dist.sampling.row_filters import RowFilters
 
@@ -22,7 +22,9 @@ _ALIGNED_COLUMNS = 4
 class CudaSampling(TorchSampling):
     """Implements `SamplingBackend`."""
 
-    has_choice_call = True
+    @property
+    def choice_call(self) -> ChoiceCall:
+        return self.best_two
 
     def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
         return gumbel_on_gpu(key_words(keys), ids_V)

@@ -139,7 +139,7 @@ class GraphVerifier:
 
     def _filters(self, sampled: Sequence[Segment], open_rows: Sequence[int]) -> RowFilters | None:
         """Returns the filters of the sampled rows that are not open; None without any."""
-        if not self.has_filters:
+        if not (self.has_filters and any(s.params.is_filtered for s in sampled)):
             return None
         row_params = [s.params for s in sampled for _ in range(s.num_sampled)]
         decided = set(range(len(row_params))).difference(open_rows)

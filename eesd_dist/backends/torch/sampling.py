@@ -2,34 +2,23 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eesd_dist.sampling.backend import BestTwo
+from eesd_dist.sampling.backend import ChoiceCall
 from eesd_dist.sampling.noise import gumbel_by_steps
-from eesd_dist.sampling.row_filters import RowFilters
 
 
 # Shapes: S rows, V columns, B best columns.
 class TorchSampling:
     """Implements `SamplingBackend` on any device."""
 
-    has_choice_call = False
+    @property
+    def choice_call(self) -> ChoiceCall | None:
+        return None
 
     def gumbel(self, keys: Sequence[int], ids_V: Tensor) -> Tensor:
         return gumbel_by_steps(keys, ids_V)
-
-    def best_two(
-        self,
-        logits_SV: Tensor,
-        divisors: Sequence[float],
-        words_S3: npt.NDArray[np.int32],
-        vocab_ids: Tensor | None,
-        filters: RowFilters | None,
-    ) -> BestTwo:
-        raise NotImplementedError
 
     def first_max(self, x_SV: Tensor) -> Tensor:
         return x_SV.argmax(dim=-1)

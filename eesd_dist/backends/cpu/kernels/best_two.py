@@ -33,7 +33,7 @@ def _best_two(
     scores_V, lost_V = np.empty(count, np.float32), np.empty(count, np.float32)
     keys_V, mantissas_V = np.empty(count, np.int32), np.empty(count, np.int32)
     scaled_V = np.empty(count, np.float32)
-    masses_N, counts_N = np.empty(NUM_BINS, np.int64), np.empty(NUM_BINS, np.int32)
+    masses_N, counts_N = np.empty(NUM_BINS, np.int64), np.empty(NUM_BINS, np.int64)
     for row in range(len(logits_SV)):
         score_row(
             logits_SV[row],

@@ -60,7 +60,7 @@ class Memory(NamedTuple):
     words_P3: npt.NDArray[np.uint32]
     scaled_PV: Floats
     masses_PN: Longs
-    counts_PN: Ints
+    counts_PN: Longs
     numbers_B: Ints
     """0, 1, 2, ..."""
 
@@ -114,7 +114,7 @@ def _new_memory(num_tokens: int, num_threads: int) -> Memory:
         words_P3=np.zeros((num_threads, 3), np.uint32),
         scaled_PV=np.zeros(wide, np.float32),
         masses_PN=np.zeros((num_threads, NUM_BINS), np.int64),
-        counts_PN=np.zeros((num_threads, NUM_BINS), np.int32),
+        counts_PN=np.zeros((num_threads, NUM_BINS), np.int64),
         numbers_B=np.arange(NUM_ROWS, dtype=np.int32),
     )
 

@@ -130,6 +130,36 @@ def scaled(logit: np.float32, divisor: np.float32) -> np.float32:
 
 
 @inner
+def _edge_in_bins(
+    scores_V: Floats,
+    peak: np.float32,
+    weights_N: Longs,
+    target: np.int64,
+    by_mass: bool,
+    members_V: Floats,
+    memory_N: Longs,
+) -> tuple[np.float32, np.int64, int, int]:
+    """Returns `_edge` of a whole row, the bin of the edge, and how many members that bin has.
+
+    `weights_N`: of the bins, which weigh the target together; may be `memory_N`.
+    """
+    at, before = 0, int64(0)
+    while before + weights_N[at] < target:
+        before += weights_N[at]
+        at += 1
+    num_members = _bin_members(scores_V, peak, at, members_V)
+    edge, above = _edge(
+        members_V[:num_members],
+        target - before,
+        peak,
+        by_mass,
+        memory_N[:256],
+        memory_N[-1:].view(np.float32)[:1],
+    )
+    return edge, before + above, at, num_members
+
+
+@inner
 def has_filter(filters: RowFilters, row: int) -> bool:
     return (
         filters.top_k_S[row] > 0
@@ -144,7 +174,7 @@ def filter_row(
     filters: RowFilters,
     row: int,
     masses_N: Longs,
-    counts_N: Ints,
+    counts_N: Longs,
     members_V: Floats,
     powers_V: Ints,
     choice_scores_V: Floats,
@@ -176,19 +206,15 @@ def filter_row(
             counts_N[b] += 1
             masses_N[b] += int64(members_V[v])
         end = NUM_BINS
-        # Memory of the counts, once they are not needed.
-        weights_D, power_1 = counts_N.view(np.int64)[:256], counts_N.view(np.float32)[-1:]
+        power_1 = counts_N[-1:].view(np.float32)[:1]  # memory, once the counts are not needed
         if has_top_k:
-            at, before = 0, int64(0)
-            while before + counts_N[at] < top_k:
-                before += counts_N[at]
-                at += 1
-            members_M = members_V[: _bin_members(scores_V, peak, at, members_V)]
-            kth, _ = _edge(members_M, top_k - before, peak, False, weights_D, power_1)
+            kth, _, at, num_members = _edge_in_bins(
+                scores_V, peak, counts_N, int64(top_k), False, members_V, counts_N
+            )
             masses_N[at] = 0
-            for m in range(len(members_M)):
-                if members_M[m] >= kth:
-                    masses_N[at] += _mass(float32(members_M[m] - peak), power_1)
+            for m in range(num_members):
+                if members_V[m] >= kth:
+                    masses_N[at] += _mass(float32(members_V[m] - peak), power_1)
             lowest, end = max(lowest, kth), at + 1
         if top_p < 1.0:
             total = int64(0)
@@ -196,14 +222,11 @@ def filter_row(
                 total += masses_N[b]
             target = max(int64(np.ceil(top_p * np.float64(total))), int64(1))
             if target <= total:
-                at, before = 0, int64(0)
-                while before + masses_N[at] < target:
-                    before += masses_N[at]
-                    at += 1
-                members_M = members_V[: _bin_members(scores_V, peak, at, members_V)]
-                edge, above = _edge(members_M, target - before, peak, True, weights_D, power_1)
+                edge, above, _, _ = _edge_in_bins(
+                    scores_V, peak, masses_N, target, True, members_V, counts_N
+                )
                 mass = max(_mass(float32(edge - peak), power_1), int64(1))
-                room = (target - before - above + mass - 1) // mass
+                room = (target - above + mass - 1) // mass
                 lowest = max(lowest, edge)
     for v in range(num_tokens):
         is_left = not scores_V[v] < lowest

@@ -11,7 +11,7 @@ from eesd_dist.backends.cpu.kernels.best_two import best_two
 from eesd_dist.backends.cuda.choice import best_two_of_ranks, best_two_on_gpu, gumbel_on_gpu
 from eesd_dist.model.parallel import rank_range
 from eesd_dist.sampling.noise import gumbel_by_steps, key_words, noise_key
-from eesd_dist.sampling.row_filters import RowFilters
+from eesd_dist.sampling.row_filters import filter_of, filters_by_row
 from eesd_dist.types import ChoiceParams
 
 
@@ -71,7 +71,7 @@ def test_filters_leave_the_tokens_that_they_leave_on_a_cpu(num_columns: int, log
     divisors = [row_params.noise_temperature for row_params in params]
     words_S3 = key_words([noise_key(7, at) if divisors[at] else 0 for at in range(len(params))])
     ids_V = 3 * torch.arange(num_columns, dtype=torch.int32) + 11
-    filters = RowFilters.of(params)
+    filters = filters_by_row([filter_of(row_params) for row_params in params])
     columns_S2, values_S2 = best_two(
         logits_SV.contiguous().numpy(), divisors, words_S3, ids_V.numpy(), filters
     )
