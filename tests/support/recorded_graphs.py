@@ -61,11 +61,29 @@ class NoRoom(RecordedGraph):
 
 
 class _Operators(OperatorWatch):
-    """Records torch's operators, which run to make their outputs."""
+    """Records torch's operators, which run to make their outputs; what they write to is kept."""
 
     def __init__(self, launches: list[Launch]) -> None:
         super().__init__()
         self._launches = launches
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        written = [
+            arg
+            for arg, argument in zip(args, func._schema.arguments, strict=False)
+            if argument.is_write and isinstance(arg, Tensor)
+        ]
+        contents = [x.clone() for x in written]
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        for x, content in zip(written, contents, strict=True):
+            x.copy_(content)
+        return out
 
     def ran(
         self,

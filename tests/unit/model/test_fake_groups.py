@@ -228,7 +228,7 @@ def test_a_verify_pass_is_one_graph_with_its_gather(
     rank = Rank(checkpoint, size)
     verifier = GraphVerifier.of(rank.span)
     assert verifier is not None
-    key = _Size(8, 8, Tiling(8, 4))
+    key = _Size(8, 8, Tiling(8, 4), has_filters=False, keeps_logits=False)
     with HostCopies() as copies, torch.inference_mode():
         for _ in range(3):
             best_GS4 = verifier._graphs.run(key, lambda: verifier._pass(key))
