@@ -60,6 +60,24 @@ def positive_nan(scores_V: "Any") -> "Any":
 
 
 @triton.jit
+def scaled(logits_V: "Any", divisor: "Any", BLOCK: tl.constexpr) -> "Any":
+    """Returns the scores before noise; NaN counts as infinite."""
+    if divisor > 0:
+        logits_V = tl.math.div_rn(logits_V, tl.zeros([BLOCK], tl.float32) + divisor)
+    return positive_nan(logits_V)
+
+
+@triton.jit
+def noise_of_columns(
+    ids: "Any", column_V: "Any", is_column_V: "Any", words_3: "Any", HAS_IDS: tl.constexpr
+) -> "Any":
+    ids_V = column_V
+    if HAS_IDS:
+        ids_V = tl.load(ids + column_V, mask=is_column_V, other=0).to(tl.int32)
+    return noise_of(ids_V, words_3)
+
+
+@triton.jit
 def _two_best(scores_N: "Any", columns_N: "Any") -> "Any":
     """Returns the two largest scores and their columns, of equal ones the first."""
     scores_N = positive_nan(scores_N)
@@ -88,14 +106,11 @@ def block_kernel(
     row, block = tl.program_id(0), tl.program_id(1)
     column_V = block * BLOCK + tl.arange(0, BLOCK)
     is_column_V = column_V < num_columns
-    score_V = tl.load(logits + row.to(tl.int64) * row_stride + column_V, mask=is_column_V)
+    logits_V = tl.load(logits + row.to(tl.int64) * row_stride + column_V, mask=is_column_V)
     divisor = tl.load(divisor_S + row)
+    score_V = scaled(logits_V, divisor, BLOCK)
     if divisor > 0:
-        ids_V = column_V
-        if HAS_IDS:
-            ids_V = tl.load(ids + column_V, mask=is_column_V, other=0).to(tl.int32)
-        noise_V = noise_of(ids_V, words_S3 + 3 * row)
-        score_V = noise_V + tl.math.div_rn(score_V, tl.zeros([BLOCK], tl.float32) + divisor)
+        score_V += noise_of_columns(ids, column_V, is_column_V, words_S3 + 3 * row, HAS_IDS)
     score_V = tl.where(is_column_V, score_V, float("-inf"))
     first, at_first, second, at_second = _two_best(score_V, column_V)
     at = 2 * (row * tl.num_programs(1) + block)

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from eesd_dist.backends.cuda.kernels.choice import noise_of, positive_nan
+from eesd_dist.backends.cuda.kernels.choice import noise_of_columns, scaled
 
 NUM_CANDIDATES = 8
 _CANDIDATES = tl.constexpr(NUM_CANDIDATES)
@@ -28,14 +28,6 @@ _NO_COLUMN = tl.constexpr(2147483647)
 
 # Shapes: V columns of a block, N candidates of all blocks, C = NUM_CANDIDATES, D digits, B blocks,
 # S rows.
-@triton.jit
-def _scaled(logits_V: "Any", divisor: "Any", BLOCK: tl.constexpr) -> "Any":
-    """Returns the scores before noise; NaN counts as infinite."""
-    if divisor > 0:
-        logits_V = tl.math.div_rn(logits_V, tl.zeros([BLOCK], tl.float32) + divisor)
-    return positive_nan(logits_V)
-
-
 @triton.jit
 def _mass(x_V: "Any") -> "Any":
     """Returns `elementary.mass_of`."""
@@ -115,14 +107,11 @@ def candidates_kernel(
     is_column_V = column_V < num_columns
     logits_V = tl.load(logits + row.to(tl.int64) * row_stride + column_V, mask=is_column_V)
     divisor = tl.load(divisor_S + row)
-    score_V = _scaled(logits_V, divisor, BLOCK)
+    score_V = scaled(logits_V, divisor, BLOCK)
     score_V = tl.where(is_column_V, score_V, float("-inf"))
     tl.store(peaks + row * tl.num_programs(1) + block, tl.max(score_V, 0))
     if divisor > 0:
-        ids_V = column_V
-        if HAS_IDS:
-            ids_V = tl.load(ids + column_V, mask=is_column_V, other=0).to(tl.int32)
-        score_V = positive_nan(noise_of(ids_V, words_S3 + 3 * row) + score_V)
+        score_V += noise_of_columns(ids, column_V, is_column_V, words_S3 + 3 * row, HAS_IDS)
     at = (row * tl.num_programs(1) + block) * _CANDIDATES
     for candidate in range(_CANDIDATES):
         best = tl.max(score_V, 0)
@@ -183,7 +172,7 @@ def digit_kernel(
         column_V = block * BLOCK + tl.arange(0, BLOCK)
         is_column_V = column_V < num_columns
         logits_V = tl.load(logits + row.to(tl.int64) * row_stride + column_V, mask=is_column_V)
-        key_V = _descending_key(_scaled(logits_V, tl.load(divisor_S + row), BLOCK))
+        key_V = _descending_key(scaled(logits_V, tl.load(divisor_S + row), BLOCK))
         if AT > 0:
             is_column_V &= (key_V >> (32 - 8 * AT)) == _kth_digits(counts_D256, top_k, AT)
         digit_V = ((key_V >> (24 - 8 * AT)) & 255).to(tl.int32)
@@ -215,14 +204,14 @@ def mass_kernel(
         logits += row.to(tl.int64) * row_stride
         column_V = block * BLOCK + tl.arange(0, BLOCK)
         is_column_V = column_V < num_columns
-        score_V = _scaled(tl.load(logits + column_V, mask=is_column_V), divisor, BLOCK)
+        score_V = scaled(tl.load(logits + column_V, mask=is_column_V), divisor, BLOCK)
         score_V = tl.where(is_column_V, score_V, float("-inf"))
         mass_V = tl.where(is_column_V, _mass(score_V - tl.load(peak_S + row)), 0)
         at = row * tl.num_programs(1) + block
         for candidate in range(_CANDIDATES):
             column = tl.load(columns_SC + row * _CANDIDATES + candidate)
             column_1 = column + tl.arange(0, 1)
-            score = tl.max(_scaled(tl.load(logits + column_1), divisor, 1), 0)
+            score = tl.max(scaled(tl.load(logits + column_1), divisor, 1), 0)
             is_equal_V = (score_V == score) & (column_V < column)
             before = tl.sum(tl.where((score_V > score) | is_equal_V, mass_V, 0), 0)
             tl.store(masses + at * _SUMS + candidate, before)
@@ -274,7 +263,7 @@ def decision_kernel(
     for candidate in range(_CANDIDATES):
         candidate_column = tl.load(columns_SC + candidate)
         column_1 = candidate_column + tl.arange(0, 1)
-        own = tl.max(_scaled(tl.load(logits + column_1), divisor, 1), 0)
+        own = tl.max(scaled(tl.load(logits + column_1), divisor, 1), 0)
         before = tl.sum(tl.load(sums_B + candidate, mask=is_block_B, other=0), 0)
         from_B = numbers + (row * num_blocks + block_B) * _CANDIDATES + candidate
         number = tl.sum(tl.load(from_B, mask=is_block_B, other=0), 0)
